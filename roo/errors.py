@@ -1,0 +1,65 @@
+"""One tree for everything that Roostream raises on purpose.
+
+RoostreamError
+├── ConfigError            a TOML key, value, flag or environment variable is wrong
+│   └── SchemaError        a schema is wrong, or can't be read with the one in hand
+├── WireError              a record or body can't be decoded; `reason` names the dead letter
+├── UnavailableError       a peer or service is away; trying again can help
+│   └── TransportError     a call to a shard or the controller failed; its effect is unknown
+├── FencedError            an older incarnation acted; the process must stop or rejoin
+├── CheckpointError        a manifest, segment or part is damaged or absent
+└── SetupError             the machine lacks something (Python, port, disk, memory, package)
+
+A message says what was expected, what was got and what to do. Asserts are for our own invariants only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RoostreamError(Exception):
+    """Base of all; `str()` is one sentence fit to show a user."""
+
+
+class ConfigError(RoostreamError):
+    """A setting is wrong."""
+
+
+class SchemaError(ConfigError):
+    """A schema is wrong, or a change to it can't be read."""
+
+
+class WireError(RoostreamError):
+    """Bytes that can't be read; `reason` is the dead letter's: one of wire.REASONS."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UnavailableError(RoostreamError):
+    """A service is away; nothing was lost, trying again can help."""
+
+
+class TransportError(UnavailableError):
+    """A call failed on its way; the peer may or may not have acted on it."""
+
+
+class FencedError(RoostreamError):
+    """The caller's incarnation is over: another one has been claimed."""
+
+
+class CheckpointError(RoostreamError):
+    """A committed part is damaged or absent."""
+
+
+class SetupError(RoostreamError):
+    """The machine lacks something that Roostream needs."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the known name nearest to `name`, or `""` if none is near."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

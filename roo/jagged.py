@@ -1,0 +1,109 @@
+"""Ragged feature lists of a batch, laid out like a KeyedJaggedTensor.
+
+K features over N rows (N = R requests or B candidates), feature-major, e.g. K = 2, N = 3:
+
+    key      row 0   row 1   row 2          lengths_KN = [[2, 0, 1],
+    history  [8, 3]  []      [5]                          [1, 1, 0]]
+    topics   [4]     [9]     (missing)      values     = [8, 3, 5, 4, 9]
+                                            present_KN = [[T, T, T], [T, T, F]]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Jagged:
+    """Raises AssertionError at construction where an invariant is broken: it is built by our own codecs only."""
+
+    keys: tuple[str, ...]  # K features
+    lengths_KN: np.ndarray  # int32 [K, N]
+    values: np.ndarray  # int64 [sum of lengths]: ids, feature-major then row-major
+    present_KN: np.ndarray  # bool [K, N]: False = missing (and then length 0)
+    weights: np.ndarray | None = None  # float32, aligned with values; 1 for features without weights
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """`feature.column` → int64 [total length of that feature]: ids or times in ms, aligned with `values_of(feature)`."""
+
+    def __post_init__(self) -> None:
+        assert self.lengths_KN.dtype == np.int32 and self.lengths_KN.ndim == 2 and len(self.keys) == self.lengths_KN.shape[0]
+        assert self.values.dtype == np.int64 and self.values.ndim == 1
+        assert self.present_KN.dtype == np.bool_ and self.present_KN.shape == self.lengths_KN.shape
+        assert int(self.lengths_KN.sum()) == len(self.values), (int(self.lengths_KN.sum()), len(self.values))
+        assert self.weights is None or (self.weights.dtype == np.float32 and len(self.weights) == len(self.values))
+        for name, column in self.columns.items():
+            assert len(column) == self.total_of(name.split(".", 1)[0]), name
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.lengths_KN.shape[1])
+
+    @cached_property
+    def starts_K1(self) -> np.ndarray:
+        """int64 [K + 1]: feature k owns values[starts_K1[k] : starts_K1[k + 1]]."""
+        out = np.zeros(len(self.keys) + 1, dtype=np.int64)
+        np.cumsum(self.lengths_KN.sum(axis=1, dtype=np.int64), out=out[1:])
+        return out
+
+    def index(self, key: str) -> int:
+        return self.keys.index(key)
+
+    def total_of(self, key: str) -> int:
+        return int(self.lengths_KN[self.index(key)].sum())
+
+    def values_of(self, key: str) -> np.ndarray:
+        """int64 view of feature `key`'s ids."""
+        k = self.index(key)
+        return self.values[self.starts_K1[k] : self.starts_K1[k + 1]]
+
+    def weights_of(self, key: str) -> np.ndarray | None:
+        k = self.index(key)
+        return None if self.weights is None else self.weights[self.starts_K1[k] : self.starts_K1[k + 1]]
+
+    def offsets_of(self, key: str) -> np.ndarray:
+        """int64 [N + 1]: row n of feature `key` is values_of(key)[offsets[n] : offsets[n + 1]]."""
+        out = np.zeros(self.num_rows + 1, dtype=np.int64)
+        np.cumsum(self.lengths_KN[self.index(key)], out=out[1:])
+        return out
+
+    def take_rows(self, rows_M: np.ndarray) -> Jagged:
+        """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
+        pieces, columns = [], {name: np.zeros(0, dtype=np.int64) for name in self.columns}
+        weights = []
+        for k, key in enumerate(self.keys):
+            at = _ranges(self.offsets_of(key)[rows_M], self.lengths_KN[k][rows_M])
+            pieces.append(self.values_of(key)[at])
+            if self.weights is not None:
+                weights.append(self.weights[self.starts_K1[k] :][at])
+            for name in self.columns:
+                if name.split(".", 1)[0] == key:
+                    columns[name] = self.columns[name][at]
+        return Jagged(
+            keys=self.keys,
+            lengths_KN=np.ascontiguousarray(self.lengths_KN[:, rows_M]),
+            values=np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64),
+            present_KN=np.ascontiguousarray(self.present_KN[:, rows_M]),
+            weights=np.concatenate(weights) if weights else None,
+            columns=columns,
+        )
+
+
+def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
+    """Every list missing."""
+    shape = (len(keys), num_rows)
+    return Jagged(
+        keys=keys,
+        lengths_KN=np.zeros(shape, dtype=np.int32),
+        values=np.zeros(0, dtype=np.int64),
+        present_KN=np.zeros(shape, dtype=np.bool_),
+    )
+
+
+def _ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
+    """Concatenation of arange(start, start + length)."""
+    ends = np.cumsum(lengths_M, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts_M - (ends - lengths_M), lengths_M)

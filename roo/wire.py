@@ -1,0 +1,77 @@
+"""Records: a type byte, a version byte, then the protobuf message of `roo.proto`.
+
+Every record on every topic, and in serving's log, is one of these. `decode` never returns half a message: bytes that
+can't be read raise WireError with the reason that the dead letter then carries.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from google.protobuf.message import DecodeError, Message
+
+from roo import roo_pb2 as pb
+from roo.errors import WireError
+
+VERSION = 1
+IMPRESSION, ENGAGEMENT, SAMPLE, CORRECTION, DEAD_LETTER, HEARTBEAT, END_MARKER, ROW_DELTA, BARRIER, PREDICTION = range(1, 11)
+
+Wire: TypeAlias = Message
+
+TYPES: dict[int, type[Message]] = {
+    IMPRESSION: pb.Impression,
+    ENGAGEMENT: pb.Engagement,
+    SAMPLE: pb.Sample,
+    CORRECTION: pb.Sample,
+    DEAD_LETTER: pb.DeadLetter,
+    HEARTBEAT: pb.Heartbeat,
+    END_MARKER: pb.EndMarker,
+    ROW_DELTA: pb.RowDelta,
+    BARRIER: pb.Barrier,
+    PREDICTION: pb.Prediction,
+}
+
+# Reasons of dead letters, all of them. Decoding: the record itself is bad. Joining: it has no place to go.
+REASONS = (
+    "undecodable",  # not a record, or not the message that its type byte names
+    "unknown_type",  # a type or version byte that this build doesn't know
+    "unknown_schema",  # a fingerprint that no registered schema has
+    "bad_shape",  # columns whose lengths disagree
+    "non_finite",  # an infinity, or a NaN where NaN doesn't mean missing
+    "oversized",  # more bytes, candidates or list entries than the hard caps
+    "bad_time",  # an event time that can't be
+    "no_request",  # an engagement whose request never came
+    "item_not_shown",  # an engagement with an item that its request didn't show
+    "after_close",  # an impression of a request that is closed
+    "too_late",  # an engagement beyond the late horizon
+    "overflow",  # open requests or orphans of one user beyond the caps
+)
+
+
+def encode(kind: int, message: Message) -> bytes:
+    """`kind` byte, VERSION byte, deterministic protobuf."""
+    return bytes((kind, VERSION)) + message.SerializeToString(deterministic=True)
+
+
+def kind_of(record: bytes) -> int:
+    """The type byte of a record that has two bytes or more, else 0."""
+    return record[0] if len(record) >= 2 else 0
+
+
+def decode(record: bytes | None) -> tuple[int, Message]:
+    """(type, message).
+
+    Raises:
+        WireError: `undecodable` or `unknown_type`; nothing was consumed.
+    """
+    if record is None or len(record) < 2:
+        raise WireError("undecodable", f"expected a record of 2 bytes or more, got {0 if record is None else len(record)}")
+    kind = record[0]
+    if kind not in TYPES or record[1] != VERSION:
+        raise WireError("unknown_type", f"expected type 1..{len(TYPES)} version {VERSION}, got type {kind} version {record[1]}")
+    message = TYPES[kind]()
+    try:
+        message.ParseFromString(record[2:])
+    except DecodeError as error:
+        raise WireError("undecodable", f"expected a {message.DESCRIPTOR.name}: {error}") from None
+    return kind, message

@@ -1,0 +1,138 @@
+"""Kafka clients with our settings; the only place that knows librdkafka's option names."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from roo.errors import UnavailableError
+from runtime.backoff import Backoff
+from runtime.topics import PARTITIONS, TopicSettings, configs, name_of
+
+log = logging.getLogger("roostream.kafka")
+
+_QUIET = {"log.connection.close": False, "reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 1000}
+
+
+def _on_error(error: KafkaError) -> None:
+    """Client-level errors are states, not failures: librdkafka keeps trying."""
+    log.debug("kafka: %s", error)
+
+
+def producer(bootstrap: str, **overrides: Any) -> Producer:
+    """Idempotent, keyed by murmur2 as Java's producers are. Give `transactional_id` for transactions.
+
+    Delivery errors reach the callback given to `produce`; a full queue raises BufferError there.
+    """
+    settings = {
+        "bootstrap.servers": bootstrap,
+        "partitioner": "murmur2_random",
+        "enable.idempotence": True,
+        "acks": "all",
+        "linger.ms": 5,
+        "compression.type": "zstd",
+        "message.max.bytes": 4 << 20,
+        "queue.buffering.max.kbytes": 262_144,
+        "delivery.timeout.ms": 2_000_000_000,
+        "error_cb": _on_error,
+        **_QUIET,
+    }
+    return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+
+
+def consumer(bootstrap: str, group: str, **overrides: Any) -> Consumer:
+    """Manual offsets, earliest when there are none, committed transactions only, end of partition reported."""
+    settings = {
+        "bootstrap.servers": bootstrap,
+        "group.id": group,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "fetch.wait.max.ms": 50,
+        "fetch.error.backoff.ms": 100,
+        "queued.max.messages.kbytes": 65_536,
+        "max.partition.fetch.bytes": 8 << 20,
+        "topic.metadata.refresh.interval.ms": 10_000,
+        "error_cb": _on_error,
+        **_QUIET,
+    }
+    return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+
+
+def wait_for_broker(bootstrap: str, stop: threading.Event | None = None, timeout_s: float | None = None) -> str:
+    """Block until the broker answers; its cluster id.
+
+    Raises:
+        UnavailableError: `timeout_s` passed, or `stop` was set. Says once a minute that it waits.
+    """
+    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
+    backoff = Backoff(what=f"Kafka at {bootstrap}", timeout_s=timeout_s)
+    while True:
+        try:
+            metadata = admin.list_topics(timeout=2)
+            backoff.reached()
+            return str(metadata.cluster_id)
+        except KafkaException as error:
+            backoff.wait(error, stop)
+
+
+def create_topics(bootstrap: str, prefix: str, settings: TopicSettings, names: Iterable[str] = PARTITIONS) -> None:
+    """Create the topics that are absent; existing ones stay as they are.
+
+    Raises:
+        UnavailableError: the broker refused; says which topic and why.
+    """
+    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
+    new = [NewTopic(name_of(prefix, t), PARTITIONS[t], 1, config=configs(t, settings)) for t in names]
+    for topic, future in admin.create_topics(new, operation_timeout=20).items():
+        try:
+            future.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise UnavailableError(f"topic {topic} could not be created: {error.args[0].str()}") from None
+
+
+def topic_ids(bootstrap: str, topics: Iterable[str]) -> dict[str, str]:
+    """Topic → the broker's id of it (changes when a topic is deleted and made again)."""
+    from confluent_kafka import TopicCollection
+
+    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
+    described = admin.describe_topics(TopicCollection(list(topics)), request_timeout=10)
+    return {name: str(future.result().topic_id) for name, future in described.items()}
+
+
+def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
+    """Partition → next offset that will be written (last stable offset)."""
+    return {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s)[1] for p in partitions}
+
+
+def start_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
+    """Partition → oldest offset still there."""
+    return {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s)[0] for p in partitions}
+
+
+def send(
+    client: Producer,
+    topic: str,
+    *,
+    key: bytes | None,
+    value: bytes,
+    timestamp_ms: int,
+    partition: int = -1,
+    on_delivery: Callable[[KafkaError | None, Any], None] | None = None,
+) -> None:
+    """Queue one record, waiting for room when the queue is full (bounded memory: the wait is the back pressure)."""
+    extra = {} if partition < 0 else {"partition": partition}
+    while True:
+        try:
+            client.produce(topic, value=value, key=key, timestamp=max(timestamp_ms, 0), on_delivery=on_delivery, **extra)
+            client.poll(0)
+            return
+        except BufferError:
+            client.poll(0.05)

@@ -1,0 +1,64 @@
+"""What starts and ends every program: logging, signals, parent death, and errors told in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from roo.errors import RoostreamError
+
+log = logging.getLogger("roostream")
+_PR_SET_PDEATHSIG = 1
+
+
+class Stop(threading.Event):
+    """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""
+
+
+def die_with_parent() -> None:
+    """SIGTERM this process when its parent ends (Linux), so that nothing is left running."""
+    if os.environ.get("ROOSTREAM_SUPERVISED"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def setup_logging(level: str = "") -> None:
+    logging.basicConfig(
+        level=level or os.environ.get("ROOSTREAM_LOG", "INFO"),
+        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def run(name: str, body: Callable[[Stop], None]) -> int:
+    """Run `body` until it returns or raises; its exit code.
+
+    0 done or stopped by a signal · 2 a RoostreamError, told in one line · 1 a defect of ours, with its traceback in the log.
+    """
+    setup_logging()
+    faulthandler.enable()
+    die_with_parent()
+    stop = Stop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    try:
+        body(stop)
+    except RoostreamError as error:
+        if stop.is_set():
+            log.info("%s stopped", name)
+            return 0
+        log.error("%s: %s", name, error)
+        return 2
+    except Exception:
+        log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
+        return 1
+    log.info("%s stopped", name)
+    return 0

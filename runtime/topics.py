@@ -1,0 +1,45 @@
+"""The topics: names, partitions, settings. Counts are fixed when a topic is created."""
+
+from __future__ import annotations
+
+import dataclasses
+
+IMPRESSIONS, ENGAGEMENTS, SAMPLES = "impressions", "engagements", "samples"
+CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS = "corrections", "rows", "predictions", "dead_letters"
+
+PARTITIONS = {IMPRESSIONS: 4, ENGAGEMENTS: 4, SAMPLES: 4, CORRECTIONS: 4, ROWS: 4, PREDICTIONS: 4, DEAD_LETTERS: 1}
+NUM_BUCKETS = 64  # a stack; `rows` partition of a bucket = bucket mod 4
+
+_HOUR_MS = 3_600_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopicSettings:
+    """What differs between live traffic and a replay of old data."""
+
+    replay: bool = False  # event times lie in the past: never delete by them, accept any of them
+    retention_ms: int = 24 * _HOUR_MS
+    retention_bytes: int = 512 << 20  # a partition
+    max_skew_ms: int = 60_000  # the broker refuses records from further in the future
+    max_message_bytes: int = 4 << 20
+
+
+def name_of(prefix: str, topic: str) -> str:
+    return prefix + topic
+
+
+def configs(topic: str, settings: TopicSettings) -> dict[str, str]:
+    """Kafka's settings of a topic."""
+    old = settings.replay and topic != ROWS
+    retention_ms = -1 if old else _HOUR_MS if topic == ROWS else settings.retention_ms
+    forever = str(2**63 - 1)
+    return {
+        "retention.ms": str(retention_ms),
+        "retention.bytes": "-1" if old else str(settings.retention_bytes),
+        "max.message.bytes": str(settings.max_message_bytes),
+        "message.timestamp.type": "CreateTime",
+        "message.timestamp.before.max.ms": forever,
+        "message.timestamp.after.max.ms": forever if settings.replay else str(settings.max_skew_ms),
+        "segment.bytes": str(64 << 20),
+        "segment.ms": forever if old else str(_HOUR_MS),
+    }
