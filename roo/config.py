@@ -8,6 +8,7 @@ The environment variable of field `x` of program `worker` is ROOSTREAM_WORKER_X.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -42,7 +43,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _quantity(text: str | int | float, units: Mapping[str, int], expected: str) -> int:
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and math.isfinite(text):
         return int(text)
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(text))
     if not match or match[2] not in units:
@@ -66,8 +67,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def where(path: str | Path | None, key: str) -> str:
-    """`"file:line: "` of the first line that sets `key` (or opens the table that it names), as far as can be told."""
+def where(path: str | Path | None, key: str, value: str | None = None) -> str:
+    """`"file:line: "` of the first line that sets `key` (to `value`, if given) or opens the table that it names, as far as
+    can be told."""
     if path is None:
         return ""
     try:
@@ -76,6 +78,8 @@ def where(path: str | Path | None, key: str) -> str:
         return f"{path}: "
     last = key.rsplit(".", 1)[-1]
     pattern = re.compile(rf'^\s*(?:"?{re.escape(last)}"?\s*=|\[+[^\]]*\b{re.escape(last)}\s*\]+)')
+    if value is not None:
+        pattern = re.compile(rf"""^\s*"?{re.escape(last)}"?\s*=\s*["']{re.escape(value)}["']""")
     for number, line in enumerate(lines, 1):
         if pattern.search(line):
             return f"{path}:{number}: "
@@ -140,7 +144,7 @@ def from_dict(cls: type[Any], raw: Mapping[str, Any], path: str | Path | None, p
         if name in out:
             raise ConfigError(f"{where(path, key)}{prefix + key!r} is given twice (as {name!r} too); keep one")
         try:
-            if name != key or (isinstance(value, str) and hints[name] is int):
+            if name != key or (isinstance(value, str) and hints[name] is int and name.endswith(("_ms", "_bytes"))):
                 value = parse_duration_ms(value) if name.endswith("_ms") else parse_bytes(value)
             out[name] = _convert(hints[name], value, path, f"{prefix}{key}")
         except ConfigError as error:
@@ -166,7 +170,7 @@ def _convert(hint: Any, value: Any, path: str | Path | None, key: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"expected a table, got {value!r}")
-        return dict(value)
+        return {k: _convert(typing.get_args(hint)[1], v, path, f"{key}.{k}") for k, v in value.items()}
     if origin is typing.Literal:
         if value not in typing.get_args(hint):
             choices = [str(a) for a in typing.get_args(hint)]
@@ -188,16 +192,23 @@ def _expect(hint: Any, value: Any) -> Any:
 
 
 def _from_text(hint: Any, text: str, variable: str) -> Any:
-    """An environment variable's text as a TOML value would give it."""
+    """An environment variable's text as a TOML value would give it; a list of names may be given as `a,b`."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
     try:
         if hint in (str, Path):
             return hint(text)
-        if hint is int and not re.fullmatch(r"-?\d+", text):
-            return parse_duration_ms(text)
+        if hint is int and variable.endswith(("_MS", "_BYTES")) and not re.fullmatch(r"-?\d+", text):
+            return parse_bytes(text) if variable.endswith("_BYTES") else parse_duration_ms(text)
+        if typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is str and not text.startswith("["):
+            return tuple(part.strip() for part in text.split(",") if part.strip())
         return _convert(hint, tomllib.loads(f"x = {text}")["x"], None, variable)
     except tomllib.TOMLDecodeError:
-        if typing.get_origin(hint) is typing.Literal:
-            return _convert(hint, text, None, variable)
-        raise ConfigError(f"environment {variable}: expected {getattr(hint, '__name__', hint)}, got {text!r}") from None
+        if typing.get_origin(hint) is not typing.Literal:
+            raise ConfigError(f"environment {variable}: expected {getattr(hint, '__name__', hint)}, got {text!r}") from None
+    except ConfigError as error:
+        raise ConfigError(f"environment {variable}: {error}") from None
+    try:
+        return _convert(hint, text, None, variable)
     except ConfigError as error:
         raise ConfigError(f"environment {variable}: {error}") from None

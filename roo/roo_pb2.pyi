@@ -160,7 +160,7 @@ class EndMarker(_message.Message):
     def __init__(self, time_ms: _Optional[int] = ...) -> None: ...
 
 class RowDelta(_message.Message):
-    __slots__ = ("schema", "bucket", "incarnation", "sequence", "table_id", "dim", "ids", "rows", "num_tombstones", "oldest_engagement_ms", "oldest_close_ms", "oldest_trained_ms", "stack")
+    __slots__ = ("schema", "bucket", "incarnation", "sequence", "table_id", "dim", "ids", "rows", "num_tombstones", "oldest_engagement_ms", "oldest_close_ms", "oldest_trained_ms", "stack", "more")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,7 @@ class RowDelta(_message.Message):
     OLDEST_CLOSE_MS_FIELD_NUMBER: _ClassVar[int]
     OLDEST_TRAINED_MS_FIELD_NUMBER: _ClassVar[int]
     STACK_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     schema: int
     bucket: int
     incarnation: int
@@ -187,7 +188,8 @@ class RowDelta(_message.Message):
     oldest_close_ms: int
     oldest_trained_ms: int
     stack: str
-    def __init__(self, schema: _Optional[int] = ..., bucket: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., table_id: _Optional[int] = ..., dim: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[float]] = ..., num_tombstones: _Optional[int] = ..., oldest_engagement_ms: _Optional[int] = ..., oldest_close_ms: _Optional[int] = ..., oldest_trained_ms: _Optional[int] = ..., stack: _Optional[str] = ...) -> None: ...
+    more: bool
+    def __init__(self, schema: _Optional[int] = ..., bucket: _Optional[int] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., table_id: _Optional[int] = ..., dim: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[float]] = ..., num_tombstones: _Optional[int] = ..., oldest_engagement_ms: _Optional[int] = ..., oldest_close_ms: _Optional[int] = ..., oldest_trained_ms: _Optional[int] = ..., stack: _Optional[str] = ..., more: bool = ...) -> None: ...
 
 class Barrier(_message.Message):
     __slots__ = ("incarnation", "bucket", "rebootstrap", "stack")

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from roo.config import build, from_dict, read_toml, setting
+from roo.config import build, from_dict, read_toml, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
+from roo.schema_check import check, check_name, check_ranges
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 ColumnKind = Literal["ids", "time_ms"]
@@ -32,19 +34,14 @@ class Table:
     dim: int = setting(help="width of a row's embedding")
     rule: Rule = setting("adagrad", "update rule")
     learning_rate: float = setting(0.05, "step size of the update rule")
-    initial_accumulator: float = setting(0.1, "initial value of Adagrad's accumulator")
+    initial_accumulator: float = setting(1e-5, "initial value of Adagrad's accumulator; small, as gradients are of the mean loss")
     init_scale: float = setting(0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)")
     expire_after_ms: int = setting(0, "rows not pushed for this long in event time are dropped at a commit; 0 = never")
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("dim", 1, 4096),
-            ("learning_rate", 0, 1e6),
-            ("initial_accumulator", 0, 1e9),
-            ("init_scale", 0, 1e3),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise SchemaError(f"table {self.name!r}: expected {name} in {low}..{high}, got {getattr(self, name)}")
+        check_name("table", self.name)
+        ranges = (("dim", 1, 4096), ("learning_rate", 0, 1e6), ("initial_accumulator", 0, 1e9), ("init_scale", 0, 1e3))
+        check_ranges(f"table {self.name!r}", self, (*ranges, ("expire_after_ms", 0, 1 << 53)))
 
     @cached_property
     def id(self) -> int:
@@ -72,6 +69,12 @@ class Feature:
     column_tables: dict[str, str] = setting(factory=dict, help="table of an ids column; a column without one is a plain integer")
     online: str = setting("", "which online feature serving hydrates it with when a request lacks it (docs/schema.md)")
 
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.columns):
+            check_name("feature", name)
+        if not math.isfinite(self.default):
+            raise SchemaError(f"feature {self.name!r}: expected a finite default, got {self.default}")
+
     @property
     def is_list(self) -> bool:
         return self.kind != "float"
@@ -95,6 +98,10 @@ class Label:
     window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window")
     threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all")
 
+    def __post_init__(self) -> None:
+        check_name("label", self.name)
+        check_ranges(f"label {self.name!r}", self, (("window_ms", 0, 1 << 53), ("threshold", -3e38, 3e38)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform:
@@ -108,6 +115,13 @@ class Transform:
     mean: float = setting(0.0, "standardize: (x - mean) / std")
     std: float = setting(1.0, "standardize: (x - mean) / std")
 
+    def __post_init__(self) -> None:
+        check_name("transform", self.output)
+        ranges = tuple((name, -3e38, 3e38) for name in ("low", "high", "mean", "std"))
+        check_ranges(f"transform {self.output!r}", self, ranges)
+        if self.low > self.high:
+            raise SchemaError(f"transform {self.output!r}: expected low <= high, got {self.low} > {self.high}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -117,6 +131,10 @@ class Limits:
     max_list: int = setting(2000, "entries a list feature")
     max_record_bytes: int = setting(1 << 20, "bytes a record")
 
+    def __post_init__(self) -> None:
+        ranges = (("max_candidates", 1, 1 << 20), ("max_list", 1, 1 << 20), ("max_record_bytes", 1024, 1 << 30))
+        check_ranges("limits", self, ranges)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online:
@@ -124,6 +142,9 @@ class Online:
 
     click: str = setting("click", "the action that counts as a click")
     history_len: int = setting(50, "newest clicks kept a user, newest first")
+
+    def __post_init__(self) -> None:
+        check_ranges("online", self, (("history_len", 0, 10_000),))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +170,8 @@ class Schema:
         dims = {t.name: t.dim for t in self.tables}
 
         def shape(f: Feature) -> list[object]:
-            return [f.name, f.kind, f.table, dims.get(f.table, 0), list(f.columns.items()), sorted(f.column_tables.items())]
+            columns = [[c, t, dims.get(t, 0)] for c, t in sorted(f.column_tables.items())]
+            return [f.name, f.kind, f.table, dims.get(f.table, 0), list(f.columns.items()), columns]
 
         labels = [[label.name, label.action, label.fold, label.window_ms, label.threshold] for label in self.labels]
         return {"ro": [shape(f) for f in self.ro], "nro": [shape(f) for f in self.nro], "labels": labels}
@@ -172,11 +194,16 @@ class Schema:
 
     def floats(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """Float features of a side in declared order: the F columns of its block and batch."""
-        return tuple(f for f in getattr(self, side) if not f.is_list)
+        return self._by_kind[side, False]
 
     def lists(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """List features of a side in declared order: the K features of its block and batch."""
-        return tuple(f for f in getattr(self, side) if f.is_list)
+        return self._by_kind[side, True]
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[str, bool], tuple[Feature, ...]]:
+        sides = {"ro": self.ro, "nro": self.nro}
+        return {(side, k): tuple(f for f in fs if f.is_list == k) for side, fs in sides.items() for k in (False, True)}
 
 
 def load_schema(path: str | Path) -> Schema:
@@ -185,13 +212,18 @@ def load_schema(path: str | Path) -> Schema:
     Raises:
         SchemaError: names key, value, nearest name, file and line.
     """
-    return schema_from_dict(read_toml(path), path)
+    try:
+        return schema_from_dict(read_toml(path), path)
+    except SchemaError:
+        raise
+    except ConfigError as error:
+        raise SchemaError(str(error)) from None
 
 
 def schema_from_dict(raw: dict[str, object], path: str | Path | None = None) -> Schema:
     """The same from a parsed table; `path` only for messages."""
     try:
-        return _check(_parse(dict(raw), path), path)
+        return check(_parse(dict(raw), path), path)
     except SchemaError:
         raise
     except ConfigError as error:
@@ -202,6 +234,9 @@ def _parse(raw: dict[str, object], path: str | Path | None) -> Schema:
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
         raise SchemaError(f"{path or 'schema'}: expected [tables.NAME] tables, got {tables!r}")
+    for name, t in tables.items():
+        if not isinstance(t, dict):
+            raise SchemaError(f"{where(path, name)}expected a table [tables.{name}], got {t!r}")
     parsed: dict[str, object] = {
         "tables": tuple(
             build(Table, {**from_dict(Table, t, path, f"tables.{name}."), "name": name}, path) for name, t in tables.items()
@@ -218,87 +253,8 @@ def _parse(raw: dict[str, object], path: str | Path | None) -> Schema:
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
-            raise SchemaError(f"{path or 'schema'}: unknown key {key!r}{nearest(key, known)}")
+            raise SchemaError(f"{where(path, key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
     return build(Schema, {**parsed, **from_dict(Schema, raw, path)}, path)
-
-
-def _check(schema: Schema, path: str | Path | None) -> Schema:
-    at = f"{path}: " if path else ""
-    names: set[str] = set()
-    for f in (*schema.ro, *schema.nro):
-        if f.name in names:
-            raise SchemaError(f"{at}duplicate feature {f.name!r}; give each feature its own name")
-        names.add(f.name)
-        _check_feature(schema, f, at)
-    for group in ("labels", "tables"):
-        seen: set[str] = set()
-        for x in getattr(schema, group):
-            if x.name in seen:
-                raise SchemaError(f"{at}duplicate {group[:-1]} {x.name!r}; give each its own name")
-            seen.add(x.name)
-    if not schema.labels:
-        raise SchemaError(f"{at}expected at least one [[label]], got none; without one nothing can be trained")
-    ids: dict[int, str] = {}
-    for t in schema.tables:
-        if t.id in ids:
-            raise SchemaError(f"{at}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one")
-        ids[t.id] = t.name
-    _check_stacks(schema, at)
-    _check_transforms(schema, at)
-    return schema
-
-
-def _check_feature(schema: Schema, f: Feature, at: str) -> None:
-    tables = schema.table_by_name
-    if f.kind == "float":
-        if f.table or f.columns:
-            raise SchemaError(f"{at}feature {f.name!r}: a float has no table and no columns; remove them or change its kind")
-    elif f.table not in tables:
-        raise SchemaError(f"{at}feature {f.name!r}: unknown table {f.table!r}{nearest(f.table, tables)}")
-    if f.columns and f.kind != "sequence":
-        raise SchemaError(f"{at}feature {f.name!r}: only a sequence has columns, this is {f.kind!r}")
-    for column, kind in f.columns.items():
-        if kind not in ("ids", "time_ms"):
-            raise SchemaError(
-                f"{at}feature {f.name!r}: column {column!r}: expected ids or time_ms, got {kind!r}{nearest(str(kind), ['ids', 'time_ms'])}"
-            )
-    for column, table in f.column_tables.items():
-        if column not in f.id_columns:
-            raise SchemaError(f"{at}feature {f.name!r}: column_tables names {column!r}{nearest(column, f.id_columns)}")
-        if table not in tables:
-            raise SchemaError(f"{at}feature {f.name!r}: unknown table {table!r}{nearest(str(table), tables)}")
-    if not 0 <= f.max_len <= schema.limits.max_list:
-        raise SchemaError(
-            f"{at}feature {f.name!r}: expected max_len in 0..{schema.limits.max_list} (limits.max_list), got {f.max_len}"
-        )
-
-
-def _check_stacks(schema: Schema, at: str) -> None:
-    for stack, tables in schema.stacks.items():
-        for t in tables[1:]:
-            for key in ("learning_rate", "initial_accumulator"):
-                if getattr(t, key) != getattr(tables[0], key):
-                    raise SchemaError(
-                        f"{at}tables {tables[0].name!r} and {t.name!r} share stack {stack} and must share {key}: "
-                        f"got {getattr(tables[0], key)} and {getattr(t, key)}"
-                    )
-
-
-def _check_transforms(schema: Schema, at: str) -> None:
-    known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}  # type: ignore[arg-type]
-    for t in schema.transforms:
-        side = next((s for s in ("ro", "nro") if t.input in known[s]), None)
-        if side is None:
-            raise SchemaError(
-                f"{at}transform {t.output!r}: unknown input {t.input!r}{nearest(t.input, known['ro'] | known['nro'])}"
-            )
-        if t.op in ("rank", "share") and side == "ro":
-            raise SchemaError(f"{at}transform {t.output!r}: {t.op} is within a request's candidates; {t.input!r} is request-only")
-        if t.output != t.input and t.output in known["ro"] | known["nro"]:
-            raise SchemaError(f"{at}transform {t.output!r}: that name is taken; choose another output")
-        if t.op == "standardize" and t.std <= 0:
-            raise SchemaError(f"{at}transform {t.output!r}: expected std > 0, got {t.std}")
-        known[side].add(t.output)
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
@@ -317,16 +273,18 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
             if other is None:
                 continue
             for what in ("kind", "table", "columns", "column_tables"):
-                if getattr(f, what) != getattr(other, what):
+                expected, got = getattr(other, what), getattr(f, what)
+                if expected != got or (what == "columns" and list(expected) != list(got)):
                     raise SchemaError(
-                        f"feature {f.name!r}: expected {what} {getattr(other, what)!r} (schema in use), "
-                        f"got {getattr(f, what)!r} (schema of the data); give the changed feature a new name"
+                        f"feature {f.name!r}: expected {what} {expected!r} (schema in use), "
+                        f"got {got!r} (schema of the data); give the changed feature a new name"
                     )
-            if f.table and dims[0][f.table].dim != dims[1][f.table].dim:
-                raise SchemaError(
-                    f"table {f.table!r}: expected dim {dims[1][f.table].dim} (schema in use), got {dims[0][f.table].dim} "
-                    "(schema of the data); give the changed table a new name"
-                )
+            for table in filter(None, (f.table, *f.column_tables.values())):
+                if dims[0][table].dim != dims[1][table].dim:
+                    raise SchemaError(
+                        f"table {table!r}: expected dim {dims[1][table].dim} (schema in use), got {dims[0][table].dim} "
+                        "(schema of the data); give the changed table a new name"
+                    )
         for group in ("floats", "lists"):
             index = {f.name: i for i, f in enumerate(getattr(reader, group)(side))}
             plan[f"{side}_{group[:-1]}"] = [index.get(f.name, -1) for f in getattr(writer, group)(side)]

@@ -1,0 +1,226 @@
+"""A poll of records → one columnar batch, in the schema in use, whatever known schema wrote them.
+
+1 collect the payloads into one buffer (the only Python loop over samples)
+2 scan: where does every field of every sample, header, part and block lie?
+3 samples that aren't in our writers' form: protobuf parses them and writes them again, or refuses them
+4 check shapes, caps and numbers: what fails is a reject with a dead letter's reason, the rest goes on
+5 fill the batch's arrays
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from roo import decode_kernels as k
+from roo import roo_pb2 as pb
+from roo import wire
+from roo import wire_kernels as w
+from roo.batch import Batch
+from roo.columns import canonical, varint_bytes
+from roo.decode_fill import fill, nro_blocks, ro_blocks
+from roo.decode_scan import UNTRAINABLE, Scan, field, join, scan
+from roo.errors import SchemaError, WireError
+from roo.ids import unsigned
+from roo.plan import Plans
+from roo.record import Record
+from roo.schema import Schema
+
+_WRONG = {
+    k.BAD_SHAPE: ("bad_shape", "expected columns whose lengths agree with candidates, features and each other; got others"),
+    k.NON_FINITE: ("non_finite", "expected finite numbers (NaN only for a missing float); got an infinity or NaN"),
+    k.OVERSIZED: ("oversized", "expected candidates and lists within the schema's limits; got more"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reject:
+    """A record that can't be trained on."""
+
+    index: int  # into the records given
+    reason: str  # one of wire.REASONS
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded:
+    batch: Batch
+    rejects: tuple[Reject, ...]  # in the order of the records
+    kept_R: np.ndarray  # int64: which record each request of the batch is
+    num_skipped_features: int  # features of the kept samples that the schema in use no longer has
+    skipped_corrections_C: np.ndarray
+    """int64, indices into the records: corrections left out; all unless asked for, otherwise those without features."""
+    correction_R: np.ndarray  # bool: this request is a correction: train loss(label) - loss(label_before)
+    label_before_BT: np.ndarray  # float32; 0 except for corrections
+
+
+class Decoder:
+    """`registry` gives the schema of a fingerprint, or None (roo.schema_registry). Not thread-safe: one a thread."""
+
+    def __init__(self, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
+        self.schema = schema
+        self.plans = Plans(schema, registry)
+
+    def decode(self, records: Sequence[Record], *, corrections: bool = False) -> Decoded:
+        """Samples (and, if asked, trainable corrections) of one poll as a batch, in the records' order.
+
+        Never raises for what a record holds: each is in exactly one of `kept_R`, `rejects`, `skipped_corrections_C`.
+        """
+        rejects: dict[int, tuple[str, str]] = {}
+        values = [record.value or b"" for record in records]
+        found, kinds = self._scan(values, rejects)
+        plan_N = self._plans(found, rejects)
+        status_N = self._check(found, plan_N)
+        for n in np.flatnonzero(status_N > 0):
+            rejects[int(found.index_N[n])] = _WRONG[int(status_N[n])]
+        correction_N = kinds[found.index_N] == wire.CORRECTION
+        trainable_N = ~correction_N
+        if corrections:
+            trainable_N |= w.read_varint(found.buf, field(found.spans_N, UNTRAINABLE)) == 0
+        kept = np.flatnonzero((status_N == k.OK) & trainable_N)
+        filled = fill(self.plans, found, plan_N, kept)
+        index_R = found.index_N[kept]
+        batch = Batch(
+            schema=self.schema,
+            partition_R=np.fromiter((records[i].partition for i in index_R), dtype=np.int32, count=len(index_R)),
+            offset_R=np.fromiter((records[i].offset for i in index_R), dtype=np.int64, count=len(index_R)),
+            **filled.arrays,
+        )
+        return Decoded(
+            batch=batch,
+            rejects=tuple(Reject(i, *rejects[i]) for i in sorted(rejects)),
+            kept_R=index_R,
+            num_skipped_features=int(self.plans.num_skipped_S[plan_N[kept]].sum()),
+            skipped_corrections_C=found.index_N[(status_N == k.OK) & ~trainable_N],
+            correction_R=correction_N[kept],
+            label_before_BT=filled.label_before_BT,
+        )
+
+    def decode_request(
+        self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int, *, fingerprint: int | None = None
+    ) -> Batch:
+        """One request as serving scores it: R = 1, B = len(item_ids), labels 0, weights 1, no offset (-1).
+
+        It is written as a sample and decoded like any other, so what serving scores is what training will read.
+        `fingerprint` names the schema of the blocks if it isn't the one in use.
+
+        Raises:
+            WireError: `undecodable`, `bad_shape`, `non_finite`, `oversized` or `unknown_schema`.
+        """
+        schema = self.schema.fingerprint if fingerprint is None else fingerprint
+        num_labels = int(self.plans.num_labels_S[self.plans.number_of(schema)]) if self._known(schema) else 0
+        value = _request_sample(ro, nro, item_ids, time_ms, schema, num_labels)
+        decoded = self.decode([Record("", 0, -1, time_ms, None, value)])
+        if decoded.rejects:
+            raise WireError(decoded.rejects[0].reason, decoded.rejects[0].error)
+        return decoded.batch
+
+    def _known(self, fingerprint: int) -> bool:
+        try:
+            return self.plans.number_of(fingerprint) >= 0
+        except SchemaError:
+            return False
+
+    def _scan(self, values: list[bytes], rejects: dict[int, tuple[str, str]]) -> tuple[Scan, np.ndarray]:
+        """The samples among `values`, all in our writers' form (3), and each value's type byte."""
+        buf, starts = join(values)
+        kinds = np.where(starts[1:] > starts[:-1], buf[starts[:-1]], 0)
+        index_N = self._admit(buf, starts, rejects)
+        found = scan(buf, starts, index_N, self.schema.limits.max_candidates)
+        if found.ok_N.all():
+            return found, kinds
+        for i in map(int, index_N[~found.ok_N]):
+            try:
+                values[i] = rewritten(values[i])
+            except WireError as error:
+                rejects[i] = (error.reason, str(error))
+        index_N = index_N[[int(i) not in rejects for i in index_N]]
+        found = scan(*join(values), index_N, self.schema.limits.max_candidates)
+        assert found.ok_N.all()
+        return found, kinds
+
+    def _admit(self, buf: np.ndarray, starts: np.ndarray, rejects: dict[int, tuple[str, str]]) -> np.ndarray:
+        """Indices of the records that say they are samples or corrections, and aren't too large."""
+        size, at = starts[1:] - starts[:-1], starts[:-1]
+        kind, version = np.where(size > 0, buf[at], 0), np.where(size > 1, buf[np.minimum(at + 1, len(buf) - 1)], 0)
+        known = ((kind == wire.SAMPLE) | (kind == wire.CORRECTION)) & (version == wire.VERSION)
+        most = self.schema.limits.max_record_bytes
+        for i in np.flatnonzero(~known | (size > most)):
+            if size[i] < 2:
+                rejects[int(i)] = ("undecodable", f"expected a record of 2 bytes or more, got {size[i]}")
+            elif not known[i]:
+                text = f"expected a sample of version {wire.VERSION}, got type {kind[i]} version {version[i]}"
+                rejects[int(i)] = ("unknown_type", text)
+            else:
+                rejects[int(i)] = ("oversized", f"expected at most {most} bytes, got {size[i]}")
+        return np.flatnonzero(known & (size <= most))
+
+    def _plans(self, found: Scan, rejects: dict[int, tuple[str, str]]) -> np.ndarray:
+        """int64 [N]: each sample's writer in `plans`, -1 = can't be read."""
+        fingerprints, inverse = np.unique(found.schema_N, return_inverse=True)
+        numbers = np.full(len(fingerprints), -1, dtype=np.int64)
+        for i, fingerprint in enumerate(fingerprints):
+            try:
+                numbers[i] = self.plans.number_of(unsigned(int(fingerprint)))
+            except SchemaError as error:
+                for n in found.index_N[inverse == i]:
+                    rejects[int(n)] = ("unknown_schema", str(error))
+        return numbers[inverse]
+
+    def _check(self, found: Scan, plan_N: np.ndarray) -> np.ndarray:
+        """int64 [N]: OK, or the first thing that is wrong; -1 for samples whose writer is not known."""
+        limits = self.schema.limits
+        status_N = np.where(plan_N < 0, -1, k.OK)
+        used_N = np.bincount(found.sample_P, weights=found.used_P, minlength=len(plan_N)).astype(np.int64)
+        k.check_samples(found.buf, found.spans_N, self.plans.num_labels_S[plan_N], used_N, limits.max_candidates, status_N)
+        k.check_blocks(found.buf, ro_blocks(found, plan_N), self.plans.side("ro"), limits.max_list, status_N)
+        status_P = np.where(plan_N[found.sample_P] < 0, -1, found.status_P)
+        k.check_blocks(found.buf, nro_blocks(found, plan_N), self.plans.side("nro"), limits.max_list, status_P)
+        for p in np.flatnonzero(status_P > 0):
+            status_N[found.sample_P[p]] = status_N[found.sample_P[p]] or status_P[p]
+        return status_N
+
+
+def rewritten(value: bytes) -> bytes:
+    """A sample as our writers write it, without unknown fields and without the texts that no batch holds.
+
+    Raises:
+        WireError: `undecodable`.
+    """
+    sample = pb.Sample()
+    try:
+        sample.ParseFromString(value[2:])
+    except DecodeError as error:
+        raise WireError("undecodable", f"expected a Sample: {error}") from None
+    sample.DiscardUnknownFields()  # type: ignore[attr-defined]
+    for text in ("request_id", "surface", "model_version"):
+        sample.header.ClearField(text)
+    sample.actions[:] = [""] * len(sample.actions)
+    if sample.HasField("ro"):
+        sample.ro = canonical(sample.ro)
+    for part in sample.parts:
+        part.nro = canonical(part.nro)
+    return value[:2] + sample.SerializeToString(deterministic=True)
+
+
+def _request_sample(ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int, fingerprint: int, num_labels: int) -> bytes:
+    """A request as a sample record without labels, its arrays copied whole."""
+    part = pb.Part(nro=nro, num_rows=len(item_ids)).SerializeToString()
+    header = pb.Header(time_ms=time_ms, schema=fingerprint).SerializeToString()
+    ids, labels = item_ids.astype("<i8").tobytes(), bytes(4 * len(item_ids) * num_labels)
+    fields = [(1, header), (6, ids), (7, part), (8, labels)]
+    if ro is not None:
+        fields.insert(1, (5, ro))
+    body = b"".join(bytes((number << 3 | 2,)) + varint_bytes(len(data)) + data for number, data in fields)
+    return bytes((wire.SAMPLE, wire.VERSION)) + body
+
+
+def warm() -> None:
+    """Compile every kernel into numba's cache."""
+    from roo.schema import Feature, Label
+
+    schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
+    Decoder(schema, lambda _: None).decode([], corrections=True)

@@ -1,0 +1,100 @@
+"""Which rows a batch needs: the unique (table, id) of every stack, and where each list entry finds its row.
+
+Letters: U unique rows of a stack, L entries of one list feature (or of one of its id columns).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numba import njit
+
+from roo.batch import Batch
+from roo.jagged import Jagged
+from roo.schema import Feature, Schema, Table
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackLookup:
+    """Rows in first-seen order: RO features, then NRO features, as declared, each followed by its columns."""
+
+    table_U: np.ndarray  # uint32: Table.id
+    id_U: np.ndarray  # int64
+    index: dict[str, np.ndarray]
+    """`feature` or `feature.column` → int64 [L]: positions in U, aligned with `Jagged.values_of(feature)` (or the column)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lookup:
+    stacks: dict[str, StackLookup]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
+
+
+def build_lookup(batch: Batch) -> Lookup:
+    """Deduplicated row keys of a batch; a pure function of it, so equal on every machine and in every run."""
+    entries = _entries(batch.schema, "ro", batch.ro_lists) + _entries(batch.schema, "nro", batch.nro_lists)
+    stacks = {}
+    for stack in batch.schema.stacks:
+        stacks[stack] = _dedupe([(key, table.id, ids) for key, table, ids in entries if table.stack == stack])
+    return Lookup(stacks)
+
+
+def keys_of(schema: Schema) -> dict[str, Table]:
+    """Every index key (`feature` or `feature.column`) → its table, in the order of `build_lookup`."""
+    out: dict[str, Table] = {}
+    for f in (*schema.lists("ro"), *schema.lists("nro")):
+        out |= dict(_tables_of(schema, f))
+    return out
+
+
+def _tables_of(schema: Schema, f: Feature) -> list[tuple[str, Table]]:
+    columns = [(f"{f.name}.{c}", f.column_tables[c]) for c in f.id_columns if c in f.column_tables]
+    return [(key, schema.table_by_name[table]) for key, table in ((f.name, f.table), *columns)]
+
+
+def _entries(schema: Schema, side: str, lists: Jagged) -> list[tuple[str, Table, np.ndarray]]:
+    out = []
+    for f in getattr(schema, side):
+        if f.is_list:
+            for key, table in _tables_of(schema, f):
+                out.append((key, table, lists.values_of(key) if key == f.name else lists.columns[key]))
+    return out
+
+
+def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
+    total = sum(len(ids) for _, _, ids in entries)
+    slots = np.full(1 << max(4, (2 * total - 1).bit_length()), -1, dtype=np.int32)
+    table_U, id_U = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.int64)
+    index, count = {}, 0
+    for key, table, ids in entries:
+        index[key] = np.empty(len(ids), dtype=np.int64)
+        count = insert(np.ascontiguousarray(ids), table, slots, table_U, id_U, count, index[key])
+    return StackLookup(table_U[:count].copy(), id_U[:count].copy(), index)
+
+
+@njit(cache=True, nogil=True)
+def insert(
+    ids: np.ndarray, table: int, slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, count: int, index_L: np.ndarray
+) -> int:
+    """Finds or adds (table, id) of each entry; the new number of unique rows. `slots` is open addressing, int32 positions
+    in U, -1 = free, a power of two at least twice as long as U can become."""
+    mask = np.uint64(len(slots) - 1)
+    for i in range(len(ids)):
+        x = (np.uint64(ids[i]) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        at = (x ^ (x >> np.uint64(31))) & mask
+        while slots[at] >= 0 and (id_U[slots[at]] != ids[i] or table_U[slots[at]] != table):
+            at = (at + np.uint64(1)) & mask
+        if slots[at] < 0:
+            slots[at] = count
+            id_U[count] = ids[i]
+            table_U[count] = table
+            count += 1
+        index_L[i] = slots[at]
+    return count
+
+
+def warm() -> None:
+    """Compile the kernel into numba's cache."""
+    _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))])

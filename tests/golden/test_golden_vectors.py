@@ -1,0 +1,113 @@
+"""Hashes, keys, buckets, fingerprints and blocks: numbers that other languages and older data agree on."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from roo import ids
+from roo.block import decode_block, encode_nro, encode_ro
+from roo.counters import Counters
+from roo.schema import Schema, schema_from_dict
+
+USER_17 = ids.key_bytes(17, 4)
+ITEM = ids.table_id("item")
+SCHEMA = """
+[tables.item]
+dim = 8
+[tables.tag]
+dim = 4
+[[ro]]
+name = "hour"
+[[ro]]
+name = "history"
+kind = "sequence"
+table = "item"
+columns = { action = "ids", time = "time_ms" }
+column_tables = { action = "tag" }
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[nro]]
+name = "age"
+[[nro]]
+name = "topics"
+kind = "weighted_ids"
+table = "tag"
+[[label]]
+name = "click"
+action = "click"
+"""
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (ids.hash64(""), 0x2D06800538D394C2),  # xxHash's own test vector
+        (ids.hash64("a"), 0xE6C632B61E964E1F),
+        (ids.hash64("größe"), 0xA6D7BBEA01D4872C),
+        (ids.item_id("item"), 0x6CA8F7B0F03F9E41),
+        (ids.item_id(-1), 0xFFFFFFFFFFFFFFFF),
+        (ITEM, 0xF03F9E41),
+        (USER_17, bytes.fromhex("1100000000000000")),
+        (ids.key_bytes(0, 4), bytes.fromhex("daa29c96c1dfc0e6")),
+        (ids.sample_id(USER_17, "req-1"), 0x1B17F39579A55C65),
+        (ids.sample_id(USER_17, "req-1", 21), 0x26D0ADF01FF30462),
+        (ids.splitmix64(0), 0xE220A8397B1DCDAF),  # the generator's published first output for seed 0
+        (ids.splitmix64((1 << 64) - 1), 0xE4D971771B652C20),
+        ([ids.bucket_of(i, ITEM, 64) for i in (0, 1, 2, -1, 1 << 63)], [47, 2, 40, 2, 21]),
+    ],
+)
+def test_hashes_keys_and_buckets(got: object, expected: object) -> None:
+    assert got == expected
+
+
+def schema() -> Schema:
+    return schema_from_dict(tomllib.loads(SCHEMA))
+
+
+def test_the_fingerprint_of_a_schema() -> None:
+    assert schema().fingerprint == FINGERPRINT
+
+
+def test_blocks() -> None:
+    history = {"item": [1, "x"], "action": [2, 3], "time": [6, 7]}
+    assert encode_ro(schema(), {"hour": 1.5, "history": history}).hex() == RO
+    topics = [{"ids": [3], "weights": [0.5]}, None]
+    assert encode_nro(schema(), {"item": [[1], None], "age": [None, 2.0], "topics": topics}, 2).hex() == NRO
+    assert decode_block(schema(), "ro", bytes.fromhex(RO), 1)["history"]["time"] == [6, 7]
+    assert decode_block(schema(), "nro", bytes.fromhex(NRO), 2)["topics"] == topics
+
+
+FINGERPRINT = 0x6AC90FAD84DE8344
+RO = (
+    "0a040000c03f1204020000001a20010000000000000011cdb280646cf0ea020000000000000003000000000000002a1006"
+    "000000000000000700000000000000"
+)
+NRO = "0a080000c07f000000401210010000000100000000000000000000001a100100000000000000030000000000000022040000003f32010c"
+
+# After a view of items 8 and 9 by user 5 and, a minute later, a click on item 8.
+ITEM_STATE = (
+    "0100002665febc784200008056febc784212ab170168dbed3f8cb3a127e8a1ef3f0f1782023ef0ef3f35ed2fc60efcef3f"
+    "000000000000f03f000000000000f03f000000000000f03f000000000000f03f"
+)
+USER_STATE = (
+    "010068e5cf8b01000001000000020000000800000000000000f9e175badce0d6fc6052e6cf8b0100000800000000000000"
+    "010000000000000001000000000000000068e5cf8b0100006052e6cf8b0100000900000000000000010000000000000000"
+    "000000000000000068e5cf8b0100000000000000000080"
+)
+
+
+def test_states_of_online_features_that_version_1_wrote() -> None:
+    counters = Counters(Schema())
+    counters.load_items([8], [bytes.fromhex(ITEM_STATE)])
+    counters.load_user(5, bytes.fromhex(USER_STATE))
+    ro, nro = counters.read(5, [8, 9], 1_700_000_060_000)
+    assert ro["history"] == {"ids": [8], "action": [ids.signed(ids.hash64("click"))], "time": [1_700_000_060_000]}
+    assert ro["gap_s"] == 60.0
+    assert nro["clicks_10m"].tolist() == [1.0, 0.0] and abs(nro["views_10m"][0] - 2**-0.1) < 1e-7
+    assert nro["user_views"].tolist() == [1.0, 1.0] and nro["user_clicks"].tolist() == [1.0, 0.0]
+    assert counters.dump_items([8])[0].hex() == ITEM_STATE
+    assert counters.dump_user(5) == bytes.fromhex(USER_STATE)

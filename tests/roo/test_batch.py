@@ -1,0 +1,118 @@
+"""Batch, Jagged, expansion and re-batching keep every request's rows together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roo import roo_pb2 as pb
+from roo.batch import Batch
+from roo.decode import Decoder
+from roo.expand import Rebatcher, concatenate
+from roo.jagged import Jagged, empty
+from roo.record import Record
+from roo.schema import Schema
+
+
+@pytest.fixture(scope="module")
+def batch(schema: Schema, samples: Callable[[int], list[pb.Sample]], to_record: Callable[..., Record]) -> Batch:
+    decoder = Decoder(schema, lambda _: None)
+    return decoder.decode([to_record(s, i) for i, s in enumerate(samples(30))]).batch
+
+
+def rows_of(lists: Jagged, n: int) -> list[object]:
+    """Everything that row n holds."""
+    out: list[object] = []
+    for k, key in enumerate(lists.keys):
+        start, end = lists.offsets_of(key)[n : n + 2]
+        weights = lists.weights_of(key)
+        columns = [c[start:end].tolist() for name, c in lists.columns.items() if name.split(".")[0] == key]
+        out.append([lists.values_of(key)[start:end].tolist(), bool(lists.present_KN[k, n]), columns])
+        out.append(None if weights is None else weights[start:end].tolist())
+    return out
+
+
+def request(batch: Batch, r: int) -> list[object]:
+    """Everything that request r holds, candidates included."""
+    at = np.flatnonzero(batch.request_index_B == r)
+    out: list[object] = [rows_of(batch.ro_lists, r), [rows_of(batch.nro_lists, int(b)) for b in at]]
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray) and field.name != "request_index_B":
+            out.append(value[r].tobytes() if field.name.endswith(("_R", "_RF")) else value[at].tobytes())
+    return out
+
+
+def test_taken_requests_are_the_same_requests_with_repeats_and_in_any_order(batch: Batch) -> None:
+    rows = np.array([7, 3, 3, 29, 0])
+    taken = batch.take_requests(rows)
+    assert [request(taken, i) for i in range(5)] == [request(batch, int(r)) for r in rows]
+
+
+def test_taking_no_request_leaves_an_empty_batch(batch: Batch) -> None:
+    taken = batch.take_requests(np.zeros(0, dtype=np.int64))
+    assert (taken.num_requests, taken.num_candidates) == (0, 0)
+
+
+def test_expansion_makes_every_candidate_a_request_with_its_requests_features(batch: Batch) -> None:
+    expanded = batch.expand()
+    assert expanded.num_requests == expanded.num_candidates == batch.num_candidates
+    for b in range(batch.num_candidates):
+        r = int(batch.request_index_B[b])
+        assert rows_of(expanded.ro_lists, b) == rows_of(batch.ro_lists, r)
+        assert rows_of(expanded.nro_lists, b) == rows_of(batch.nro_lists, b)
+        assert expanded.ro_float_RF[b].tobytes() == batch.ro_float_RF[r].tobytes()
+        assert expanded.label_BT[b].tobytes() == batch.label_BT[b].tobytes()
+    assert expanded.sample_id_R.tolist() == batch.sample_id_R[batch.request_index_B].tolist()
+
+
+def test_concatenating_the_halves_gives_the_whole(batch: Batch) -> None:
+    halves = [batch.take_requests(np.arange(0, 11)), batch.take_requests(np.arange(11, 30))]
+    whole = concatenate(halves)
+    assert [request(whole, r) for r in range(30)] == [request(batch, r) for r in range(30)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 90), cut=st.integers(0, 30))
+def test_rebatching_keeps_all_impressions_in_order(batch: Batch, size: int, cut: int) -> None:
+    rebatcher = Rebatcher(size)
+    out = [b for part in (np.arange(0, cut), np.arange(cut, 30)) for b in rebatcher.add(batch.take_requests(part))]
+    assert all(b.num_candidates == size for b in out) and rebatcher.num_waiting < size
+    rest = rebatcher.flush()
+    assert rebatcher.num_waiting == 0 and rebatcher.flush() is None
+    whole = concatenate([*out, *([rest] if rest else [])])
+    assert whole.item_B.tolist() == batch.item_B.tolist()
+    assert whole.nro_lists.values_of("item").tolist() == batch.nro_lists.values_of("item").tolist()
+
+
+def test_an_empty_jagged_misses_every_list() -> None:
+    lists = empty(("a", "b"), 3)
+    assert lists.num_rows == 3 and lists.total_of("b") == 0 and not lists.present_KN.any() and lists.weights_of("a") is None
+    assert lists.take_rows(np.array([2, 2])).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths_KN": np.ones((1, 2), dtype=np.int32)},
+        {"lengths_KN": np.zeros((1, 2), dtype=np.int64)},
+        {"values": np.zeros(0, dtype=np.int32)},
+        {"present_KN": np.zeros((1, 3), dtype=np.bool_)},
+        {"weights": np.zeros(2, dtype=np.float32)},
+        {"columns": {"a.time": np.zeros(1, dtype=np.int64)}},
+    ],
+)
+def test_a_jagged_with_a_broken_invariant_cannot_be_made(change: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        dataclasses.replace(empty(("a",), 2), **change)  # type: ignore[arg-type]
+
+
+def test_a_batch_with_a_broken_invariant_cannot_be_made(batch: Batch) -> None:
+    for name in ("ro_float_RF", "item_B", "label_BT", "time_ms_R", "position_B", "num_candidates_R"):
+        with pytest.raises(AssertionError):
+            dataclasses.replace(batch, **{name: getattr(batch, name)[:-1]})

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo import ids
+
+U64 = st.integers(0, (1 << 64) - 1)
+
+
+@given(values=st.lists(U64, min_size=1, max_size=30), table=st.integers(0, (1 << 32) - 1), buckets=st.integers(1, 4096))
+def test_buckets_over_arrays_equal_buckets_one_by_one(values: list[int], table: int, buckets: int) -> None:
+    array = np.array(values, dtype=np.uint64).view(np.int64)
+    expected = [ids.bucket_of(v, table, buckets) for v in values]
+    assert ids.buckets_of(array, table, buckets).tolist() == expected
+    assert ids.buckets_of(array, np.full(len(values), table, dtype=np.uint32), buckets).tolist() == expected
+
+
+@given(value=U64)
+def test_signed_and_unsigned_are_inverse(value: int) -> None:
+    assert ids.unsigned(ids.signed(value)) == value
+    assert ids.signed(value) == int(np.uint64(value).view(np.int64))
+
+
+@given(user=U64, session=U64)
+def test_a_key_is_eight_bytes_and_the_user_if_there_is_one(user: int, session: int) -> None:
+    key = ids.key_bytes(user, session)
+    assert len(key) == 8 and (not user or key == user.to_bytes(8, "little"))
+
+
+def test_sessions_of_unknown_users_have_keys_of_their_own() -> None:
+    assert ids.key_bytes(0, 1) != ids.key_bytes(0, 2)
+
+
+def test_an_array_of_no_ids_has_no_buckets() -> None:
+    assert ids.buckets_of(np.zeros(0, dtype=np.int64), 1, 64).dtype == np.int32
