@@ -45,7 +45,7 @@ class FileStore:
         self.root = Path(root)
 
     def path(self, name: str) -> Path:
-        if not NAME.match(name):
+        if not NAME.fullmatch(name):
             raise CheckpointError(f"expected a name like 'manifests/00000012', got {name!r}")
         return self.root / name
 

@@ -16,7 +16,7 @@ from runtime.topics import PARTITIONS, TopicSettings, configs, name_of
 
 log = logging.getLogger("roostream.kafka")
 
-_QUIET = {"log.connection.close": False, "reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 1000}
+_QUIET = {"log_level": 2, "log.connection.close": False, "reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 1000}
 
 
 def _on_error(error: KafkaError) -> None:
@@ -108,13 +108,24 @@ def topic_ids(bootstrap: str, topics: Iterable[str]) -> dict[str, str]:
 
 
 def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
-    """Partition → next offset that will be written (last stable offset)."""
-    return {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s)[1] for p in partitions}
+    """Partition → next offset that will be written (last stable offset). Call from the consumer's own thread.
+
+    Raises:
+        KafkaException: the broker refused, or is away. UnavailableError: no answer in time.
+    """
+    return {p: _offsets_of(client, topic, p, timeout_s)[1] for p in partitions}
 
 
 def start_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
-    """Partition → oldest offset still there."""
-    return {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s)[0] for p in partitions}
+    """Partition → oldest offset still there. As `end_offsets`."""
+    return {p: _offsets_of(client, topic, p, timeout_s)[0] for p in partitions}
+
+
+def _offsets_of(client: Consumer, topic: str, partition: int, timeout_s: float) -> tuple[int, int]:
+    found = client.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s)
+    if found is None:
+        raise UnavailableError(f"topic {topic}: the broker has not told the offsets of partition {partition} in {timeout_s:g} s")
+    return int(found[0]), int(found[1])
 
 
 def send(

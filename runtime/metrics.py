@@ -63,8 +63,7 @@ def serve(port: int, host: str = "127.0.0.1") -> int:
     """
     try:
         server, _ = start_http_server(port, addr=host)
-    except OSError as error:
-        raise SetupError(
-            f"metrics port {host}:{port} can't be used ({error.strerror}); choose another metrics_port, or 0"
-        ) from None
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SetupError(f"metrics port {host}:{port} can't be used ({reason}); choose another metrics_port, or 0") from None
     return int(server.server_address[1])

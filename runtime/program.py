@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from roo.errors import RoostreamError
+from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest
 
 log = logging.getLogger("roostream")
 _PR_SET_PDEATHSIG = 1
@@ -28,21 +28,27 @@ def die_with_parent() -> None:
 
 
 def setup_logging(level: str = "") -> None:
+    """Raises ConfigError for a level that there isn't, and logs at INFO then."""
+    level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
+    known = logging.getLevelNamesMapping()
     logging.basicConfig(
-        level=level or os.environ.get("ROOSTREAM_LOG", "INFO"),
+        level=level if level in known else "INFO",
         format="%(asctime)s %(levelname).1s %(name)s %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
         force=True,
     )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request
+    if level not in known:
+        raise ConfigError(f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got {level!r}{nearest(level, known)}")
 
 
 def run(name: str, body: Callable[[Stop], None]) -> int:
     """Run `body` until it returns or raises; its exit code.
 
-    0 done or stopped by a signal · 2 a RoostreamError, told in one line · 1 a defect of ours, with its traceback in the log.
+    0 done or stopped by a signal, also while waiting for a peer · 2 a RoostreamError, told in one line ·
+    1 a defect of ours, with its traceback in the log.
     """
-    setup_logging()
     faulthandler.enable()
     die_with_parent()
     stop = Stop()
@@ -50,10 +56,11 @@ def run(name: str, body: Callable[[Stop], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     try:
+        setup_logging()
         body(stop)
     except RoostreamError as error:
-        if stop.is_set():
-            log.info("%s stopped", name)
+        if stop.is_set() and isinstance(error, UnavailableError):
+            log.info("%s stopped: %s", name, error)
             return 0
         log.error("%s: %s", name, error)
         return 2

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from roo.errors import UnavailableError
+from runtime.backoff import Backoff
+from runtime.clock import FakeClock
+
+
+def test_delays_double_up_to_the_cap_with_jitter_below() -> None:
+    clock, delays = FakeClock(), []
+    backoff = Backoff(what="Kafka", first_s=0.1, most_s=1.0, clock=clock)
+    for _ in range(8):
+        before = clock.monotonic_s()
+        backoff.wait("refused")
+        delays.append(clock.monotonic_s() - before)
+    for delay, most in zip(delays, (0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0), strict=True):
+        assert most / 2 - 1e-9 <= delay <= most + 1e-9
+
+
+def test_a_peer_that_answers_starts_from_the_first_delay_again() -> None:
+    clock = FakeClock()
+    backoff = Backoff(what="Kafka", first_s=0.1, clock=clock)
+    for _ in range(5):
+        backoff.wait("refused")
+    backoff.reached()
+    before = clock.monotonic_s()
+    backoff.wait("refused")
+    assert clock.monotonic_s() - before <= 0.1 + 1e-9
+
+
+def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="roostream")
+    backoff = Backoff(what="Redis", clock=FakeClock(), most_s=2.0, say_every_s=30.0)
+    for _ in range(10):
+        backoff.wait("refused")
+    assert [r.message for r in caplog.records] == ["waiting for Redis: refused (retrying)"]
+    for _ in range(40):
+        backoff.wait("refused")
+    assert len(caplog.records) > 1
+    backoff.reached()
+    assert "Redis is back after" in caplog.records[-1].message
+    count = len(caplog.records)
+    backoff.reached()
+    assert len(caplog.records) == count
+
+
+def test_the_time_limit_of_an_outage_ends_the_wait_with_what_to_do() -> None:
+    backoff = Backoff(what="a shard", timeout_s=1.0, clock=FakeClock())
+    with pytest.raises(UnavailableError, match=r"a shard has not answered for \d s \(refused\); start it or check the address"):
+        for _ in range(100):
+            backoff.wait("refused")
+
+
+def test_a_stop_ends_the_wait() -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(UnavailableError, match="stopped while waiting for Kafka"):
+        Backoff(what="Kafka", clock=FakeClock()).wait("refused", stop)

@@ -1,0 +1,224 @@
+"""A member of the controller: each command once, its result until it is known, beats whatever else happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roo.errors import CheckpointError, FencedError, TransportError
+from runtime.clock import FakeClock
+from runtime.member import Member
+from runtime.transport import Answer, Arrays, Header
+
+
+class FakeController:
+    """Answers beats from a script; the last entry again and again."""
+
+    def __init__(self, *answers: list[dict[str, Any]] | Exception) -> None:
+        self.answers, self.beats, self.closed = list(answers), [], 0
+        self.changed = threading.Condition()
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        assert method == "beat"
+        with self.changed:
+            self.beats.append(header)
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            self.changed.notify_all()
+        if isinstance(answer, Exception):
+            raise answer
+        return {"commands": answer, "incarnation": 1}, []
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 10)
+
+    def results(self) -> list[dict[str, Any]]:
+        return [result for beat in self.beats for result in beat["results"]]
+
+
+def command(id_: int, kind: str = "freeze", incarnation: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"id": id_, "kind": kind, "incarnation": incarnation, **fields}
+
+
+class Doer:
+    """Notes what it does; kinds that are exceptions' names raise them."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def __call__(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.hold.wait(10)
+        self.done.append(command["id"])
+        if command["kind"] == "damaged":
+            raise CheckpointError("a segment is damaged")
+        if command["kind"] == "defect":
+            raise ZeroDivisionError("oops")
+        return {"rows": 7}
+
+
+def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> Member:
+    return Member(lambda: controller, "shard", 2, doer, lambda: {"rows": 5}, threading.Event(), clock=FakeClock(), **kwargs)
+
+
+def do_all(member: Member) -> None:
+    while not member._commands.empty():
+        got = member._commands.get()
+        assert got is not None
+        member.run(got)
+
+
+def test_a_beat_says_who_it_is_and_how_it_is() -> None:
+    controller = FakeController([])
+    member = make_member(controller, Doer(), session=9)
+    assert member.beat(controller) is False
+    assert controller.beats == [
+        {"role": "shard", "index": 2, "session": 9, "incarnation": 0, "results": [], "report": {"rows": 5}}
+    ]
+
+
+def test_sessions_of_two_processes_differ() -> None:
+    controller = FakeController([])
+    assert make_member(controller, Doer()).session != make_member(controller, Doer()).session
+
+
+def test_a_command_is_done_once_and_its_result_told_until_it_is_known() -> None:
+    controller, doer = FakeController([command(1)]), Doer()
+    member = make_member(controller, doer)
+    assert member.beat(controller) is True and member.beat(controller) is False
+    do_all(member)
+    controller.answers = [TransportError("lost"), [command(1)], []]
+    with pytest.raises(TransportError):
+        member.beat(controller)
+    member.beat(controller)
+    member.beat(controller)  # it was given again: told again
+    member.beat(controller)
+    assert doer.done == [1]
+    told = [beat["results"] for beat in controller.beats[2:]]
+    result = {"id": 1, "ok": True, "rows": 7}
+    assert told == [[result], [result], [result], []]
+
+
+def test_the_same_number_of_another_incarnation_is_another_command() -> None:
+    controller, doer = FakeController([command(1, "restore", 1)], [command(1, "restore", 2)]), Doer()
+    member = make_member(controller, doer)
+    for _ in range(2):
+        member.beat(controller)
+        do_all(member)
+    assert doer.done == [1, 1] and member.incarnation == 2
+
+
+def test_commands_are_done_in_the_order_in_which_they_came() -> None:
+    controller, doer = FakeController([command(3), command(1), command(2)]), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    do_all(member)
+    assert doer.done == [3, 1, 2]
+
+
+def test_a_restore_that_works_sets_the_incarnation_and_older_commands_are_refused() -> None:
+    controller, doer = FakeController([command(1, "restore", 5), command(2, "freeze", 4)], []), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    do_all(member)
+    member.beat(controller)
+    assert controller.beats[1]["incarnation"] == 5 and doer.done == [1]
+    refused = controller.beats[1]["results"][1]
+    assert refused["ok"] is False and "expected incarnation 5 or later, got 4" in refused["error"]
+
+
+def test_a_restore_that_fails_leaves_the_incarnation() -> None:
+    controller = FakeController([command(1, "damaged", 5)], [])
+    member = make_member(controller, Doer())
+    member.beat(controller)
+    do_all(member)
+    assert member.incarnation == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("damaged", {"id": 1, "ok": False, "error": "a segment is damaged", "damaged": True}),
+        ("defect", {"id": 1, "ok": False, "error": "a defect of Roostream: ZeroDivisionError('oops')", "damaged": False}),
+    ],
+)
+def test_an_error_is_told_and_the_member_goes_on(kind: str, expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    controller, doer = FakeController([command(1, kind), command(2)], []), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    do_all(member)
+    member.beat(controller)
+    assert controller.beats[1]["results"] == [expected, {"id": 2, "ok": True, "rows": 7}]
+    assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
+
+
+def test_old_commands_are_forgotten_in_the_end() -> None:
+    controller, doer = FakeController([command(n) for n in range(1000)]), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    assert len(member._done) < 500
+
+
+def test_a_lost_controller_is_dialled_again_and_told_of_once_an_outage() -> None:
+    controller, doer = FakeController(TransportError("away")), Doer()
+    clock, stop, calls = FakeClock(), threading.Event(), []
+    member = Member(lambda: controller, "worker", 0, doer, dict, stop, clock=clock)
+    member.on_lost_controller_for(30.0, lambda: calls.append(clock.monotonic_s()))
+    member.start()
+    controller.wait_for(lambda: clock.monotonic_s() > 60)
+    assert len(calls) == 1 and 30.0 <= calls[0] < 33.0
+    controller.answers = [[], FencedError("over")]
+    controller.wait_for(lambda: len(calls) == 2)
+    stop.set()
+    assert member.join()
+    assert controller.closed == 2
+
+
+def test_beats_go_on_while_a_command_is_done_and_its_result_is_told_at_once() -> None:
+    controller, doer = FakeController([command(1)], []), Doer()
+    doer.hold.clear()
+    member = make_member(controller, doer).start()
+    controller.wait_for(lambda: len(controller.beats) > 5)
+    assert doer.done == [] and controller.results() == []
+    doer.hold.set()
+    controller.wait_for(lambda: len(controller.results()) > 0)
+    assert controller.results()[0] == {"id": 1, "ok": True, "rows": 7}
+    member.stop.set()
+    assert member.join()
+
+
+def test_a_result_does_not_wait_for_the_beat_that_is_held() -> None:
+    held, told = threading.Event(), threading.Event()
+
+    class Holding(FakeController):
+        def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+            if header["results"]:
+                told.set()
+            elif self.beats:
+                held.wait(10)
+            return super().call(method, header, arrays, timeout_s=timeout_s)
+
+    controller = Holding([command(1)], [])
+    member = make_member(controller, Doer()).start()
+    assert told.wait(10) and not held.is_set()
+    held.set()
+    member.stop.set()
+    assert member.join()
+
+
+def test_join_says_when_a_command_does_not_end() -> None:
+    controller, doer = FakeController([command(1)], []), Doer()
+    doer.hold.clear()
+    member = make_member(controller, doer).start()
+    controller.wait_for(lambda: len(controller.beats) > 2)
+    member.stop.set()
+    assert member.join(timeout_s=0.05) is False
+    doer.hold.set()
+    assert member.join()

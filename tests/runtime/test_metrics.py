@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from roo.errors import SetupError
+from runtime import metrics
+from runtime.metrics import Quantiles
+
+
+def test_quantiles_are_of_the_newest_observations() -> None:
+    stages = Quantiles("x_ms", "help", size=100)
+    for value in range(1000):
+        stages.observe("close", value)
+    assert stages.quantile("close", 0.5) == 950 and stages.quantile("close", 0.99) == 999 and stages.quantile("close", 0) == 900
+    assert stages.quantile("other", 0.5) is None
+
+
+def test_quantiles_are_exported_by_stage() -> None:
+    registry, stages = CollectorRegistry(), Quantiles("x_ms", "help")
+    registry.register(stages)
+    assert b"x_ms{" not in generate_latest(registry)
+    stages.observe("close", 5.0)
+    assert b'x_ms{quantile="0.5",stage="close"} 5.0' in generate_latest(registry)
+
+
+def test_freshness_is_one_a_process() -> None:
+    assert metrics.freshness() is metrics.freshness()
+
+
+def test_metrics_are_served_on_a_drawn_port_and_a_taken_one_is_told() -> None:
+    metrics.gauge("test_gauge", "a gauge", ("what",)).labels("x").set(3)
+    port = metrics.serve(0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        assert b'roostream_test_gauge{what="x"} 3.0' in answer.read()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(
+            SetupError, match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another"
+        ):
+            metrics.serve(taken.getsockname()[1])
+    with pytest.raises(SetupError, match="can't be used"):
+        metrics.serve(70_000)

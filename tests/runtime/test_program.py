@@ -1,0 +1,67 @@
+"""How programs end, each in a process of its own: signal handlers and logging are the process'."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import sys; from runtime.program import run; from roo.errors import *\n"
+
+
+def started(body: str, **env: str) -> subprocess.Popen[str]:
+    code = f"{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body))"
+    environ = {**os.environ, "ROOSTREAM_LOG": "", **env}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("pass", 0, "prog stopped"),
+        ("raise ConfigError('expected a, got b')", 2, "prog: expected a, got b"),
+        ("stop.set(); raise UnavailableError('stopped while waiting for Kafka')", 0, "prog stopped: stopped while waiting"),
+        ("stop.set(); raise CheckpointError('manifest is damaged')", 2, "prog: manifest is damaged"),
+        ("raise ValueError('oops')", 1, "this is a defect of Roostream, not of your settings"),
+    ],
+)
+def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, says: str) -> None:
+    process = started(body)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and says in stderr, stderr
+    assert ("Traceback" in stderr) == (code == 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> None:
+    process = started("print('up', flush=True); stop.wait(30); print('down', flush=True)")
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (0, "down\n") and "prog stopped" in stderr
+
+
+def test_a_log_level_that_there_is_not_is_told() -> None:
+    process = started("pass", ROOSTREAM_LOG="debgu")
+    _, stderr = process.communicate(timeout=60)
+    assert (
+        process.returncode == 2 and "environment ROOSTREAM_LOG: expected one of" in stderr and "did you mean 'DEBUG'?" in stderr
+    )
+
+
+def test_a_supervised_program_ends_with_its_parent() -> None:
+    child = f"{HEAD}import os\ndef body(stop):\n    print(os.getpid(), flush=True); stop.wait(30)\nrun('prog', body)"
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(30)"
+    environ = {**os.environ, "ROOSTREAM_SUPERVISED": "1"}
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.kill()
+        assert process.stdout.read() == "", "the child's end closes the pipe that it shares"

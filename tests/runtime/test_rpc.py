@@ -1,0 +1,242 @@
+"""The server and transport over sockets: what the contract (tests/contract/test_transport.py) doesn't say."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from roo.errors import ConfigError, FencedError, SetupError, TransportError
+from runtime import frames
+from runtime.rpc import RpcServer, SocketTransport, error_of, parse_address
+from runtime.transport import Header
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.release, self.entered = threading.Event(), threading.Event()
+
+    def __call__(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        if method == "hold":
+            self.entered.set()
+            self.release.wait(10)
+        if method == "huge":
+            return {}, [np.zeros(1 << 20, np.uint8)]
+        return header, arrays
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.release.set()
+
+
+@pytest.fixture
+def server(peer: Peer) -> Iterator[RpcServer]:
+    server = RpcServer(peer, max_frame_bytes=1 << 16).start()
+    yield server
+    peer.release.set()
+    server.stop()
+
+
+@pytest.fixture
+def transport(server: RpcServer) -> Iterator[SocketTransport]:
+    transport = SocketTransport(server.address)
+    yield transport
+    transport.close()
+
+
+def raw(server: RpcServer, data: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes."""
+    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        out = b""
+        while chunk := connection.recv(1 << 16):
+            out += chunk
+        return out
+
+
+GOOD = b"".join(frames.encode(frames.CALL, {"method": "echo", "header": {"x": 1}}, [np.arange(5)]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n    ",
+        GOOD[:4] + b"\x02" + GOOD[5:],  # an answer that nobody asked for
+        GOOD[:8] + struct.pack("<I", 2**31) + GOOD[12:],  # a header of 2 GiB
+        GOOD[:16] + struct.pack("<Q", 2**40) + GOOD[24:],  # a payload of 1 TiB
+        GOOD[:24] + b"\xc1" * (len(GOOD) - 24),
+        b"".join(frames.encode(frames.CALL, {"header": {}})),  # no method
+        b"".join(frames.encode(frames.CALL, {"method": 7, "header": {}})),
+        b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(1 << 14)])),  # larger than this server takes
+    ],
+)
+def test_garbage_closes_its_connection_with_one_line_and_nothing_else(
+    server: RpcServer, transport: SocketTransport, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport.call("echo", {})
+    with contextlib.suppress(OSError):  # it closed before it had read, or we had sent, everything
+        assert raw(server, data) == b""
+    assert transport.call("echo", {"still": "here"})[0] == {"still": "here"}
+    lines = [r for r in caplog.records if r.name == "roostream.rpc"]
+    assert len(lines) == 1 and "closed" in lines[0].message and lines[0].exc_info is None
+
+
+@pytest.mark.parametrize("length", [0, 3, 24, 40])
+def test_half_a_frame_is_no_call_and_no_noise(server: RpcServer, length: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert raw(server, GOOD[:length]) == b"" and caplog.records == []
+
+
+def test_several_calls_go_over_one_connection(server: RpcServer, transport: SocketTransport) -> None:
+    for n in range(20):
+        assert transport.call("echo", {"n": n})[0] == {"n": n}
+    assert len(server._connections) == 1
+
+
+def test_a_frame_in_small_pieces_is_one_call(server: RpcServer) -> None:
+    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(GOOD), 7):
+            connection.send(GOOD[at : at + 7])
+        assert connection.recv(4) == b"ROO1"
+
+
+def test_an_answer_that_is_too_large_arrives_as_an_error(transport: SocketTransport) -> None:
+    with pytest.raises(Exception, match="at most 65536"):
+        transport.call("huge", {})
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+
+
+def test_many_arrays_go_in_one_frame(transport: SocketTransport) -> None:
+    arrays = [np.array([n], np.int64) for n in range(3000)]
+    assert [a[0] for a in transport.call("echo", {}, arrays)[1]] == list(range(3000))
+
+
+def test_a_call_without_an_answer_ends_by_its_time_limit_and_the_next_one_dials_again(
+    transport: SocketTransport, peer: Peer
+) -> None:
+    with pytest.raises(TransportError, match=r"hold at .*: no answer within 0.05 s"):
+        transport.call("hold", {}, timeout_s=0.05)
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+
+
+def test_a_peer_that_is_not_there_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(TransportError, match="can't connect"):
+        SocketTransport(f"127.0.0.1:{port}").call("echo", {})
+
+
+def test_a_server_that_was_restarted_is_dialled_again_without_a_failed_call(peer: Peer) -> None:
+    first = RpcServer(peer).start()
+    transport = SocketTransport(first.address)
+    transport.call("echo", {})
+    assert first.stop() == 0
+    with pytest.raises(TransportError):
+        transport.call("echo", {})
+    second = RpcServer(peer, port=first.port).start()
+    assert transport.call("echo", {"x": 2})[0] == {"x": 2}
+    second.stop()
+    transport.close()
+
+
+def test_stop_waits_for_calls_in_hand(peer: Peer) -> None:
+    server = RpcServer(peer).start()
+    transport, answers = SocketTransport(server.address), []
+    caller = threading.Thread(target=lambda: answers.append(transport.call("hold", {"x": 1})[0]))
+    caller.start()
+    assert peer.entered.wait(10)
+    threading.Timer(0.05, peer.release.set).start()
+    assert server.stop(timeout_s=10) == 0
+    caller.join(10)
+    assert answers == [{"x": 1}]
+    transport.close()
+
+
+def test_stop_counts_the_calls_that_it_cuts_off(peer: Peer) -> None:
+    server = RpcServer(peer).start()
+    transport, failed = SocketTransport(server.address), []
+
+    def call() -> None:
+        try:
+            transport.call("hold", {})
+        except TransportError as error:
+            failed.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert peer.entered.wait(10)
+    assert server.stop(timeout_s=0.05) == 1
+    caller.join(10)
+    assert len(failed) == 1
+    transport.close()
+
+
+def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Peer) -> None:
+    failed: list[TransportError] = []
+
+    def call() -> None:
+        try:
+            transport.call("hold", {})
+        except TransportError as error:
+            failed.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert peer.entered.wait(10)
+    transport.close()
+    caller.join(10)
+    assert len(failed) == 1
+
+
+def test_connections_beyond_the_limit_are_refused_with_a_line(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    server = RpcServer(peer, max_connections=1).start()
+    first, second = SocketTransport(server.address), SocketTransport(server.address)
+    first.call("echo", {})
+    with pytest.raises(TransportError):
+        second.call("echo", {})
+    assert "refused: 1 are open" in caplog.text
+    for transport in (first, second):
+        transport.close()
+    server.stop()
+
+
+def test_a_taken_port_is_told_in_one_sentence(server: RpcServer, peer: Peer) -> None:
+    with pytest.raises(SetupError, match=r"can't be listened on .* choose another port, or 0 for any"):
+        RpcServer(peer, port=server.port).start()
+
+
+def test_only_loopback_is_listened_on_unless_told_otherwise(peer: Peer) -> None:
+    with pytest.raises(SetupError, match="set insecure = true"):
+        RpcServer(peer, "0.0.0.0").start()
+    server = RpcServer(peer, "0.0.0.0", insecure=True).start()
+    assert server.stop() == 0
+
+
+def test_stopping_a_server_that_never_started_is_fine(peer: Peer) -> None:
+    assert RpcServer(peer).stop() == 0
+
+
+@pytest.mark.parametrize(("text", "expected"), [("127.0.0.1:70", ("127.0.0.1", 70)), ("::1:0", ("::1", 0))])
+def test_addresses(text: str, expected: tuple[str, int]) -> None:
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":70", "host:x", "host:70000", "host:-1"])
+def test_an_address_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected an address like"):
+        parse_address(text)
+
+
+def test_errors_of_unknown_classes_are_transport_errors() -> None:
+    assert type(error_of({"error": "FencedError", "message": "m"})) is FencedError
+    for name in ("Exception", "RoostreamErrr", "Iterable", "nearest", ""):
+        assert type(error_of({"error": name, "message": "m"})) is TransportError
