@@ -1,0 +1,154 @@
+"""From records to events: what can't be joined becomes a dead letter here, before it reaches any state (G6).
+
+A record is read alone: nothing in here depends on what came before it, so a bad record costs itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
+
+from joiner.build import Output, dead_letter
+from joiner.state import Engagement, Impression, Source
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import check_block
+from roo.errors import WireError
+from roo.ids import hash64, key_bytes
+from roo.record import Record
+from roo.schema import Limits, Schema
+
+LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
+MAX_NAME_BYTES = 64
+
+Event: TypeAlias = Impression | Engagement
+Side: TypeAlias = Literal["ro", "nro"]
+
+
+class Reader:
+    """Decodes the records of both event topics.
+
+    `schemas` gives a schema by fingerprint, None if it is unknown; `limits` are those of the joiner's own schema, since the
+    writer's schema can't be trusted with them.
+    """
+
+    def __init__(self, schemas: Callable[[int], Schema | None], limits: Limits) -> None:
+        self.schemas, self.limits = schemas, limits
+
+    def read(self, record: Record) -> Event | Output | None:
+        """An event; a dead letter; None for a heartbeat or end marker, which only move the watermark. Never raises."""
+        source = Source(record.topic, record.partition, record.offset)
+        found: pb.Impression | pb.Engagement | None = None
+        try:
+            found = self._decode(record.value)
+            return None if found is None else self._event(record, source, found)
+        except WireError as error:
+            return self._dead(record, source, found, error.reason, str(error))
+        except Exception as error:
+            return self._dead(record, source, found, "undecodable", f"could not be read: {error!r}")
+
+    def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | None:
+        if value is not None and len(value) > self.limits.max_record_bytes:
+            raise WireError("oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}")
+        kind, message = wire.decode(value)
+        if kind in (wire.HEARTBEAT, wire.END_MARKER):
+            return None
+        if isinstance(message, (pb.Impression, pb.Engagement)):
+            return message
+        raise WireError("unknown_type", f"expected an impression or an engagement, got type {kind}")
+
+    def _event(self, record: Record, source: Source, message: pb.Impression | pb.Engagement) -> Event:
+        _check_header(record, message.header)
+        if isinstance(message, pb.Engagement):
+            _check_engagement(message)
+            return _engagement(record, source, message)
+        self._check_impression(message)
+        return _impression(record, source, message)
+
+    def _check_impression(self, message: pb.Impression) -> None:
+        schema = self.schemas(message.header.schema)
+        if schema is None:
+            raise WireError(
+                "unknown_schema", f"expected the fingerprint of a registered schema, got {message.header.schema:016x}"
+            )
+        n, t = len(message.item_ids), len(schema.labels)
+        if n > self.limits.max_candidates:
+            raise WireError("oversized", f"expected at most {self.limits.max_candidates} candidates, got {n}")
+        for name, length, expected in (
+            ("scores", len(message.scores), n * t),
+            ("positions", len(message.positions), n),
+            ("propensities", len(message.propensities), n),
+        ):
+            if length not in (0, expected):
+                raise WireError("bad_shape", f"expected {expected} {name} for {n} candidates (or none), got {length}")
+        _check_finite("scores", message.scores)
+        _check_finite("weight and propensities", (message.weight, *message.propensities))
+        if message.weight < 0 or not all(0 < p <= 1 for p in message.propensities):
+            raise WireError("bad_shape", "expected a weight of 0 or more and propensities in (0, 1]")
+        if message.HasField("ro"):
+            check_block(schema, "ro", message.ro, 1, self.limits)
+        check_block(schema, "nro", message.nro, n, self.limits)
+
+    def _dead(self, record: Record, source: Source, found: object, reason: str, error: str) -> Output:
+        request_id = found.header.request_id if isinstance(found, (pb.Impression, pb.Engagement)) else ""
+        event_id = found.event_id if isinstance(found, pb.Engagement) else 0
+        key = record.key or bytes(8)
+        return dead_letter(key, source, record.value, reason, error, event_id=event_id, request_id=request_id)
+
+
+def _check_header(record: Record, header: pb.Header) -> None:
+    if not 1 <= len(header.request_id.encode()) <= MAX_NAME_BYTES:
+        raise WireError("bad_shape", f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}")
+    if len(header.surface.encode()) > MAX_NAME_BYTES:
+        raise WireError("bad_shape", f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}")
+    if not 1 <= header.time_ms <= LATEST_MS:
+        raise WireError("bad_time", f"expected a time in 1..{LATEST_MS} ms, got {header.time_ms}")
+    if header.time_ms != record.timestamp_ms:
+        raise WireError("bad_time", f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}")
+    key = key_bytes(header.user_id, header.session_id)
+    if record.key != key:
+        got = "none" if record.key is None else record.key[:16].hex()
+        raise WireError("bad_shape", f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}), got {got}")
+
+
+def _check_engagement(message: pb.Engagement) -> None:
+    if not message.event_id:
+        raise WireError("bad_shape", "expected an event id, got 0: without one a retry can't be told from a second engagement")
+    if not 1 <= len(message.action.encode()) <= MAX_NAME_BYTES:
+        raise WireError("bad_shape", f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}")
+    _check_finite("value", (message.value,))
+
+
+def _check_finite(name: str, values: Iterable[float]) -> None:
+    if not all(map(math.isfinite, values)):
+        raise WireError("non_finite", f"expected finite {name}, got an infinity or NaN")
+
+
+def _impression(record: Record, source: Source, message: pb.Impression) -> Impression:
+    header = message.header
+    return Impression(
+        source=source,
+        request_id=header.request_id,
+        session_id=header.session_id,
+        surface=header.surface,
+        time_ms=header.time_ms,
+        schema=header.schema,
+        has_ro=message.HasField("ro"),
+        digest=hash64(record.value),
+        item_ids=list(message.item_ids),
+        raw=record.value,
+    )
+
+
+def _engagement(record: Record, source: Source, message: pb.Engagement) -> Engagement:
+    return Engagement(
+        source=source,
+        request_id=message.header.request_id,
+        event_id=message.event_id,
+        item_id=message.item_id,
+        action=message.action,
+        value=message.value,
+        time_ms=message.header.time_ms,
+        raw=record.value,
+    )

@@ -1,0 +1,112 @@
+"""The Flink job; `joiner/submit.py` has Flink's client run `main` with `--settings JSON`.
+
+    impressions ─► deserializer ─► watermarks ─┐
+                                               ├─► drop heartbeats ─► by key ─► JoinFunction ─► samples, corrections, dead_letters
+    engagements ─► deserializer ─► watermarks ─┘
+
+Uids, the execution mode, the state's type and the maximal parallelism stay as they are: savepoints depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from pyflink.common import Configuration, Duration, Types, WatermarkStrategy
+from pyflink.datastream import DataStream, KeyedStream, StreamExecutionEnvironment
+from pyflink.datastream.connectors import DeliveryGuarantee
+from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSink, KafkaSource
+from pyflink.java_gateway import get_gateway
+
+from joiner.config import JoinerConfig
+from joiner.envelope import INPUTS, OUTPUTS
+from joiner.operator import JoinFunction
+from joiner.submit import JOB_NAME
+from runtime.topics import name_of
+
+MAX_PARALLELISM = 128
+_ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
+_ALIGN_EVERY_MS = 100
+
+
+def build(config: JoinerConfig) -> StreamExecutionEnvironment:
+    """The environment with the whole job in it."""
+    env = _environment(config)
+    impressions, engagements = (_read(env, config, topic) for topic in range(len(INPUTS)))
+    joined = _by_key(_events(impressions.union(engagements))).process(JoinFunction(config), output_type=_ENVELOPE)
+    joined.name("join").uid("join").sink_to(_sink(config)).name("write").uid("write")
+    return env
+
+
+def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
+    settings = Configuration()
+    settings.set_string("python.execution-mode", "thread")
+    settings.set_string("state.backend.type", "hashmap")
+    settings.set_string("execution.checkpointing.externalized-checkpoint-retention", "RETAIN_ON_CANCELLATION")
+    settings.set_string("execution.checkpointing.min-pause", f"{config.checkpoint_interval_ms // 2} ms")
+    if config.restart_attempts:
+        settings.set_string("restart-strategy.type", "fixed-delay")
+        settings.set_string("restart-strategy.fixed-delay.attempts", str(config.restart_attempts))
+        settings.set_string("restart-strategy.fixed-delay.delay", "1 s")
+    env = StreamExecutionEnvironment.get_execution_environment(settings)
+    env.set_parallelism(config.parallelism).set_max_parallelism(MAX_PARALLELISM)
+    env.enable_checkpointing(config.checkpoint_interval_ms)
+    env.set_buffer_timeout(10)
+    env.get_config().set_auto_watermark_interval(50)
+    return env
+
+
+def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
+    """One topic. Event time is the record timestamp; the watermark is per partition, and the slowest one's counts."""
+    name = name_of(config.prefix, INPUTS[topic])
+    builder = (
+        KafkaSource.builder()
+        .set_bootstrap_servers(config.bootstrap)
+        .set_topics(name)
+        .set_group_id(f"{config.prefix}{JOB_NAME}")
+        .set_client_id_prefix(f"{JOB_NAME}-{name}")
+        .set_starting_offsets(KafkaOffsetsInitializer.earliest())
+        .set_property("partition.discovery.interval.ms", "-1")
+        .set_property("isolation.level", "read_committed")
+        .set_property("fetch.max.wait.ms", "50")
+    )
+    builder._j_builder.setDeserializer(get_gateway().jvm.roostream.RecordDeserializer(topic))
+    strategy = WatermarkStrategy.for_bounded_out_of_orderness(Duration.of_millis(config.lateness_ms))
+    strategy = strategy.with_watermark_alignment(
+        JOB_NAME, Duration.of_millis(config.drift_ms), Duration.of_millis(_ALIGN_EVERY_MS)
+    )
+    if config.idleness_ms and not config.replay:
+        strategy = strategy.with_idleness(Duration.of_millis(config.idleness_ms))
+    return env.from_source(builder.build(), strategy, name).uid(f"read-{INPUTS[topic]}")
+
+
+def _events(records: DataStream) -> DataStream:
+    """Heartbeats have to leave the deserializer, so that they move the watermark; here they end."""
+    return DataStream(records._j_data_stream.filter(get_gateway().jvm.roostream.EventFilter())).name("events").uid("events")
+
+
+def _by_key(events: DataStream) -> KeyedStream:
+    """By field 0, which the deserializer made of the record's key. `DataStream.key_by` would add a second Python operator."""
+    key_type = Types.ROW([Types.LONG()]).get_java_type_info()
+    return KeyedStream(events._j_data_stream.keyBy(get_gateway().jvm.KeyByKeySelector(), key_type), _ENVELOPE, events)
+
+
+def _sink(config: JoinerConfig) -> KafkaSink:
+    builder = (
+        KafkaSink.builder()
+        .set_bootstrap_servers(config.bootstrap)
+        .set_delivery_guarantee(DeliveryGuarantee.AT_LEAST_ONCE)
+        .set_property("linger.ms", "5")
+        .set_property("compression.type", "zstd")
+        .set_property("max.request.size", str(4 << 20))
+    )
+    topics = ",".join(name_of(config.prefix, topic) for topic in OUTPUTS)
+    builder._j_builder.setRecordSerializer(get_gateway().jvm.roostream.OutputSerializer(topics))
+    return builder.build()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Submit the joiner's job to the cluster of Flink's configuration.")
+    parser.add_argument("--settings", required=True, help="JoinerConfig as JSON")
+    config = JoinerConfig(**json.loads(parser.parse_args().settings))
+    build(config).execute(JOB_NAME)

@@ -1,0 +1,105 @@
+"""`roostream joiner --config FILE`: the local engine in this process, or the Flink job submitted and watched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import REGISTRY
+
+from joiner.config import JoinerConfig
+from joiner.meters import Meters
+from joiner.submit import ALIVE, FlinkRest, submit
+from roo.errors import UnavailableError
+from roo.schema import Schema, load_schema
+from roo.schema_registry import lookup, register
+from runtime import metrics
+from runtime.backoff import Backoff
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.program import Stop
+from runtime.program import run as run_program
+
+log = logging.getLogger("roostream.joiner")
+WATCH_S = 1.0
+T = TypeVar("T")
+
+
+def run(config: JoinerConfig) -> int:
+    """Exit code: see runtime.program.run. A signal stops the local engine after a last snapshot; a Flink job runs on."""
+    return run_program("joiner", lambda stop: _body(config, stop))
+
+
+def _body(config: JoinerConfig, stop: Stop) -> None:
+    config.require("schema", "store", "home" if config.engine == "local" else "flink")
+    schema = register(FileStore(config.store), load_schema(config.schema))
+    metrics.serve(config.metrics_port)
+    meters = Meters(REGISTRY)
+    if config.engine == "local":
+        run_local(config, schema, meters, stop)
+    else:
+        run_flink(config, meters, stop)
+
+
+def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) -> None:
+    """Kafka → Kafka in this process until `stop` is set."""
+    from joiner.kafka import KafkaSink, KafkaSource
+    from joiner.local import LocalEngine
+    from joiner.pump import Pump, Snapshots
+    from runtime.kafka import wait_for_broker
+
+    wait_for_broker(config.bootstrap, stop)
+    engine = LocalEngine(config, schema, lookup(FileStore(config.store)))
+    source, sink = KafkaSource(config.bootstrap, config.prefix), KafkaSink(config.bootstrap, config.prefix)
+    snapshots = Snapshots(FileStore(Path(config.home)))
+    try:
+        Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)
+    finally:
+        source.close()
+
+
+def run_flink(config: JoinerConfig, meters: Meters, stop: Stop) -> None:
+    """Adopt the cluster's joiner job, or submit one; then watch it until `stop` is set, and leave it running.
+
+    Raises:
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. Starting again
+            submits it anew, from the key `restore`.
+    """
+    rest = FlinkRest(config.flink)
+    job = ask(rest, rest.live_job, stop)
+    if job:
+        log.info("the job runs already; watching it")
+    else:
+        job = submit(config, stop)
+    log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
+    watch(rest, job, meters, stop)
+
+
+def watch(rest: FlinkRest, job: str, meters: Meters, stop: Stop) -> None:
+    """Export the job's state and say when it changes, until `stop` is set. Raises as `run_flink`."""
+    said = ""
+    while not stop.is_set():
+        state = ask(rest, lambda: rest.state(job), stop)
+        if state not in ALIVE:
+            meters.running.set(0)
+            why = "the job manager does not know it" if state == "UNKNOWN" else f"it is {state}: {rest.failure(job)}"
+            raise UnavailableError(f"job {job} no longer runs ({why}); start the joiner again to go on from a checkpoint")
+        if state != said:
+            log.info("the job is %s%s", state, f" ({rest.failure(job)})" if state in ("RESTARTING", "FAILING") else "")
+            said = state
+        meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))
+        stop.wait(WATCH_S)
+
+
+def ask(rest: FlinkRest, question: Callable[[], T], stop: Stop) -> T:
+    """The job manager's answer, however long it is away. Raises UnavailableError only when `stop` is set meanwhile."""
+    backoff = Backoff(what=f"Flink at {rest.url}")
+    while True:
+        try:
+            answer = question()
+            backoff.reached()
+            return answer
+        except UnavailableError as error:
+            backoff.wait(error, stop)

@@ -1,0 +1,43 @@
+"""What the joiner exports: `roostream_joiner_*`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from joiner.build import Output
+from joiner.state import END, START
+
+
+class Meters:
+    """Counts of the local engine; of a Flink job what its REST interface tells."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.records = Counter("roostream_joiner_records", "records read", registry=registry)
+        self.outputs = Counter("roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry)
+        self.watermark = Gauge("roostream_joiner_watermark_ms", "event time that all partitions have reached", registry=registry)
+        self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
+        self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
+        self.restarts = Gauge("roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry)
+        self.checkpoints = Gauge("roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry)
+
+    def read(self, num_records: int) -> None:
+        self.records.inc(num_records)
+
+    def wrote(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            self.outputs.labels(output.topic, output.why).inc()
+
+    def state(self, watermark_ms: int, num_keys: int) -> None:
+        if START < watermark_ms < END:
+            self.watermark.set(watermark_ms)
+        self.keys.set(num_keys)
+        self.running.set(1)
+
+    def job(self, running: bool, gauges: Mapping[str, float]) -> None:
+        """What `FlinkRest.gauges` gave."""
+        self.running.set(running)
+        for name, gauge in (("restarts", self.restarts), ("checkpoints", self.checkpoints), ("watermark_ms", self.watermark)):
+            if name in gauges:
+                gauge.set(gauges[name])

@@ -1,0 +1,142 @@
+"""Submitting the job with Flink's own client, and the REST calls by which it is watched."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from joiner.config import JoinerConfig
+from roo.errors import SetupError, UnavailableError
+
+log = logging.getLogger("roostream.joiner")
+
+JOB_NAME = "roostream-joiner"
+# A script's own folder comes first on its path, where joiner/operator.py would hide Python's `operator`.
+_SCRIPT = "from joiner.job import main\n\nmain()\n"
+ALIVE = ("CREATED", "RUNNING", "RESTARTING", "INITIALIZING", "RECONCILING", "FAILING", "CANCELLING")
+
+
+class FlinkRest:
+    """The job manager's REST interface."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """A JSON object; None if there is no such thing.
+
+        Raises:
+            UnavailableError: no answer that can be read.
+        """
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+                found = json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise UnavailableError(f"Flink at {self.url} answered {error.code} for {path}") from None
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"Flink at {self.url}: {getattr(error, 'reason', error)}") from None
+        return found if isinstance(found, dict) else {"list": found}
+
+    def live_job(self) -> str:
+        """Id of the joiner's job if it has not ended, else ""."""
+        jobs = (self.get("/jobs/overview") or {}).get("jobs", [])
+        return next((j["jid"] for j in jobs if j["name"] == JOB_NAME and j["state"] in ALIVE), "")
+
+    def state(self, job: str) -> str:
+        """RUNNING, FAILED, …; UNKNOWN if the job manager does not know the job (it was restarted)."""
+        found = self.get(f"/jobs/{job}")
+        return "UNKNOWN" if found is None else str(found["state"])
+
+    def failure(self, job: str) -> str:
+        """First line of what the job failed of, and of its root."""
+        history = (self.get(f"/jobs/{job}/exceptions?maxExceptions=1") or {}).get("exceptionHistory", {}).get("entries", [])
+        lines = str(history[0].get("stacktrace", "")).splitlines() if history else []
+        causes = [line.strip() for line in lines if line.startswith("Caused by")]
+        return " ← ".join([*lines[:1], *causes[-1:]]) or "no reason given"
+
+    def gauges(self, job: str) -> dict[str, float]:
+        """`restarts`, `checkpoints`, and `watermark_ms` once there is one."""
+        out: dict[str, float] = {}
+        for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
+            out["restarts"] = float(metric["value"])
+        counts = (self.get(f"/jobs/{job}/checkpoints") or {}).get("counts", {})
+        out["checkpoints"] = float(counts.get("completed", 0))
+        for vertex in (self.get(f"/jobs/{job}") or {}).get("vertices", []):
+            if "join" in vertex["name"]:
+                marks = (self.get(f"/jobs/{job}/vertices/{vertex['id']}/watermarks") or {}).get("list", [])
+                values = [int(m["value"]) for m in marks]
+                if values and min(values) > 0:
+                    out["watermark_ms"] = float(min(values))
+        return out
+
+
+def submit(config: JoinerConfig, stop: threading.Event) -> str:
+    """Start the job, from `config.restore` if that is set; its id. Takes about 15 s.
+
+    Raises:
+        SetupError: PyFlink is not installed.
+        UnavailableError: Flink's client failed (says with what), or `stop` was set. No job was started, or it is the one
+            that `live_job` finds.
+    """
+    command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", re.sub(r"^https?://", "", config.flink.rstrip("/"))]
+    if config.restore:
+        command += ["-s", config.restore]
+    log.info("submitting the job%s", f" from {config.restore}" if config.restore else "")
+    with tempfile.TemporaryDirectory(prefix="roostream-job-") as folder:
+        script = Path(folder) / "roostream_joiner.py"
+        script.write_text(_SCRIPT, encoding="utf-8")
+        command += ["-py", str(script), "--settings", json.dumps(dataclasses.asdict(config))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()) as client:
+            output = _wait(client, stop)
+    found = re.search(r"JobID ([0-9a-f]{32})", output)
+    if client.returncode or not found:
+        log.debug("flink run printed:\n%s", output)
+        raise UnavailableError(f"Flink did not take the job: {_why(output)}")
+    return found[1]
+
+
+def flink_home() -> Path:
+    """FLINK_HOME, else the Flink inside PyFlink."""
+    if home := os.environ.get("FLINK_HOME"):
+        return Path(home)
+    spec = importlib.util.find_spec("pyflink")
+    if spec is None or spec.origin is None:
+        raise SetupError("apache-flink is not installed; run `make setup`")
+    return Path(spec.origin).parent
+
+
+def _environment() -> dict[str, str]:
+    """The job is built by the `python3` on PATH; it has to find our packages wherever it is started."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+def _wait(client: subprocess.Popen[str], stop: threading.Event) -> str:
+    while True:
+        try:
+            return client.communicate(timeout=0.2)[0]
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                client.terminate()
+                raise UnavailableError("stopped while submitting the job") from None
+
+
+def _why(output: str) -> str:
+    """The most telling lines of what the client printed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    python = [line for line in lines if re.match(r"^(?:\d\S* \w+ +\S+ +)?\w+(?:\.\w+)*Error: ", line)]
+    java = [line for line in lines if line.startswith("Caused by")]
+    return (python or java or lines or ["no output"])[-1]

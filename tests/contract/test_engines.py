@@ -1,0 +1,180 @@
+"""The two engines give the same samples on the same events, Kafka to Kafka, through a kill -9 of each.
+
+Flink: a cluster of a job manager and a task manager, killed in the middle. Local: `roostream joiner` as a process, killed in
+the middle. Both write at least once, so each sample id counts once, and its copies have to be equal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roo import wire
+from roo.record import Record
+from roo.schema_registry import to_toml
+from runtime import kafka
+from runtime.topics import PARTITIONS, TopicSettings, name_of
+from tests.joiner import generated
+from tests.joiner.cases import SCHEMA
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOCAL = "local."  # prefix of the local engine's topics
+OUTPUTS = ("samples", "corrections", "dead_letters")
+RECORDS = generated.arrivals(11)
+HALF = len(RECORDS) // 2
+_SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
+_WAIT_S = 90
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from infra.options import StackOptions
+    from infra.stack import Stack
+
+    home = tmp_path_factory.mktemp("engines")
+    (home / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    overrides = {"joiner": {**_SETTINGS, "checkpoint_interval_ms": 1_000}}
+    options = StackOptions(schema=home / "schema.toml", replay=True, overrides=overrides)
+    with Stack(home / "stack", options) as running:
+        running.start(["kafka", "joiner"])
+        running.wait_ready("kafka", timeout_s=60)
+        yield running
+
+
+def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
+    client = kafka.producer(bootstrap)
+    for r in records:
+        topic = name_of(prefix, r.topic)
+        kafka.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
+    assert client.flush(30) == 0
+
+
+def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
+    """All that is in a topic now."""
+    from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+
+    client = kafka.consumer(bootstrap, "test")
+    name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
+    client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
+    left = sum(kafka.end_offsets(client, name, partitions).values())
+    messages: list[Any] = []
+    while len(messages) < left:
+        messages += [m for m in client.consume(500, 1.0) if m.error() is None]
+    client.close()
+    return messages
+
+
+def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[object, ...]]:
+    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the event's own bytes,
+    and what is compared its reason and event: which of an event's copies came first differs from run to run."""
+    found: dict[object, tuple[object, ...]] = {}
+    for m in consume(bootstrap, prefix, topic):
+        message = wire.decode(m.value())[1]
+        if topic == "dead_letters":
+            identity, row = (
+                (message.raw, message.reason),
+                (message.topic, message.partition, message.event_id, message.request_id),
+            )
+        else:
+            stamp = m.timestamp()[1] if topic == "samples" else None
+            identity, row = message.sample_id, (m.partition(), m.key(), stamp, m.value())
+        assert found.setdefault(identity, row) == row, f"copies of {identity!r} in {topic} differ"
+    return found
+
+
+def wait(what: str, reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not reached():
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {_WAIT_S} s"
+        time.sleep(0.3)
+
+
+def count(bootstrap: str, prefix: str, topic: str) -> int:
+    client = kafka.consumer(bootstrap, "count")
+    try:
+        return sum(kafka.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
+    finally:
+        client.close()
+
+
+def num_requests() -> int:
+    return len({m.header.request_id for m in generated.messages(11) if hasattr(m, "nro")})
+
+
+def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
+    """`roostream joiner` with the local engine, as a process."""
+    lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else v!r}" for k, v in _SETTINGS.items()]
+    config = home / "local.toml"
+    own = {
+        "bootstrap": stack.endpoints.kafka,
+        "prefix": LOCAL,
+        "schema": stack.options.schema,
+        "store": home / "store",
+        "home": home,
+    }
+    lines += [f'{k} = "{v}"' for k, v in own.items()] + ['engine = "local"', "checkpoint_interval_ms = 300", "replay = true"]
+    config.write_text("\n".join(lines), encoding="utf-8")
+    command = [sys.executable, "-m", "infra.main", "joiner", "--config", str(config)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "ROOSTREAM_LOG": "WARNING"})
+
+
+@pytest.fixture(scope="module")
+def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What the local engine wrote, killed in the middle."""
+    bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
+    kafka.create_topics(bootstrap, LOCAL, TopicSettings(replay=True))
+    produce(bootstrap, LOCAL, RECORDS[:HALF])
+    first = start_local(stack, home)
+    wait("a first sample and a snapshot", lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")))
+    first.kill()
+    first.wait()
+    second = start_local(stack, home)
+    try:
+        produce(bootstrap, LOCAL, RECORDS[HALF:])
+        wait("the last sample", lambda: len(distinct(bootstrap, LOCAL, "samples")) == num_requests())
+        wait("a quiet topic", lambda: _is_quiet(bootstrap, LOCAL))
+    finally:
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(20) == 0
+    return {topic: distinct(bootstrap, LOCAL, topic) for topic in OUTPUTS}
+
+
+@pytest.fixture(scope="module")
+def by_flink(stack: Any) -> dict[str, dict]:
+    """What Flink wrote, its task manager killed in the middle."""
+    bootstrap = stack.endpoints.kafka
+    produce(bootstrap, "", RECORDS[:HALF])
+    stack.wait_ready("joiner", timeout_s=_WAIT_S)
+    wait("a first sample", lambda: count(bootstrap, "", "samples") > 20)
+    stack.kill("flink-tm-0")
+    produce(bootstrap, "", RECORDS[HALF:])
+    wait("the last sample", lambda: len(distinct(bootstrap, "", "samples")) == num_requests())
+    wait("a quiet topic", lambda: _is_quiet(bootstrap, ""))
+    return {topic: distinct(bootstrap, "", topic) for topic in OUTPUTS}
+
+
+def _is_quiet(bootstrap: str, prefix: str) -> bool:
+    before = [count(bootstrap, prefix, topic) for topic in OUTPUTS]
+    time.sleep(1.0)
+    return before == [count(bootstrap, prefix, topic) for topic in OUTPUTS]
+
+
+@pytest.mark.parametrize("topic", OUTPUTS)
+def test_both_engines_write_the_same_bytes(topic: str, by_local: dict, by_flink: dict) -> None:
+    assert by_local[topic], "there is something to compare"
+    assert set(by_flink[topic]) == set(by_local[topic])
+    assert by_flink[topic] == by_local[topic]
+
+
+def test_every_request_has_one_sample_in_flink_s_topic(by_flink: dict) -> None:
+    assert len(by_flink["samples"]) == num_requests()

@@ -1,0 +1,120 @@
+"""Decoding: each way in which a record can be bad gives a dead letter with its reason, and nothing raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from joiner.build import MAX_RAW_BYTES, Output
+from joiner.state import Engagement, Impression
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.errors import CheckpointError
+from roo.record import Record
+from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
+
+T = 1_000
+
+
+def changed(message: Any, **fields: Any) -> Record:
+    """The record of a message with fields of its header (if it has such) or its own set anew, before the key is made."""
+    for name, value in fields.items():
+        setattr(message.header if name in ("request_id", "surface", "time_ms", "schema") else message, name, value)
+    return record(message)
+
+
+def with_columns(**columns: list[float]) -> Record:
+    return record(impression(T, (1, 2), **columns))
+
+
+GOOD = record(impression(T))
+TRUNCATED = GOOD.value[: len(GOOD.value) // 2]
+
+CASES: list[tuple[str, Record, str]] = [
+    ("no value", GOOD._replace(value=None), "undecodable"),  # type: ignore[arg-type]
+    ("one byte", GOOD._replace(value=b"\x01"), "undecodable"),
+    ("half a message", GOOD._replace(value=TRUNCATED), "undecodable"),
+    ("not UTF-8", GOOD._replace(value=b"\x01\x01\x0a\x04\x0a\x02\xff\xfe"), "undecodable"),
+    ("unknown type", GOOD._replace(value=b"\x63" + GOOD.value[1:]), "unknown_type"),
+    ("unknown version", GOOD._replace(value=GOOD.value[:1] + b"\x09" + GOOD.value[2:]), "unknown_type"),
+    ("a sample on an event topic", GOOD._replace(value=wire.encode(wire.SAMPLE, pb.Sample())), "unknown_type"),
+    ("too many bytes", GOOD._replace(value=GOOD.value + bytes(SCHEMA.limits.max_record_bytes)), "oversized"),
+    ("too many candidates", record(_many := pb.Impression(header=impression(T).header, item_ids=range(1_001))), "oversized"),
+    ("unknown schema", changed(impression(T), schema=99), "unknown_schema"),
+    ("no request id", changed(impression(T), request_id=""), "bad_shape"),
+    ("long request id", changed(impression(T), request_id="x" * 65), "bad_shape"),
+    ("long surface", changed(impression(T), surface="x" * 65), "bad_shape"),
+    ("time 0", changed(impression(T), time_ms=0), "bad_time"),
+    ("negative time", changed(engagement(T, event=1), time_ms=-5), "bad_time"),
+    ("beyond the year 9999", changed(impression(T), time_ms=1 << 60), "bad_time"),
+    ("another record timestamp", GOOD._replace(timestamp_ms=T + 1), "bad_time"),
+    ("no key", GOOD._replace(key=None), "bad_shape"),
+    ("another key", GOOD._replace(key=bytes(8)), "bad_shape"),
+    ("scores of another length", with_columns(scores=[0.5]), "bad_shape"),
+    ("positions of another length", with_columns(positions=[0]), "bad_shape"),
+    ("propensities of another length", with_columns(propensities=[0.5]), "bad_shape"),
+    ("propensity 0", with_columns(propensities=[0.5, 0.0]), "bad_shape"),
+    ("negative weight", changed(impression(T), weight=-1.0), "bad_shape"),
+    ("infinite score", with_columns(scores=[float("inf")] * 8), "non_finite"),
+    ("NaN propensity", with_columns(propensities=[0.5, float("nan")]), "non_finite"),
+    ("infinite weight", changed(impression(T), weight=float("inf")), "non_finite"),
+    ("damaged RO block", changed(impression(T), ro=b"\xff\xff"), "undecodable"),
+    ("NRO block of other rows", changed(impression(T, (1, 2)), nro=impression(T, (1, 2, 3)).nro), "bad_shape"),
+    ("no event id", changed(engagement(T, event=1), event_id=0), "bad_shape"),
+    ("no action", changed(engagement(T, event=1), action=""), "bad_shape"),
+    ("infinite value", changed(engagement(T, event=1), value=float("inf")), "non_finite"),
+    ("NaN value", changed(engagement(T, event=1), value=float("nan")), "non_finite"),
+]
+
+
+@pytest.mark.parametrize(("bad", "reason"), [pytest.param(r, reason, id=name) for name, r, reason in CASES])
+def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason: str) -> None:
+    found = reader().read(bad)
+    assert isinstance(found, Output) and (found.topic, found.why) == ("dead_letters", reason)
+    m = seen(found).message
+    assert (m.topic, m.partition, m.offset, m.raw_bytes) == (bad.topic, bad.partition, bad.offset, len(bad.value or b""))
+    assert m.error and "\n" not in m.error
+
+
+def test_good_events_come_out_with_what_joining_needs() -> None:
+    shown, acted = reader().read(GOOD), reader().read(record(engagement(T, 2, event=7, value=2.5)))
+    assert isinstance(shown, Impression) and (shown.request_id, shown.item_ids, shown.raw) == ("r", [1, 2], GOOD.value)
+    assert isinstance(acted, Engagement) and (acted.event_id, acted.item_id, acted.value) == (7, 2, 2.5)
+
+
+@pytest.mark.parametrize("message", [pb.Heartbeat(time_ms=T), pb.EndMarker(time_ms=T)])
+def test_heartbeats_and_end_markers_are_no_events(message: Any) -> None:
+    assert reader().read(record(message)) is None
+
+
+def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that_could_be_read() -> None:
+    large = GOOD._replace(value=GOOD.value + bytes(SCHEMA.limits.max_record_bytes))
+    m = seen(reader().read(large)).message  # type: ignore[arg-type]
+    assert len(m.raw) == MAX_RAW_BYTES and m.raw_bytes == len(large.value)
+    m = seen(reader().read(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
+    assert (m.event_id, m.request_id) == (7, "r")
+
+
+def test_a_registry_that_fails_costs_the_record_and_not_the_partition() -> None:
+    def damaged(fingerprint: int) -> None:
+        raise CheckpointError("the schema file is damaged")
+
+    found = reader()
+    found.schemas = damaged  # type: ignore[assignment]
+    dead = found.read(GOOD)
+    assert isinstance(dead, Output) and dead.why == "undecodable"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_bytes_give_an_event_or_a_dead_letter(data: Any) -> None:
+    """Random bytes, and good records with bytes changed."""
+    value = bytearray(data.draw(st.sampled_from([GOOD.value, record(engagement(T, event=1)).value])))
+    for at in data.draw(st.lists(st.integers(0, len(value) - 1), max_size=4)):
+        value[at] = data.draw(st.integers(0, 255))
+    mixed = data.draw(st.sampled_from([bytes(value), data.draw(st.binary(max_size=40))]))
+    found = reader().read(GOOD._replace(value=mixed))
+    assert found is None or isinstance(found, (Output, Impression, Engagement))

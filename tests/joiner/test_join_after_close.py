@@ -1,0 +1,276 @@
+"""`join.py`, sentence by sentence: duplicates, orphans, what comes after the close or behind the watermark, caps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from joiner.rules import num_open
+from joiner.state import CLOSED, OPEN, THIN
+from roo import roo_pb2 as pb
+from roo.ids import sample_id
+from tests.joiner.cases import KEY, Driver, closed, engagement, features_of, impression, nro_block, only, reasons, rules
+
+T = 1_000
+
+
+# duplicates
+
+
+def test_engagements_are_idempotent_by_event_id_and_copies_are_counted() -> None:
+    event = engagement(T + 5, event=1)
+    sample = closed(impression(T), event, event, event)
+    assert sample.events == [1] and sample.message.num_duplicates == 2
+    assert sample.labels[1][1] == 1.0, "the count label counts one"
+
+
+def test_the_same_impression_again_is_counted_once_a_copy() -> None:
+    sample = closed(impression(T), impression(T), impression(T))
+    assert sample.items == [1, 2] and sample.message.num_duplicates == 2 and len(sample.message.parts) == 1
+
+
+def test_a_retry_after_the_close_is_a_duplicate_and_no_correction() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T), engagement(T + 5, event=1))
+    driver.at(T + 100)
+    driver.send(engagement(T + 150, event=2))
+    driver.at(T + 150)
+    assert driver.send(engagement(T + 5, event=1), engagement(T + 150, event=2), impression(T)) == []
+
+
+def test_a_retry_of_a_refused_engagement_is_a_duplicate_too() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T), engagement(T + 5, 99, event=1))
+    assert reasons(driver.at(T + 105)) == ["item_not_shown"]
+    assert driver.send(engagement(T + 5, 99, event=1)) == []
+
+
+# orphans
+
+
+def test_an_engagement_that_comes_before_its_request_waits_for_it() -> None:
+    assert closed(engagement(T + 5, event=1), impression(T)).events == [1]
+
+
+def test_an_engagement_waits_for_its_item() -> None:
+    assert closed(impression(T), engagement(T + 5, 3, event=1), impression(T + 2, (3,), ro=None)).events == [1]
+
+
+@pytest.mark.parametrize(("messages", "reason"), [([], "no_request"), ([impression(T)], "item_not_shown")])
+def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(messages: list[Any], reason: str) -> None:
+    driver = Driver(rules(orphan_timeout_ms=40))
+    driver.send(*messages, engagement(T + 5, 99, event=1))
+    assert reasons(driver.at(T + 44)) == []
+    outputs = driver.at(T + 45)
+    assert reasons(outputs) == [reason]
+    assert only(outputs, "dead_letters").message.event_id == 1
+
+
+def test_the_timeout_is_the_window_by_default() -> None:
+    driver = Driver(rules())
+    driver.send(engagement(T, event=1))
+    assert reasons(driver.at(T + 99)) == [] and reasons(driver.at(T + 100)) == ["no_request"]
+
+
+def test_an_engagement_takes_effect_no_sooner_than_its_item_is_shown() -> None:
+    sample = closed(impression(T), engagement(T - 30, event=1), impression(T + 8, (3,), ro=None), engagement(T + 1, 3, event=2))
+    assert list(sample.message.event_times) == [T, T + 8]
+
+
+def test_a_request_that_begins_after_the_orphan_was_given_up_does_not_get_it() -> None:
+    driver = Driver(rules(orphan_timeout_ms=40))
+    driver.send(impression(T + 41), engagement(T, event=1))
+    outputs = driver.end()
+    assert reasons(outputs) == ["no_request"] and only(outputs, "samples").events == []
+
+
+# after the close
+
+
+def corrected(*messages: Any, close: int = T + 100, at: int = T + 900, **settings: Any) -> Any:
+    """The one correction that these bring after the close of a request with items 1 and 2 and a click on 1 at T + 5."""
+    driver = Driver(rules(**settings))
+    driver.send(impression(T), engagement(T + 5, event=1))
+    driver.at(close)
+    driver.send(*messages)
+    driver.at(max(at, close))
+    return only(driver.outputs, "corrections")
+
+
+def test_an_engagement_behind_the_close_becomes_a_correction_with_labels_before_and_after() -> None:
+    late = corrected(engagement(T + 60, 2, event=2))  # its time is within the window, it came after the close
+    assert late.message.sample_id == sample_id(KEY, "r", 2)
+    assert (late.labels_before, late.labels) == ({2: [0.0] * 4}, {2: [1.0, 1.0, 0.0, 0.0]})
+    assert late.events == [2] and late.items == [2]
+    assert (late.message.close_ms, late.message.close_reason) == (T + 100, pb.CLOSE_WINDOW)
+
+
+def test_a_correction_is_untrainable_and_has_labels_only_by_default() -> None:
+    m = corrected(engagement(T + 60, 2, event=2)).message
+    assert m.untrainable and not m.parts and not m.HasField("ro")
+
+
+@pytest.mark.parametrize(("time", "trainable"), [(T + 150, True), (T + 151, False)])
+def test_a_correction_has_features_within_the_correction_horizon(time: int, trainable: bool) -> None:
+    m = corrected(engagement(time, 2, event=2), correction_horizon_ms=50).message
+    assert m.untrainable is not trainable
+    assert features_of(m) == ({2: (nro_block((1, 2)), 1)} if trainable else {})
+    assert m.HasField("ro") is trainable
+
+
+def test_what_comes_after_a_labels_window_is_in_the_correction_but_changes_no_label() -> None:
+    after = corrected(engagement(T + 101, 2, event=2))
+    assert after.labels_before == after.labels == {2: [0.0] * 4} and after.events == [2]
+
+
+def test_an_early_close_is_made_good_by_corrections_up_to_the_window() -> None:
+    inside = corrected(engagement(T + 100, event=2), close=T + 5, engaged_threshold=1)
+    assert (inside.labels_before[1][1], inside.labels[1][1]) == (1.0, 2.0)
+
+
+def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
+    driver = Driver(rules(engaged_threshold=1))
+    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 30, event=3), engagement(T + 20, event=2))
+    driver.at(T + 200)
+    counts = [
+        (m.message.event_ids[0], m.labels_before[1][1], m.labels[1][1])
+        for m in (only([o], "corrections") for o in driver.outputs if o.topic == "corrections")
+    ]
+    assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "in time order"
+
+
+def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_events() -> None:
+    driver = Driver(rules(engaged_threshold=1))
+    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))
+    assert [o.topic for o in driver.at(T + 49)] == ["samples"]
+    assert [o.topic for o in driver.at(T + 50)] == ["corrections"]
+
+
+def test_an_item_that_the_closed_request_did_not_show_is_refused() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 100)
+    driver.send(engagement(T + 120, 99, event=1))
+    assert reasons(driver.at(T + 220)) == ["item_not_shown"]
+
+
+def test_a_late_impression_of_a_closed_request_is_dead_lettered() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 100)
+    assert reasons(driver.send(impression(T + 50, (9,)))) == ["after_close"]
+    assert reasons(driver.send(impression(T + 130, (9,)))) == ["after_close"]
+
+
+@pytest.mark.parametrize(
+    ("time", "reason", "why"),
+    [
+        (T + 1_100, "", "at the horizon: a correction"),
+        (T + 1_101, "too_late", "beyond it"),
+        (T + 2_100, "too_late", "as long as the request is still known by name"),
+        (T + 2_101, "no_request", "then it never was"),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
+    time: int, reason: str, why: str, early: bool
+) -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 100 if early else time - 1)
+    driver.send(engagement(time, event=1))
+    driver.at(time + 200)
+    assert reasons(driver.outputs) == ([reason] if reason else []), why
+    assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
+
+
+def test_the_tombstone_thins_and_then_goes() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    phases = [(driver.at(ms), driver.state.requests["r"].phase)[1] for ms in (T + 99, T + 100, T + 1_099, T + 1_100, T + 2_099)]
+    assert phases == [OPEN, CLOSED, CLOSED, THIN, THIN]
+    driver.at(T + 2_100)
+    assert driver.state.requests == {}
+
+
+# behind the watermark
+
+
+def test_a_new_request_behind_the_watermark_closes_at_once_as_late_with_the_orphans_that_waited() -> None:
+    driver = Driver(rules())
+    driver.send(engagement(T + 9, event=1), engagement(T + 70, event=2))
+    driver.at(T + 50)
+    sample = only(driver.send(impression(T)), "samples")
+    assert (sample.why, sample.message.close_ms, sample.events) == ("CLOSE_LATE", T + 50, [1])
+    assert only(driver.at(T + 70), "corrections").events == [2]
+
+
+def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+    driver = Driver(rules())
+    driver.at(T + 1_000)
+    assert reasons(driver.send(impression(T))) == ["too_late"]
+    assert only(driver.send(impression(T + 1, request="s")), "samples").why == "CLOSE_LATE"
+
+
+def test_an_engagement_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+    driver = Driver(rules())
+    driver.at(T + 1_000)
+    assert reasons(driver.send(engagement(T, event=1))) == ["too_late"]
+    assert reasons(driver.send(engagement(T + 1, event=2))) == ["no_request"]
+
+
+def test_a_late_engagement_of_an_open_request_is_folded() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 50)
+    driver.send(engagement(T + 10, event=1))
+    assert only(driver.at(T + 100), "samples").events == [1]
+
+
+# caps
+
+
+def test_open_requests_beyond_the_cap_overflow_and_closed_ones_make_room() -> None:
+    driver = Driver(rules(max_open_requests=2))
+    assert reasons(driver.send(*(impression(T + n, request=f"r{n}") for n in range(3)))) == ["overflow"]
+    assert num_open(driver.state) == 2
+    driver.at(T + 100)
+    assert driver.send(impression(T + 101, request="r3")) == []
+
+
+def test_remembered_requests_beyond_the_cap_overflow() -> None:
+    driver = Driver(rules(max_requests=1))
+    driver.send(impression(T))
+    driver.at(T + 100)
+    assert reasons(driver.send(impression(T + 200, request="s"))) == ["overflow"]
+
+
+def test_orphans_beyond_the_cap_overflow_and_joining_ones_do_not_count() -> None:
+    driver = Driver(rules(max_orphans=2))
+    assert driver.send(engagement(T, event=1, request="x"), impression(T), engagement(T, 99, event=2)) == []
+    assert driver.send(engagement(T, 1, event=3)) == []
+    assert reasons(driver.send(engagement(T, 98, event=4))) == ["overflow"]
+    assert reasons(driver.send(engagement(T, event=5, request="y"))) == ["overflow"]
+
+
+def test_candidates_beyond_the_cap_overflow_with_the_page_that_brings_them() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T, tuple(range(999))))
+    assert reasons(driver.send(impression(T + 1, (1, 2_001), ro=None), impression(T + 2, (3_001,), ro=None))) == ["overflow"]
+    assert len(only(driver.end(), "samples").items) == 1_000
+
+
+def test_engagements_of_one_request_beyond_the_cap_overflow() -> None:
+    driver = Driver(rules(max_engagements=2))
+    outputs = driver.send(impression(T), *(engagement(T + n, event=n) for n in range(1, 4)))
+    assert reasons(outputs) == ["overflow"]
+
+
+def test_a_dead_letter_names_where_it_came_from_and_carries_the_record() -> None:
+    driver = Driver(rules())
+    event = engagement(T, event=7)
+    driver.send(impression(T, request="other"), event)
+    m = only(driver.at(T + 5_000), "dead_letters").message
+    assert (m.topic, m.partition, m.offset, m.event_id, m.request_id) == ("engagements", 0, 2, 7, "r")
+    assert m.raw[2:] == event.SerializeToString(deterministic=True) and m.raw_bytes == len(m.raw) and m.error

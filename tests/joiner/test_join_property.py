@@ -1,0 +1,184 @@
+"""Any order of arrival in which nothing comes at or behind the watermark gives what the offline oracle gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from joiner.rules import Rules
+from roo import roo_pb2 as pb
+from roo.ids import sample_id
+from tests.joiner.cases import KEY, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
+from tests.joiner.oracle import Result, join_all
+
+Message = pb.Impression | pb.Engagement
+REQUESTS, ITEMS = ("a", "b", "c"), (1, 2, 3, 4)
+SPAN_MS = 400
+
+impressions = st.builds(
+    lambda request, time, items, ro, session, tag, schema: impression(
+        1 + time, items, request=request, ro=ro, session=session, tag=tag, schema=schema
+    ),
+    st.sampled_from(REQUESTS),
+    st.integers(0, SPAN_MS // 2),
+    st.lists(st.sampled_from(ITEMS), max_size=4),
+    st.sampled_from([None, 1.0, 2.0]),
+    st.sampled_from([4, 5]),
+    st.sampled_from([0.0, 50.0]),
+    st.sampled_from([SCHEMA, SCHEMA, SCHEMA, OTHER_SCHEMA]),
+)
+engagements = st.tuples(
+    st.sampled_from((*REQUESTS, "never shown")),
+    st.integers(0, SPAN_MS),
+    st.sampled_from((*ITEMS, 9)),
+    st.sampled_from(["click", "dwell", "buy"]),
+    st.integers(0, 3),
+)
+rule_sets = st.fixed_dictionaries(
+    {
+        "window_ms": st.sampled_from([20, 100]),
+        "next_request": st.sampled_from(["off", "session", "user"]),
+        "linger_ms": st.sampled_from([0, 7]),
+        "engaged_threshold": st.sampled_from([0, 1, 2]),
+        "terminal_actions": st.sampled_from([(), ("buy",)]),
+        "engaged_min_wait_ms": st.sampled_from([0, 15]),
+        "orphan_timeout_ms": st.sampled_from([0, 10]),
+        "late_horizon_ms": st.sampled_from([0, 100, 150]),
+        "correction_horizon_ms": st.sampled_from([0, 0, 30]),
+    }
+)
+
+
+@st.composite
+def traffic(draw: Any) -> list[Message]:
+    """Distinct events and copies of some; an event id is never reused with other bytes."""
+    messages: list[Message] = list(draw(st.lists(impressions, max_size=6)))
+    for event_id, (request, time, item, action, value) in enumerate(draw(st.lists(engagements, max_size=8)), 1):
+        messages.append(engagement(1 + time, item, event=event_id, request=request, action=action, value=value))
+    copies = draw(st.lists(st.sampled_from(messages), max_size=4)) if messages else []
+    return messages + copies
+
+
+def arrive(data: Any, messages: list[Message], with_rules: Rules, *, through_bytes: bool = True) -> Driver:
+    """A random order of arrival, and random watermarks that stay behind whatever is still to come."""
+    driver = Driver(with_rules, through_bytes=through_bytes)
+    order = data.draw(st.permutations(messages))
+    for n, message in enumerate(order):
+        limit = min(m.header.time_ms for m in order[n:]) - 1
+        if limit > driver.watermark_ms:
+            low = max(driver.watermark_ms, 0)
+            driver.at(data.draw(st.integers(low, limit)) if limit >= low else limit)
+        driver.send(message)
+    driver.end()
+    return driver
+
+
+def observed(driver: Driver) -> Result:
+    """What the machine wrote, in the oracle's words."""
+    result = Result({}, {}, Counter())
+    for output in driver.outputs:
+        m = seen(output).message
+        if output.topic == "samples":
+            assert m.header.request_id not in result.samples, "one sample a request"
+            assert m.sample_id == sample_id(KEY, m.header.request_id) and output.timestamp_ms == m.close_ms
+            result.samples[m.header.request_id] = _sample(m, seen(output))
+        elif output.topic == "corrections":
+            assert m.event_ids[0] not in result.corrections, "one correction an event"
+            assert m.sample_id == sample_id(KEY, m.header.request_id, m.event_ids[0])
+            assert m.untrainable == (not m.parts)
+            result.corrections[m.event_ids[0]] = {
+                "request": m.header.request_id,
+                "item": m.item_ids[0],
+                "before": list(m.labels_before),
+                "after": list(m.labels),
+                "features": features_of(m).get(m.item_ids[0]),
+            }
+        else:
+            result.dead[(m.event_id or m.raw[2:], m.reason)] += 1
+    return result
+
+
+def _sample(m: Any, view: Any) -> dict[str, Any]:
+    columns = zip(m.event_ids, m.event_candidates, m.event_actions, m.event_values, m.event_times, strict=True)
+    return {
+        "close": (m.close_ms, pb.CloseReason.Name(m.close_reason)),
+        "header": m.header.SerializeToString(deterministic=True),
+        "ro": m.ro if m.HasField("ro") else None,
+        "features": features_of(m),
+        "labels": view.labels,
+        "events": [(i, m.item_ids[c], m.actions[a], v, t) for i, c, a, v, t in columns],
+        "num_duplicates": m.num_duplicates,
+    }
+
+
+@settings(max_examples=400, deadline=None)
+@given(traffic(), rule_sets, st.data())
+def test_every_order_of_arrival_gives_what_the_oracle_gives(messages: list[Message], settings_: dict, data: Any) -> None:
+    with_rules = rules(**settings_)
+    expected, got = join_all(messages, with_rules, SCHEMAS), observed(arrive(data, messages, with_rules))
+    assert got.samples == expected.samples
+    assert got.corrections == expected.corrections
+    assert got.dead == expected.dead
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic(), rule_sets, st.data())
+def test_state_through_bytes_at_every_step_gives_the_same_outputs(messages: list[Message], settings_: dict, data: Any) -> None:
+    order = data.draw(st.permutations(messages))
+    marks = sorted(data.draw(st.lists(st.integers(0, 3 * SPAN_MS), min_size=len(order), max_size=len(order))))
+    drivers = [Driver(rules(**settings_), through_bytes=b) for b in (True, False)]
+    for message, mark in zip(order, marks, strict=True):  # events behind the watermark too: the machine is total
+        written = [(d.at(mark), d.send(message)) for d in drivers]
+        assert written[0] == written[1]
+        assert drivers[0].state == drivers[1].state
+    assert drivers[0].end() == drivers[1].end()
+    assert not drivers[0].state.requests, "nothing is left after the end of input"
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic(), rule_sets, st.data())
+def test_g1_every_event_is_accounted_for_at_every_step_even_late(messages: list[Message], settings_: dict, data: Any) -> None:
+    """Distinct engagements = folded + corrected + dead-lettered + pending; a request ends in one sample or only dead letters.
+    Pages come within the late horizon of the close: a request id that was forgotten is a new request's."""
+    driver, come = Driver(rules(**{**settings_, "late_horizon_ms": SPAN_MS})), set()
+    mark = 0
+    for message in data.draw(st.permutations(messages)):
+        mark += data.draw(st.integers(0, 60))
+        driver.at(mark)
+        driver.send(message)
+        if isinstance(message, pb.Engagement):
+            come.add(message.event_id)
+        assert _ended(driver) | _pending(driver) == come
+    driver.end()
+    assert _ended(driver) == come
+    shown = {m.header.request_id for m in messages if isinstance(m, pb.Impression)}
+    sampled = Counter(seen(o).message.header.request_id for o in driver.outputs if o.topic == "samples")
+    dead = {seen(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
+    assert all(n == 1 for n in sampled.values())
+    assert shown <= set(sampled) | dead and set(sampled) <= shown
+
+
+def _ended(driver: Driver) -> set[int]:
+    ids: set[int] = set()
+    for output in driver.outputs:
+        m = seen(output).message
+        ids |= {m.event_id} - {0} if output.topic == "dead_letters" else set(m.event_ids)
+    return ids
+
+
+def _pending(driver: Driver) -> set[int]:
+    return {event_id for r in driver.state.requests.values() for event_id in r.pending}
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffic(), rule_sets, st.data())
+def test_duplicates_change_nothing_but_their_count(messages: list[Message], settings_: dict, data: Any) -> None:
+    distinct = list({m.SerializeToString(deterministic=True): m for m in messages}.values())
+    once, twice = (observed(arrive(data, m, rules(**settings_))) for m in (distinct, distinct * 2))
+    for result in (once, twice):
+        for sample in result.samples.values():
+            del sample["num_duplicates"]
+    assert once == twice

@@ -1,0 +1,142 @@
+"""The local engine: watermark over partitions, timers, snapshots, and the same outputs as the oracle on a whole stream."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from joiner.build import Output
+from joiner.config import JoinerConfig
+from joiner.local import LocalEngine
+from joiner.state import START
+from roo import roo_pb2 as pb
+from roo.errors import CheckpointError
+from roo.ids import key_bytes
+from roo.record import Record
+from tests.joiner import generated
+from tests.joiner.cases import SCHEMA, SCHEMAS, engagement, impression, record, samples, seen
+from tests.joiner.oracle import join_all
+
+CONFIG = JoinerConfig(**generated.SETTINGS)  # type: ignore[arg-type]
+
+
+def engine(config: JoinerConfig = CONFIG) -> LocalEngine:
+    return LocalEngine(config, SCHEMA, SCHEMAS.get)
+
+
+def outputs_of(records: list[Record], through: LocalEngine | None = None) -> list[Output]:
+    through = through or engine()
+    return [o for r in records for o in through.process(r)]
+
+
+def unordered(outputs: list[Output]) -> Counter[Output]:
+    """Dead letters name the copy of an event that came first, and a tie may be broken by arrival: left out."""
+    return Counter(o._replace(value=b"") if o.topic == "dead_letters" else o for o in outputs)
+
+
+def test_the_watermark_waits_for_every_partition_of_both_topics_and_is_the_slowest_ones() -> None:
+    joined = engine()
+    for r in generated.everywhere(pb.Heartbeat(time_ms=5_000))[:-1]:
+        joined.process(r)
+    assert joined.watermark_ms == START
+    joined.process(record(pb.Heartbeat(time_ms=9_000), partition=3)._replace(topic="engagements"))
+    assert joined.watermark_ms == 5_000 - 1_000 - 1
+
+
+def test_an_idle_partition_does_not_hold_the_watermark_until_it_speaks_again() -> None:
+    joined = engine()
+    for r in generated.everywhere(pb.Heartbeat(time_ms=9_000))[:-1]:
+        joined.process(r)
+    joined.set_idle(("engagements", 3))
+    assert joined.watermark_ms == 7_999
+    joined.process(record(pb.Heartbeat(time_ms=2_000), partition=3)._replace(topic="engagements"))
+    assert joined.watermark_ms == 7_999, "it never goes back"
+
+
+def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
+    joined = engine(JoinerConfig(window_ms=10, lateness_ms=0))
+    for r in generated.everywhere(pb.Heartbeat(time_ms=100)):
+        joined.process(r)
+    outputs = outputs_of([record(impression(100))], joined)
+    assert outputs == [] and joined.num_keys == 1
+    outputs = outputs_of(generated.everywhere(pb.Heartbeat(time_ms=111)), joined)
+    assert [s.message.close_ms for s in samples(outputs)] == [110]
+    assert outputs[0].timestamp_ms == 110
+
+
+def test_end_of_input_closes_all_requests_and_forgets_every_key() -> None:
+    joined = engine()
+    outputs_of([record(impression(100)), record(engagement(200, event=1)), record(engagement(200, event=2, request="x"))], joined)
+    outputs = joined.end_of_input()
+    assert [(o.topic, o.why) for o in outputs] == [("samples", "CLOSE_WINDOW"), ("dead_letters", "no_request")]
+    assert joined.num_keys == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
+    outputs = outputs_of(generated.placed(generated.arrivals(seed)))
+    by_key = defaultdict(list)
+    for m in generated.messages(seed):
+        by_key[key_bytes(m.header.user_id, m.header.session_id)].append(m)
+    dead: Counter[str] = Counter()
+    expected_samples, expected_corrections = {}, {}
+    for messages in by_key.values():
+        result = join_all(messages, CONFIG.rules, SCHEMAS)
+        dead += _by_reason(result.dead)
+        expected_samples |= {r: (s["close"], s["labels"], s["num_duplicates"]) for r, s in result.samples.items()}
+        expected_corrections |= {i: (c["before"], c["after"]) for i, c in result.corrections.items()}
+    got = {}
+    for s in samples(outputs):
+        m = s.message
+        close = (m.close_ms, pb.CloseReason.Name(m.close_reason))
+        got[m.header.request_id] = (close, s.labels, m.num_duplicates)
+    corrections = [seen(o).message for o in outputs if o.topic == "corrections"]
+    assert got == expected_samples
+    assert {m.event_ids[0]: (list(m.labels_before), list(m.labels)) for m in corrections} == expected_corrections
+    from_decoding = {"undecodable": 2, "unknown_type": 1, "unknown_schema": 1, "non_finite": 1}
+    assert Counter(o.why for o in outputs if o.topic == "dead_letters") == dead + Counter(from_decoding)
+    assert len({close[1] for close, _, _ in got.values()}) == 3, "all three triggers took part"
+    assert corrections and {"no_request", "item_not_shown", "after_close", "too_late"} <= set(dead)
+
+
+def _by_reason(dead: Counter[tuple[object, str]]) -> Counter[str]:
+    out: Counter[str] = Counter()
+    for (_, reason), n in dead.items():
+        out[reason] += n
+    return out
+
+
+def test_another_interleaving_of_the_partitions_gives_the_same_outputs() -> None:
+    records = generated.placed(generated.arrivals(3))
+    queues: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for r in reversed(records):
+        queues[r.topic, r.partition].append(r)
+    rng, mixed = random.Random(0), []
+    while queues:
+        split = rng.choice(sorted(queues))
+        mixed += [queues[split].pop() for _ in range(min(rng.randrange(1, 200), len(queues[split])))]
+        if not queues[split]:
+            del queues[split]
+    assert unordered(outputs_of(records)) == unordered(outputs_of(mixed))
+
+
+def test_a_snapshot_at_any_moment_goes_on_with_the_same_outputs() -> None:
+    records = generated.placed(generated.arrivals(4))
+    whole, first = engine(), engine()
+    expected = outputs_of(records, whole)
+    cut = len(records) // 2
+    outputs = outputs_of(records[:cut], first)
+    second = engine()
+    second.restore(first.snapshot())
+    assert second.next_offsets == first.next_offsets and second.watermark_ms == first.watermark_ms
+    assert outputs + outputs_of(records[cut:], second) == expected
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:20] + b"\xff" + b[21:], lambda b: b""])
+def test_a_damaged_snapshot_is_refused_by_its_checksum(damage) -> None:  # type: ignore[no-untyped-def]
+    joined = engine()
+    joined.process(record(impression(100)))
+    with pytest.raises(CheckpointError, match=r"checksum|can't be read"):
+        engine().restore(damage(joined.snapshot()))
