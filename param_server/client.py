@@ -1,0 +1,210 @@
+"""How trainer and serving reach the rows: one pull and one push a batch and shard, all stacks in it.
+
+The keys of a batch are unique already (`roo.lookup`); here they are split by shard, sent to all shards at once, and the
+answers put back in their places. `Replica` and `initial_rows` are what readers outside training use.
+
+Letters: U unique keys of a stack, D width, S shards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from param_server import kernels
+from param_server.initial import initial_rows
+from param_server.replica import Replica
+from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
+from roo.lookup import Lookup
+from roo.schema import Schema
+from runtime.backoff import Backoff
+from runtime.clock import Clock, SystemClock
+from runtime.topics import NUM_BUCKETS
+from runtime.transport import Answer, Arrays, Header, Transport
+
+__all__ = ["Client", "Replica", "initial_rows"]
+
+
+class _Share(NamedTuple):
+    """A shard's keys of one stack: positions in U, and the keys there."""
+
+    stack: str
+    at_M: np.ndarray | slice
+    table_M: np.ndarray
+    id_M: np.ndarray
+
+
+class Client:
+    """One worker's. `pull` may run beside `push`; pushes are one after the other. Close it to end its threads."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        transports: Sequence[Transport],
+        *,
+        seed: int,
+        worker: int,
+        num_buckets: int = NUM_BUCKETS,
+        timeout_s: float = 30.0,
+        resend_for_s: float | None = 5.0,
+        clock: Clock | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.schema, self.transports, self.seed, self.worker, self.num_buckets = schema, transports, seed, worker, num_buckets
+        self.timeout_s, self.resend_for_s, self.clock, self.stop = timeout_s, resend_for_s, clock or SystemClock(), stop
+        self.incarnation = 0
+        self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}
+        self._sequence_S = [0] * len(transports)
+        self._lost = ""
+        self._push_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """The shards were restored: pushes begin anew. No push may be under way."""
+        with self._push_lock:
+            self.incarnation = incarnation
+            self._sequence_S = [0] * len(self.transports)
+            self._lost = ""
+
+    def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
+
+        Raises:
+            FencedError: the shards are in another incarnation than `set_incarnation` was told.
+            UnavailableError, TransportError: a shard awaits RESTORE, or couldn't be reached for `resend_for_s`.
+        """
+        out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
+
+        def pull_from(shard: int, shares: Sequence[_Share]) -> None:
+            arrays = [a for share in shares for a in (share.table_M, share.id_M)]
+            header = {"incarnation": self.incarnation, "stacks": [share.stack for share in shares]}
+            _, rows = self._call(shard, "pull", header, arrays)
+            for share, rows_MD in zip(shares, rows, strict=True):
+                if isinstance(share.at_M, slice):
+                    out[share.stack] = rows_MD
+                else:
+                    kernels.put_rows(out[share.stack], share.at_M, rows_MD)
+
+        self._each_shard(self._shares(lookup), pull_from)
+        return out
+
+    def push(
+        self,
+        lookup: Lookup,
+        gradients: Mapping[str, np.ndarray],
+        *,
+        step: int,
+        time_ms: int,
+        oldest_engagement_ms: int = 0,
+        oldest_close_ms: int = 0,
+    ) -> None:
+        """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns.
+
+        A lost answer is asked for again under the same sequence number, which a shard applies once.
+
+        Raises:
+            WireError: a gradient is not finite or has another shape; nothing was sent, training can go on.
+            FencedError: the shards are in another incarnation. UnavailableError, TransportError: as in `pull`.
+
+        **If it fails** with one of the latter: some shards may have applied it; every further push is refused until
+        `set_incarnation`, since the shards must be restored first.
+        """
+        parts = {
+            stack: _checked(stack, gradients.get(stack), (len(found.id_U), self._width[stack]))
+            for stack, found in lookup.stacks.items()
+        }
+        header = {
+            "worker": self.worker,
+            "step": step,
+            "time_ms": time_ms,
+            "oldest_engagement_ms": oldest_engagement_ms,
+            "oldest_close_ms": oldest_close_ms,
+        }
+        with self._push_lock:
+            if self._lost:
+                raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
+            try:
+                self._each_shard(self._shares(lookup), lambda shard, shares: self._push_to(shard, shares, header, parts))
+            except RoostreamError as error:
+                self._lost = str(error) or type(error).__name__
+                raise
+
+    def close(self) -> None:
+        """End the threads; the transports are the caller's."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _push_to(self, shard: int, shares: Sequence[_Share], header: Header, gradients: Mapping[str, np.ndarray]) -> None:
+        arrays = [a for s in shares for a in (s.table_M, s.id_M, _part(gradients[s.stack], s.at_M))]
+        sequence = self._sequence_S[shard] + 1
+        own = {"incarnation": self.incarnation, "sequence": sequence, "stacks": [share.stack for share in shares]}
+        self._call(shard, "push", {**header, **own}, arrays)
+        self._sequence_S[shard] = sequence
+
+    def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
+        """Both methods can be repeated: a pull changes nothing, a push carries its sequence number."""
+        backoff = Backoff(what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, most_s=0.5, clock=self.clock)
+        while True:
+            try:
+                answer = self.transports[shard].call(method, header, arrays, timeout_s=self.timeout_s)
+            except TransportError as error:
+                backoff.wait(error, self.stop)
+                continue
+            backoff.reached()
+            return answer
+
+    def _shares(self, lookup: Lookup) -> list[list[_Share]]:
+        """Each shard's keys; stacks and shards without any are left out."""
+        shares: list[list[_Share]] = [[] for _ in self.transports]
+        for stack, found in lookup.stacks.items():
+            if len(found.id_U) == 0:
+                continue
+            if len(self.transports) == 1:
+                shares[0].append(_Share(stack, slice(None), found.table_U, found.id_U))
+                continue
+            order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(len(self.transports) + 1, np.int64)
+            kernels.split_by_shard(found.table_U, found.id_U, self.num_buckets, len(self.transports), order_U, starts_S1)
+            for shard in range(len(self.transports)):
+                at_M = order_U[starts_S1[shard] : starts_S1[shard + 1]]
+                if len(at_M):
+                    shares[shard].append(_Share(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
+        return shares
+
+    def _each_shard(self, shares: Sequence[Sequence[_Share]], do: Callable[[int, Sequence[_Share]], None]) -> None:
+        """All shards at once; waits for all of them, then raises the first error."""
+        busy = [(shard, share) for shard, share in enumerate(shares) if share]
+        if self._pool is None or len(busy) < 2:
+            for shard, share in busy:
+                do(shard, share)
+            return
+        _wait_all([self._pool.submit(do, shard, share) for shard, share in busy])
+
+
+def _wait_all(futures: Iterable[Any]) -> None:
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _part(gradient_UD: np.ndarray, at_M: np.ndarray | slice) -> np.ndarray:
+    return gradient_UD if isinstance(at_M, slice) else kernels.take_rows(gradient_UD, at_M)
+
+
+def _checked(stack: str, gradient_UD: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+    """The gradient, contiguous; a stack without keys needs none."""
+    if gradient_UD is None and not shape[0]:
+        return np.zeros(shape, np.float32)
+    if gradient_UD is None:
+        raise WireError("bad_shape", f"expected a gradient for stack {stack}, got none")
+    if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
+        raise WireError(
+            "bad_shape", f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}"
+        )
+    contiguous_UD = np.ascontiguousarray(gradient_UD)
+    if kernels.first_non_finite(contiguous_UD) >= 0:
+        raise WireError("non_finite", f"stack {stack}: expected finite gradients, got a NaN or infinity; nothing was pushed")
+    return contiguous_UD

@@ -1,0 +1,67 @@
+"""Deltas and barriers as records of `rows`.
+
+Letters: M keys of a delta, the first L of them live; D width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from param_server.index import Keys
+from param_server.kernels import first_non_finite
+from param_server.outbox import Delta
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.errors import SchemaError, WireError
+
+
+def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
+    """The record of a delta."""
+    message = pb.RowDelta(
+        schema=schema,
+        bucket=delta.bucket,
+        incarnation=incarnation,
+        sequence=delta.sequence,
+        table_id=delta.table,
+        dim=delta.rows_LD.shape[1],
+        ids=delta.id_M.view(np.uint64).tolist(),
+        rows=delta.rows_LD.ravel().tolist(),
+        num_tombstones=len(delta.id_M) - len(delta.rows_LD),
+        oldest_engagement_ms=delta.oldest_engagement_ms,
+        oldest_close_ms=delta.oldest_close_ms,
+        oldest_trained_ms=delta.oldest_trained_ms,
+        stack=delta.stack,
+        more=delta.more,
+    )
+    return wire.encode(wire.ROW_DELTA, message)
+
+
+def encode_barrier(stack: str, bucket: int, incarnation: int, rebootstrap: bool) -> bytes:
+    message = pb.Barrier(incarnation=incarnation, bucket=bucket, rebootstrap=rebootstrap, stack=stack)
+    return wire.encode(wire.BARRIER, message)
+
+
+def keys_of(delta: pb.RowDelta) -> Keys:
+    """All keys of a delta, live ones first."""
+    id_M = np.fromiter(delta.ids, np.uint64, len(delta.ids)).view(np.int64)
+    return Keys(np.full(len(id_M), delta.table_id, np.uint32), id_M)
+
+
+def columns_of(delta: pb.RowDelta, width: int) -> tuple[Keys, np.ndarray]:
+    """(keys [M], rows float32 [L, D]) of a delta: live ones first.
+
+    Raises:
+        SchemaError: rows of another width.
+        WireError: `bad_shape` columns that disagree, `non_finite` rows.
+    """
+    num_live = len(delta.ids) - delta.num_tombstones
+    if delta.dim != width:
+        raise SchemaError(f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; use one schema")
+    if num_live < 0 or len(delta.rows) != num_live * delta.dim:
+        raise WireError(
+            "bad_shape", f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} numbers"
+        )
+    rows_LD = np.fromiter(delta.rows, np.float32, len(delta.rows)).reshape(num_live, delta.dim)
+    if first_non_finite(rows_LD) >= 0:
+        raise WireError("non_finite", f"rows of {delta.stack!r}: expected finite numbers, got a NaN or infinity")
+    return keys_of(delta), rows_LD

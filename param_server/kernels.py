@@ -1,0 +1,357 @@
+"""Compiled loops over rows: the index, gathering, and splitting by shard. Nothing here allocates per row or holds the GIL.
+
+Letters: C slots of the index, U keys asked for, N row places of a stack, D width, K tables of a stack, M chosen rows.
+
+The index is open addressing with linear probing over (table, id). A slot is two uint64: the id's bits, and
+table << 32 | (place + 1), 0 = free. The hash is splitmix64(id ^ table), whose low bits choose the bucket (`roo.ids`);
+slots are chosen by its high bits, since all keys of one shard agree in low ones. At most half of the slots are taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from param_server.initial import fill_one, splitmix64
+
+LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT = 1, 2, 4, 8
+"""Flags of a place: holds a row; changed since the last freeze; changed since the last delta; in a delta not yet acknowledged."""
+
+_ONE, _S32 = np.uint64(1), np.uint64(32)
+_LOW32 = np.uint64(0xFFFFFFFF)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _slot(id_: np.uint64, table: np.uint64, shift: np.uint64) -> np.int64:
+    return np.int64(splitmix64(id_ ^ table) >> shift)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uint64) -> np.int64:
+    """Slot of the key, or ~slot of the free one where it belongs."""
+    mask = index_C2.shape[0] - 1
+    slot = _slot(id_, table, shift)
+    while True:
+        word = index_C2[slot, 1]
+        if word == 0:
+            return ~slot
+        if index_C2[slot, 0] == id_ and (word >> _S32) == table:
+            return slot
+        slot = (slot + 1) & mask
+
+
+@njit(cache=True, nogil=True)
+def find(index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> int:
+    """Place of each key, -1 where absent; the number absent."""
+    absent = 0
+    for u in range(id_U.shape[0]):
+        slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        if slot < 0:
+            place_U[u] = -1
+            absent += 1
+        else:
+            place_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
+    return absent
+
+
+@njit(cache=True, nogil=True)
+def find_or_insert(
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    num_buckets: int,
+    counts: np.ndarray,
+    free_N: np.ndarray,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    bucket_N: np.ndarray,
+    flags_N: np.ndarray,
+    place_U: np.ndarray,
+    new_U: np.ndarray,
+) -> int:
+    """Place of each key, made where absent (`new_U` tells); the number made. `counts` = [places used, free ones, live].
+
+    The caller has made room: places for U more, slots for half as many again.
+    """
+    made = 0
+    for u in range(id_U.shape[0]):
+        table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
+        slot = _probe(index_C2, shift, table, id_)
+        new_U[u] = slot < 0
+        if slot >= 0:
+            place_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
+            continue
+        if counts[1] > 0:
+            counts[1] -= 1
+            place = np.int64(free_N[counts[1]])
+        else:
+            place = counts[0]
+            counts[0] += 1
+        counts[2] += 1
+        made += 1
+        index_C2[~slot, 0] = id_
+        index_C2[~slot, 1] = (table << _S32) | np.uint64(place + 1)
+        table_N[place] = table_U[u]
+        id_N[place] = id_U[u]
+        bucket_N[place] = splitmix64(id_ ^ table) % np.uint64(num_buckets)
+        flags_N[place] = LIVE
+        place_U[u] = place
+    return made
+
+
+@njit(cache=True, nogil=True)
+def remove(
+    index_C2: np.ndarray,
+    shift: np.uint64,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    counts: np.ndarray,
+    free_N: np.ndarray,
+    flags_N: np.ndarray,
+) -> int:
+    """Remove the keys that are there; how many were. Later entries of a probe run move up, so that no tombstones are needed
+    (Knuth, TAOCP 3, 6.4, algorithm R)."""
+    mask = index_C2.shape[0] - 1
+    removed = 0
+    for u in range(id_U.shape[0]):
+        hole = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        if hole < 0:
+            continue
+        place = np.int64(index_C2[hole, 1] & _LOW32) - 1
+        flags_N[place] = 0
+        free_N[counts[1]] = place
+        counts[1] += 1
+        counts[2] -= 1
+        removed += 1
+        slot = (hole + 1) & mask
+        while index_C2[slot, 1] != 0:
+            home = _slot(index_C2[slot, 0], index_C2[slot, 1] >> _S32, shift)
+            if ((slot - home) & mask) >= ((slot - hole) & mask):
+                index_C2[hole, 0] = index_C2[slot, 0]
+                index_C2[hole, 1] = index_C2[slot, 1]
+                hole = slot
+            slot = (slot + 1) & mask
+        index_C2[hole, 1] = 0
+    return removed
+
+
+@njit(cache=True, nogil=True)
+def rebuild(
+    index_C2: np.ndarray, shift: np.uint64, used: int, table_N: np.ndarray, id_N: np.ndarray, flags_N: np.ndarray
+) -> None:
+    """Fill an empty index with the live places."""
+    for n in range(used):
+        if flags_N[n] & LIVE:
+            table, id_ = np.uint64(table_N[n]), np.uint64(id_N[n])
+            slot = ~_probe(index_C2, shift, table, id_)
+            index_C2[slot, 0] = id_
+            index_C2[slot, 1] = (table << _S32) | np.uint64(n + 1)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def table_at(table: np.uint32, known_K: np.ndarray, guess: int) -> int:
+    """Position of a table id among a stack's, -1 if it is none of them; `guess` is where the key before it was."""
+    if guess >= 0 and known_K[guess] == table:
+        return guess
+    for k in range(known_K.shape[0]):
+        if known_K[k] == table:
+            return k
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def unknown_table(table_U: np.ndarray, known_K: np.ndarray) -> int:
+    """Position of the first key whose table is not one of the stack's, or -1."""
+    k = 0
+    for u in range(table_U.shape[0]):
+        k = table_at(table_U[u], known_K, k)
+        if k < 0:
+            return u
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def gather(
+    rows_ND: np.ndarray,
+    place_U: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    seed: np.uint64,
+    known_K: np.ndarray,
+    scale_K: np.ndarray,
+    out_UD: np.ndarray,
+) -> None:
+    """Rows at places; a place of -1 gives the key's initial value (0 for a table that the stack doesn't know)."""
+    k = 0
+    for u in range(place_U.shape[0]):
+        place = place_U[u]
+        if place >= 0:
+            for j in range(out_UD.shape[1]):
+                out_UD[u, j] = rows_ND[place, j]
+        else:
+            k = table_at(table_U[u], known_K, k)
+            fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), out_UD[u])
+
+
+@njit(cache=True, nogil=True)
+def fill_new(
+    rows_ND: np.ndarray,
+    accumulator_NA: np.ndarray,
+    place_U: np.ndarray,
+    new_U: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    seed: np.uint64,
+    known_K: np.ndarray,
+    scale_K: np.ndarray,
+    initial_accumulator: np.float32,
+) -> None:
+    """First values of the rows that `find_or_insert` has just made."""
+    k = 0
+    for u in range(place_U.shape[0]):
+        if new_U[u]:
+            k = table_at(table_U[u], known_K, k)
+            fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), rows_ND[place_U[u]])
+            accumulator_NA[place_U[u], :] = initial_accumulator
+
+
+@njit(cache=True, nogil=True)
+def stamp(
+    place_U: np.ndarray,
+    flags: int,
+    time_ms: int,
+    flags_N: np.ndarray,
+    stamp_ms_N: np.ndarray,
+    bucket_N: np.ndarray,
+    touched_B: np.ndarray,
+) -> None:
+    """Mark rows as changed, at event time `time_ms` (it never goes back), and their buckets as touched."""
+    for u in range(place_U.shape[0]):
+        n = place_U[u]
+        flags_N[n] |= flags
+        if time_ms > stamp_ms_N[n]:
+            stamp_ms_N[n] = time_ms
+        touched_B[bucket_N[n]] = True
+
+
+@njit(cache=True, nogil=True)
+def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
+    """int64 [M]: places of live rows with any of `flags`, ascending."""
+    count = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            count += 1
+    out_M = np.empty(count, dtype=np.int64)
+    m = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            out_M[m] = n
+            m += 1
+    return out_M
+
+
+@njit(cache=True, nogil=True)
+def in_buckets(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, first: int, last: int) -> np.ndarray:
+    """int64 [M]: places of live rows whose bucket is in first..last."""
+    out_M = np.empty(used, dtype=np.int64)
+    m = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and first <= bucket_N[n] <= last:
+            out_M[m] = n
+            m += 1
+    return out_M[:m].copy()
+
+
+@njit(cache=True, nogil=True)
+def replace_flags(flags_N: np.ndarray, used: int, flags: int, by: int) -> None:
+    """Take `flags` from all live rows; those that had any of them get `by`."""
+    for n in range(used):
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            flags_N[n] = (flags_N[n] & ~flags) | by
+
+
+@njit(cache=True, nogil=True)
+def expired(
+    flags_N: np.ndarray, used: int, table_N: np.ndarray, stamp_ms_N: np.ndarray, known_K: np.ndarray, before_ms_K: np.ndarray
+) -> np.ndarray:
+    """int64 [M]: places of live rows last pushed before their table's time `before_ms_K`."""
+    out_M = np.empty(used, dtype=np.int64)
+    m, k = 0, 0
+    for n in range(used):
+        if flags_N[n] & LIVE:
+            k = table_at(table_N[n], known_K, k)
+            if k >= 0 and stamp_ms_N[n] < before_ms_K[k]:
+                out_M[m] = n
+                m += 1
+    return out_M[:m].copy()
+
+
+@njit(cache=True, nogil=True)
+def take_rows(rows_ND: np.ndarray, place_M: np.ndarray) -> np.ndarray:
+    """rows_ND[place_M]: a copy, without the GIL."""
+    out_MD = np.empty((place_M.shape[0], rows_ND.shape[1]), dtype=rows_ND.dtype)
+    for m in range(place_M.shape[0]):
+        for j in range(rows_ND.shape[1]):
+            out_MD[m, j] = rows_ND[place_M[m], j]
+    return out_MD
+
+
+@njit(cache=True, nogil=True)
+def put_rows(rows_ND: np.ndarray, place_M: np.ndarray, in_MD: np.ndarray) -> None:
+    """rows_ND[place_M] = in_MD, without the GIL."""
+    for m in range(place_M.shape[0]):
+        for j in range(rows_ND.shape[1]):
+            rows_ND[place_M[m], j] = in_MD[m, j]
+
+
+@njit(cache=True, nogil=True)
+def publishable(rows_MD: np.ndarray, max_norm: float) -> np.ndarray:
+    """bool [M]: finite rows of a Euclidean norm of at most `max_norm`."""
+    out_M = np.empty(rows_MD.shape[0], dtype=np.bool_)
+    for m in range(rows_MD.shape[0]):
+        total = np.float64(0)
+        for j in range(rows_MD.shape[1]):
+            total += np.float64(rows_MD[m, j]) * np.float64(rows_MD[m, j])
+        out_M[m] = total <= max_norm * max_norm  # False for NaN too
+    return out_M
+
+
+@njit(cache=True, nogil=True)
+def first_non_finite(gradient_UD: np.ndarray) -> int:
+    """First row with an infinity or NaN, or -1. x - x is 0 for finite x only."""
+    for u in range(gradient_UD.shape[0]):
+        total = np.float32(0)
+        for j in range(gradient_UD.shape[1]):
+            total += gradient_UD[u, j] - gradient_UD[u, j]
+        if total != 0:
+            return u
+    return -1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def buckets(table_U: np.ndarray, id_U: np.ndarray, num_buckets: int) -> np.ndarray:
+    """int32 [U]: as `roo.ids.buckets_of`."""
+    out_U = np.empty(id_U.shape[0], dtype=np.int32)
+    for u in range(id_U.shape[0]):
+        out_U[u] = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(num_buckets)
+    return out_U
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def split_by_shard(
+    table_U: np.ndarray, id_U: np.ndarray, num_buckets: int, num_shards: int, order_U: np.ndarray, starts_S1: np.ndarray
+) -> None:
+    """Keys grouped by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U."""
+    shard_U = np.empty(id_U.shape[0], dtype=np.int32)
+    starts_S1[:] = 0
+    for u in range(id_U.shape[0]):
+        bucket = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(num_buckets)
+        shard_U[u] = np.int32(bucket % np.uint64(num_shards))
+        starts_S1[shard_U[u] + 1] += 1
+    for s in range(num_shards):
+        starts_S1[s + 1] += starts_S1[s]
+    at_S = starts_S1[:-1].copy()
+    for u in range(id_U.shape[0]):
+        order_U[at_S[shard_U[u]]] = u
+        at_S[shard_U[u]] += 1

@@ -1,0 +1,141 @@
+"""A shard process: rows behind a port, led by the controller, followed by readers of `rows`.
+
+Start: 1 kernels, schema, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
+Stop:  1 the member (a command in hand may end)  2 calls in hand  3 the publisher  4 segments
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from param_server.blobs import Blobs, RocksBlobs
+from param_server.calls import Calls
+from param_server.config import ShardConfig
+from param_server.identity import ShardIdentity
+from param_server.metrics import ShardMetrics
+from param_server.publish import Publisher
+from param_server.rows_topic import KafkaRows
+from param_server.segments import Segments
+from param_server.server import Shard
+from param_server.warm import warm
+from roo.schema import load_schema
+from runtime import metrics, program
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.member import Member
+from runtime.rpc import RpcServer, SocketTransport, parse_address
+from runtime.transport import Handler, Header
+
+log = logging.getLogger("roostream.shard")
+
+_JOIN_S = 5.0
+
+
+def run(config: ShardConfig) -> int:
+    """Until SIGTERM; the process's exit code (runtime/program.py)."""
+    return program.run("shard", lambda stop: serve(config, stop))
+
+
+def serve(config: ShardConfig, stop: threading.Event) -> None:
+    """Run a shard until `stop` is set.
+
+    Raises:
+        ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
+    """
+    failures: list[BaseException] = []
+    with contextlib.ExitStack() as opened:  # closed in the reverse order
+        blobs = RocksBlobs(Path(config.home) / "segments")
+        shard = build_shard(config, blobs)  # 1
+        blobs.open()
+        opened.callback(blobs.close)
+        latency = metrics.Quantiles("roostream_shard_call_ms", "time to answer a call")
+        address = _listen(config, shard, latency, opened)  # 2
+        topic = KafkaRows(config.bootstrap, config.prefix) if config.bootstrap else None
+        publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
+        exported = ShardMetrics(shard, publisher, latency)
+        opened.callback(exported.unregister)
+        exported.register()
+        at = metrics.serve(config.metrics_port)  # 3
+        warm()  # 4
+        if publisher and topic:
+            opened.callback(topic.close)
+            _start_publishing(publisher, stop, failures, opened)  # 5
+        _start_member(config, shard, stop, opened)  # 6
+        log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
+        stop.wait()
+    if failures:
+        raise failures[0]
+
+
+def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
+    """A shard as configured, over blobs that may be opened later; nothing is restored yet."""
+    identity = ShardIdentity(
+        schema=load_schema(config.schema),
+        index=config.index,
+        num_shards=config.num_shards,
+        seed=config.seed,
+        publishing=bool(config.bootstrap),
+        max_publish_norm=config.max_publish_norm,
+    )
+    segments = Segments(blobs, identity.shapes(), identity.num_buckets)
+    return Shard(identity, segments, FileStore(config.store), SystemClock())
+
+
+def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:
+    host, port = parse_address(config.listen)
+    server = RpcServer(timed(Calls(shard).handle, latency), host, port, insecure=config.insecure).start()
+
+    def close() -> None:
+        if cut_off := server.stop():
+            log.warning("%d calls were cut off", cut_off)
+
+    opened.callback(close)
+    return server.address
+
+
+def _start_publishing(
+    publisher: Publisher, stop: threading.Event, failures: list[BaseException], opened: contextlib.ExitStack
+) -> None:
+    """A publisher that fails ends the program, visibly."""
+
+    def publish() -> None:
+        try:
+            publisher.run(stop)
+        except BaseException as error:
+            failures.append(error)
+            stop.set()
+
+    thread = threading.Thread(target=publish, name="publisher", daemon=True)
+    thread.start()
+    opened.callback(thread.join, _JOIN_S)
+
+
+def _start_member(config: ShardConfig, shard: Shard, stop: threading.Event, opened: contextlib.ExitStack) -> None:
+    member = Member(lambda: SocketTransport(config.controller), "shard", config.index, shard.execute, shard.stats, stop)
+
+    def close() -> None:
+        stop.set()
+        if not member.join(_JOIN_S):
+            log.warning("stopped while a command of the controller was being done")
+
+    opened.callback(close)
+    member.start()
+
+
+def timed(handler: Handler, latency: metrics.Quantiles) -> Handler:
+    """`handler`, with the time of each call observed under its method."""
+
+    def handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        began_s = time.perf_counter()
+        answer = handler(method, header, arrays)
+        latency.observe(method, (time.perf_counter() - began_s) * 1000)
+        return answer
+
+    return handle

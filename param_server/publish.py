@@ -1,0 +1,177 @@
+"""Touched rows go out to the `rows` topic, in versions; after a rollback readers are told what is over.
+
+Publishing, every interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. One round at a
+time, so that while Kafka is away nothing piles up: rows stay marked, and go out once, as they are then.
+
+After a RESTORE, before the next round:
+  1. write Barrier(incarnation) for each bucket, to learn where the older incarnation ends;
+  2. read from the offset that the manifest recorded to the barrier;
+  3. mark every key seen there: the next round sends the restored row or a tombstone.
+If the recorded offset is gone (retention, a topic made anew), step 1's barriers say `rebootstrap` and 2 and 3 are left out.
+The offset that the next manifest records moves on only when 3 is done, so a kill in between repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from param_server.deltas import encode_barrier, encode_delta, keys_of
+from param_server.index import Keys, join_keys
+from param_server.server import Rollback, Shard
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.errors import UnavailableError, WireError
+from runtime.backoff import Backoff
+from runtime.clock import Clock
+from runtime.topics import PARTITIONS, ROWS
+
+log = logging.getLogger("roostream.publish")
+
+_REPUBLISH_KEYS = 65_536
+
+
+class Message(NamedTuple):
+    bucket: int
+    value: bytes
+
+    @property
+    def partition(self) -> int:
+        return self.bucket % PARTITIONS[ROWS]
+
+
+class OffsetGoneError(UnavailableError):
+    """What was to be read has been deleted from the topic."""
+
+
+class RowsTopic(Protocol):
+    """The topic `rows`: an adapter of Kafka's, or InMemoryRows. One thread."""
+
+    def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
+        """Append in order; each message's offset, when all are acknowledged. Waits while the broker is away.
+
+        **If it fails** (UnavailableError: refused, or `stop` was set): any of them may have been appended.
+        """
+
+    def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
+        """(oldest offset still there, next offset). UnavailableError as above."""
+
+    def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
+        """Values of the records at start..end - 1, in order. Raises OffsetGoneError, UnavailableError."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Publisher:
+    """Between one shard and the topic; `run` in a thread of its own, `turn` in tests."""
+
+    def __init__(self, shard: Shard, topic: RowsTopic, clock: Clock, *, interval_ms: int = 1000) -> None:
+        self.shard, self.topic, self.clock, self.interval_ms = shard, topic, clock, interval_ms
+        self.num_rounds = self.num_deltas = self.num_keys = self.num_republished = 0
+        self.settled_at_s = clock.monotonic_s()
+
+    @property
+    def lag_ms(self) -> float:
+        """Since readers last had everything."""
+        return (self.clock.monotonic_s() - self.settled_at_s) * 1000
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop` is set."""
+        backoff = Backoff(what="topic rows", clock=self.clock)
+        with contextlib.suppress(UnavailableError):  # stopped while waiting
+            while not stop.is_set():
+                try:
+                    self.turn(stop)
+                    backoff.reached()
+                except UnavailableError as error:
+                    backoff.wait(error, stop)
+                self.clock.sleep(self.interval_ms / 1000, stop)
+
+    def turn(self, stop: threading.Event) -> None:
+        """A rollback if one is due, then a round.
+
+        **If it fails** (UnavailableError): the next turn begins with the same; nothing that was to be published is forgotten.
+        """
+        rollback = self.shard.rollback()
+        if rollback:
+            self.roll_back(rollback, stop)
+        self.publish(stop)
+
+    def publish(self, stop: threading.Event) -> None:
+        taken = self.shard.take_round()  # 1
+        if taken is None:
+            return
+        schema = self.shard.identity.schema.fingerprint
+        ends: dict[int, int] = {}
+        done = False
+        try:
+            ends = self._send([Message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas], stop)  # 2, 3
+            done = True
+        finally:
+            self.shard.settle_round(taken, done, ends)  # 4
+        self.settled_at_s = self.clock.monotonic_s()
+        self.num_rounds += bool(taken.deltas)
+        self.num_deltas += len(taken.deltas)
+        self.num_keys += sum(len(d.id_M) for d in taken.deltas)
+
+    def roll_back(self, rollback: Rollback, stop: threading.Event) -> None:
+        bounds = {p: self.topic.bounds(p, stop) for p in rollback.rows_end}
+        gone = {p for p, start in rollback.rows_end.items() if not bounds[p][0] <= start <= bounds[p][1]}
+        ends = self._send(self._barriers(rollback, gone, rollback.rows_end), stop)  # 1
+        for partition, start in rollback.rows_end.items():
+            if partition in gone:
+                continue
+            try:
+                values = self.topic.read(partition, start, ends[partition], stop)  # 2
+                self._republish(rollback, values)  # 3
+            except OffsetGoneError as error:
+                log.warning("%s: readers are told to begin anew", error)
+                ends |= self._send(self._barriers(rollback, {partition}, {partition}), stop)
+        self.shard.rolled_back(rollback.incarnation, ends)
+
+    def _send(self, messages: Sequence[Message], stop: threading.Event) -> dict[int, int]:
+        """Partition → offset after the last of these messages in it."""
+        ends: dict[int, int] = {}
+        for message, offset in zip(messages, self.topic.deliver(messages, stop), strict=True):
+            ends[message.partition] = max(offset + 1, ends.get(message.partition, 0))
+        return ends
+
+    def _barriers(self, rollback: Rollback, rebootstrap: set[int], partitions: Iterable[int]) -> list[Message]:
+        chosen = set(partitions)
+        return [
+            Message(bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap))
+            for bucket in self.shard.identity.buckets
+            if (partition := bucket % PARTITIONS[ROWS]) in chosen
+            for stack in self.shard.tables
+        ]
+
+    def _republish(self, rollback: Rollback, values: Iterable[bytes]) -> None:
+        """Mark the keys of this shard's buckets, in portions."""
+        seen: dict[str, list[Keys]] = defaultdict(list)
+        for value in values:
+            delta = _delta_of(value)
+            if delta is None or delta.bucket not in self.shard.identity.buckets:
+                continue
+            seen[delta.stack].append(keys_of(delta))
+            if sum(map(len, seen[delta.stack])) >= _REPUBLISH_KEYS:
+                self._mark(rollback, delta.stack, seen.pop(delta.stack))
+        for stack, keys in seen.items():
+            self._mark(rollback, stack, keys)
+
+    def _mark(self, rollback: Rollback, stack: str, keys: list[Keys]) -> None:
+        self.shard.republish(rollback.incarnation, stack, join_keys(*keys))
+        self.num_republished += sum(map(len, keys))
+
+
+def _delta_of(value: bytes) -> pb.RowDelta | None:
+    try:
+        _, message = wire.decode(value)
+    except WireError as error:
+        log.warning("a record of rows is passed over: %s", error)
+        return None
+    return message if isinstance(message, pb.RowDelta) else None

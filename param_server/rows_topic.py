@@ -1,0 +1,151 @@
+"""The `rows` topic: in Kafka, and in memory for tests and simulations."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+
+from param_server.publish import Message, OffsetGoneError
+from roo.errors import UnavailableError
+from runtime import kafka
+from runtime.backoff import Backoff
+from runtime.clock import Clock, SystemClock
+from runtime.topics import PARTITIONS, ROWS, name_of
+
+log = logging.getLogger("roostream.publish")
+
+
+class InMemoryRows:
+    """Lists. `down` makes every call fail; `fail_after(n)` appends n more messages, then fails once; `trim` is retention."""
+
+    def __init__(self, num_partitions: int = PARTITIONS[ROWS]) -> None:
+        self.values: list[list[bytes]] = [[] for _ in range(num_partitions)]
+        self.first = [0] * num_partitions
+        self.down = False
+        self._fail_after: int | None = None
+
+    def fail_after(self, num_messages: int) -> None:
+        self._fail_after = num_messages
+
+    def trim(self, partition: int, first: int) -> None:
+        """Records below offset `first` are deleted."""
+        self.first[partition] = first
+
+    def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
+        self._check()
+        offsets: list[int] = []
+        for message in messages:
+            if self._fail_after is not None and len(offsets) >= self._fail_after:
+                self._fail_after = None
+                raise UnavailableError("rows: injected fault in the middle of a delivery")
+            self.values[message.partition].append(message.value)
+            offsets.append(len(self.values[message.partition]) - 1)
+        return offsets
+
+    def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
+        self._check()
+        return self.first[partition], len(self.values[partition])
+
+    def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
+        self._check()
+        if start < self.first[partition]:
+            raise OffsetGoneError(f"rows {partition}: expected offset {start}, the oldest is {self.first[partition]}")
+        yield from self.values[partition][start:end]
+
+    def close(self) -> None:
+        self.down = True
+
+    def _check(self) -> None:
+        if self.down:
+            raise UnavailableError("rows: injected outage")
+
+
+class KafkaRows:
+    """The real one. Clients are made when they are first needed, and anew after an error that they don't outlive."""
+
+    def __init__(self, bootstrap: str, prefix: str, clock: Clock | None = None) -> None:
+        self.bootstrap, self.topic, self.clock = bootstrap, name_of(prefix, ROWS), clock or SystemClock()
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+
+    def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
+        if not messages:
+            return []
+        self._producer = producer = self._producer or kafka.producer(self.bootstrap)
+        outcome: dict[int, int | KafkaError] = {}
+        for n, message in enumerate(messages):
+
+            def delivered(error: KafkaError | None, record: object, n: int = n) -> None:
+                outcome[n] = error or record.offset()  # type: ignore[attr-defined]
+
+            kafka.send(
+                producer,
+                self.topic,
+                key=message.bucket.to_bytes(8, "little"),
+                value=message.value,
+                timestamp_ms=self.clock.now_ms(),
+                partition=message.partition,
+                on_delivery=delivered,
+            )
+        self._await(producer, outcome, len(messages), stop)
+        offsets = [o for n in range(len(messages)) if isinstance(o := outcome[n], int)]
+        if len(offsets) < len(messages):
+            self._producer = None  # an idempotent producer doesn't outlive a lost message
+            error = next(o for o in outcome.values() if not isinstance(o, int))
+            raise UnavailableError(f"topic {self.topic} at {self.bootstrap} refused rows: {error.str()}")
+        return offsets
+
+    def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
+        try:
+            low, high = self._reader().get_watermark_offsets(TopicPartition(self.topic, partition), timeout=2.0)
+        except KafkaException as error:
+            raise UnavailableError(f"Kafka at {self.bootstrap}: {error.args[0].str()}") from None
+        return low, high
+
+    def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
+        reader = self._reader()
+        reader.assign([TopicPartition(self.topic, partition, start)])
+        backoff = Backoff(what=f"topic {self.topic} at {self.bootstrap}", clock=self.clock)
+        at = start
+        while at < end:
+            record = reader.poll(0.2)
+            if stop.is_set():
+                raise UnavailableError("stopped while reading rows back")
+            if record is None:
+                position = reader.position([TopicPartition(self.topic, partition)])[0].offset
+                at = max(at, position)  # behind records that no reader sees
+            elif record.error() is None:
+                backoff.reached()
+                at = record.offset() + 1
+                if record.offset() < end and record.value() is not None:
+                    yield record.value()
+            elif record.error().code() == KafkaError._AUTO_OFFSET_RESET:
+                raise OffsetGoneError(f"topic {self.topic} {partition}: offset {at} is gone")
+            elif record.error().code() != KafkaError._PARTITION_EOF:
+                backoff.wait(record.error().str(), stop)
+        reader.unassign()
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+        self._producer = self._consumer = None
+
+    def _reader(self) -> Consumer:
+        if self._consumer is None:
+            self._consumer = kafka.consumer(self.bootstrap, f"{self.topic}-shard", auto_offset_reset="error")
+        return self._consumer
+
+    def _await(self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event) -> None:
+        began_s, said = self.clock.monotonic_s(), False
+        while len(outcome) < wanted:
+            producer.poll(0.1)
+            if stop.is_set() and self.clock.monotonic_s() - began_s > 2.0:
+                raise UnavailableError("stopped while rows were on their way")
+            if not said and self.clock.monotonic_s() - began_s > 5.0:
+                said = True
+                log.warning("waiting for Kafka at %s to take %d deltas of rows", self.bootstrap, wanted - len(outcome))
+        if said:
+            log.info("Kafka at %s took them after %.1f s", self.bootstrap, self.clock.monotonic_s() - began_s)

@@ -1,0 +1,366 @@
+"""One parameter server shard: rows that workers pull and push, and the commands by which the controller commits and restores.
+
+    calls      pull push bucket stats               from any thread, by param_server/calls.py
+    commands   restore freeze write commit abort    from the member's one thread, docs/protocols.md "Controller"
+    rounds     what the publisher takes and settles from its one thread
+
+One lock makes every push, freeze and round one step. Committing:
+  4. freeze: expire, copy what changed, begin the next generation; training goes on from here.
+  5. write: the copy becomes a segment.
+  7. commit: a manifest names it; the older generation is forgotten. Or abort: its rows count as changed again.
+Restoring: from committed segments, exactly the rows that changed in either generation, where the state of the manifest is one
+that this process was at; every row otherwise. Until that has worked, calls answer UnavailableError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from param_server import manifest
+from param_server.block import Block
+from param_server.identity import ShardIdentity
+from param_server.index import KeyIndex, Keys, join_keys, no_keys
+from param_server.kernels import publishable
+from param_server.manifest import BEGINNING, Restorable
+from param_server.outbox import Delta
+from param_server.segments import Commit, Segment, Segments
+from param_server.table import StackTable
+from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roo.ids import buckets_of
+from runtime.checkpoint_store import CheckpointStore
+from runtime.clock import Clock
+from runtime.topics import PARTITIONS, ROWS
+
+log = logging.getLogger("roostream.shard")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Frozen:
+    """A generation between `freeze` and `commit` or `abort`."""
+
+    seq: int
+    incarnation: int
+    changes: dict[str, Block]
+    rows_end: dict[int, int]
+    segments: tuple[Segment, ...] | None = None  # once written
+
+
+class Update(NamedTuple):
+    """One push, checked: unique keys and finite gradients [U, D] of some stacks."""
+
+    worker: int
+    sequence: int
+    time_ms: int
+    oldest_engagement_ms: int
+    oldest_close_ms: int
+    parts: Sequence[tuple[StackTable, Keys, np.ndarray]]
+
+
+class BucketPage(NamedTuple):
+    bucket: int
+    sequence: int  # of the last delta taken
+    settles_at: int  # the delta with which readers have got all of this; 0 = they have
+    incarnation: int
+    keys: Keys
+    rows_MD: np.ndarray
+
+
+class Round(NamedTuple):
+    incarnation: int
+    deltas: list[Delta]
+
+
+class Rollback(NamedTuple):
+    """What readers may have seen beyond the manifest: deltas from these offsets on."""
+
+    incarnation: int
+    rows_end: dict[int, int]
+
+
+class Shard:
+    """See the module. `segments` and `store` are used by commands only."""
+
+    def __init__(self, identity: ShardIdentity, segments: Segments, store: CheckpointStore, clock: Clock) -> None:
+        self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
+        self.tables = identity.tables()
+        self.incarnation = 0
+        self.ready = False
+        self.committed = BEGINNING
+        self.num_pulls = self.num_pushes = self.num_repeats = 0
+        self._lock = threading.Lock()
+        self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
+        self._frozen: Frozen | None = None
+        self._known = True  # rows = `committed` and the changes since; False after a restore that failed in the middle
+        self._rows_end: dict[int, int] = {}
+        self._rollback: Rollback | None = None
+        self._settled_late: bool | None = None  # how a round ended while rows were being restored
+
+    # Calls; param_server/calls.py has checked what they carry
+
+    def pull(self, incarnation: int, asked: Sequence[tuple[StackTable, Keys]]) -> list[np.ndarray]:
+        """float32 [U, D] a stack; keys without a row read as their initial value. Incarnation 0 reads outside training.
+
+        Raises:
+            FencedError: `incarnation` is not this shard's.
+            UnavailableError: RESTORE has not come, or not worked, yet.
+        """
+        with self._lock:
+            self._check(incarnation, reading=True)
+            self.num_pulls += 1
+            return [table.pull(keys) for table, keys in asked]
+
+    def push(self, incarnation: int, update: Update) -> bool:
+        """Apply an update whole; False if it had been applied before. Raises as `pull`: then nothing was applied."""
+        with self._lock:
+            self._check(incarnation)
+            if not self._is_next(update.worker, update.sequence):
+                self.num_repeats += 1
+                return False
+            for table, keys, _ in update.parts:
+                table.reserve(len(keys))
+            now_ms = self.clock.now_ms()
+            for table, keys, gradient_UD in update.parts:
+                touched_B = table.push(keys, gradient_UD, update.time_ms)
+                table.outbox.touch(touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms)
+            self._sequences[update.worker] = update.sequence
+            self.num_pushes += 1
+        return True
+
+    def bucket(self, table: StackTable, bucket: int) -> BucketPage:
+        """A bucket's rows at one moment, as far as they may be published. Raises as `pull`."""
+        with self._lock:
+            self._check(0, reading=True)
+            place_M = table.index.in_bucket(bucket)
+            rows_MD = table.rows_ND[place_M]
+            good_M = publishable(rows_MD, self.identity.max_publish_norm)
+            sequence, settles_at = int(table.outbox.sequence_B[bucket]), table.outbox.settles_at(bucket)
+            keys = table.index.keys_at(place_M[good_M])
+            return BucketPage(bucket, sequence, settles_at, self.incarnation, keys, rows_MD[good_M])
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers for reports and metrics."""
+        with self._lock:
+            tables = self.tables
+            return {
+                "ready": self.ready,
+                "incarnation": self.incarnation,
+                "committed_seq": self.committed.seq,
+                "segments": len(self.committed.segments),
+                "rows": {name: t.num_rows for name, t in tables.items()},
+                "bytes": sum(t.num_bytes for t in tables.values()),
+                "dirty": sum(t.num_changed() for t in tables.values()) if self.ready else 0,
+                "withheld": sum(t.outbox.num_withheld for t in tables.values()),
+                "pulls": self.num_pulls,
+                "pushes": self.num_pushes,
+                "repeats": self.num_repeats,
+                "rows_end": {str(p): offset for p, offset in self._rows_end.items()},
+                "rolling_back": self._rollback is not None,
+            }
+
+    def _is_next(self, worker: int, sequence: int) -> bool:
+        """False: applied before. Raises FencedError where a push in between was lost."""
+        last = self._sequences.get(worker, 0)
+        if sequence > last + 1:
+            raise FencedError(
+                f"expected push {last + 1} of worker {worker}, got {sequence}: one was lost, the worker must be restored"
+            )
+        return sequence == last + 1
+
+    def _check(self, incarnation: int, reading: bool = False) -> None:
+        """Inside the lock, at the beginning of what it admits."""
+        if incarnation != self.incarnation and not (reading and incarnation == 0):
+            raise FencedError(f"expected incarnation {self.incarnation}, got {incarnation}: the older one is over")
+        if not self.ready:
+            raise UnavailableError(f"shard {self.identity.index} waits for RESTORE; try again")
+
+    # Commands
+
+    def execute(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Do one command of the controller; its result's fields.
+
+        Raises:
+            FencedError: the command is of an older incarnation.
+            CheckpointError: what it needs is damaged, absent or can't be written.
+        """
+        kind, incarnation = command.get("kind"), int(command.get("incarnation", 0))
+        if kind == "restore":
+            return self.restore(incarnation, str(command.get("manifest", "")))
+        if incarnation != self.incarnation:
+            raise FencedError(f"{kind}: expected incarnation {self.incarnation}, got {incarnation}: the older one is over")
+        seq = int(command.get("seq", 0))
+        match kind:
+            case "freeze":
+                return self.freeze(seq, int(command["watermark_ms"]))
+            case "write":
+                return self.write(seq)
+            case "commit":
+                return self.commit(seq)
+            case "abort":
+                return self.abort(seq)
+        raise RoostreamError(f"expected a command of freeze, write, commit, abort or restore, got {kind!r}")
+
+    def freeze(self, seq: int, watermark_ms: int) -> dict[str, Any]:
+        """4. Fix what commit `seq` will contain; rows expire by the watermark, here and only here."""
+        started_s = time.perf_counter()
+        with self._lock:
+            self._check(self.incarnation)
+            if self._frozen:
+                raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
+            changes = {name: table.freeze(watermark_ms) for name, table in self.tables.items()}
+            self._frozen = Frozen(seq=seq, incarnation=self.incarnation, changes=changes, rows_end=dict(self._rows_end))
+        rows = sum(len(block.keys) for block in changes.values())
+        return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
+
+    def write(self, seq: int) -> dict[str, Any]:
+        """5. Store what was frozen; the segments that are the state of commit `seq`. Again after a failure: the same."""
+        frozen = self._expect_frozen(seq)
+        name = f"{frozen.seq}-{frozen.incarnation}"
+        frozen.segments = self.segments.write(name, frozen.changes, self.committed.segments)
+        return {"segments": [s._asdict() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
+
+    def commit(self, seq: int) -> dict[str, Any]:
+        """7. A manifest names what was written."""
+        if self._frozen is None and self.committed.seq == seq:
+            return {}
+        frozen = self._expect_frozen(seq)
+        if frozen.segments is None:
+            raise CheckpointError(f"expected commit {seq} to be written before it is committed")
+        with self._lock:
+            self.committed, self._frozen = Commit(frozen.seq, frozen.incarnation, frozen.segments), None
+        try:
+            self.segments.commit(self.committed)
+        except CheckpointError as error:
+            log.warning("old segments could not be deleted (%s); the next commit tries again", error)
+        return {}
+
+    def abort(self, seq: int) -> dict[str, Any]:
+        """Commit `seq` failed before its manifest was there: its rows count as changed again."""
+        with self._lock:
+            if self._frozen and self._frozen.seq == seq:
+                for name, block in self._frozen.changes.items():
+                    self.tables[name].unfreeze(block)
+                self._frozen = None
+        return {}
+
+    def _expect_frozen(self, seq: int) -> Frozen:
+        if self._frozen is None or self._frozen.seq != seq:
+            raise CheckpointError(f"expected commit {seq} to be frozen, got {self._frozen.seq if self._frozen else 'none'}")
+        return self._frozen
+
+    def restore(self, incarnation: int, name: str) -> dict[str, Any]:
+        """Be at manifest `name` ("" = the beginning), in `incarnation`; older ones are fenced from here on, also if it fails.
+
+        **If it fails** (CheckpointError, OSError, ConfigError): calls answer UnavailableError until a RESTORE of a later
+        incarnation, of this manifest or another, has worked.
+        """
+        with self._lock:
+            if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
+                raise FencedError(f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over")
+            self.incarnation, self.ready = incarnation, False
+        me = self.identity
+        target = manifest.load(
+            self.store, name, index=me.index, num_shards=me.num_shards, num_buckets=me.num_buckets, seed=me.seed
+        )
+        states = [self.committed.segments, self._frozen.segments if self._frozen else None]
+        if self._known and target.commit.segments in states:
+            self._roll_back(target)
+        else:
+            self._reload(target)
+        self.segments.restored(target.commit)
+        with self._lock:
+            self._restored(target)
+        log.info("shard %d restored to %s as incarnation %d", me.index, name or "the beginning", incarnation)
+        return {"rows": sum(t.num_rows for t in self.tables.values())}
+
+    def _roll_back(self, target: Restorable) -> None:
+        """Re-read exactly what changed in either generation."""
+        self._known = False
+        changed = {name: self._changed(name, table) for name, table in self.tables.items()}
+        for name, table in self.tables.items():
+            table.forget(changed[name])
+        buckets = {n: set(buckets_of(k.id_U, k.table_U, self.identity.num_buckets).tolist()) for n, k in changed.items()}
+        for stack, wanted in changed.items():
+            asked = KeyIndex(self.identity.num_buckets)
+            asked.add_new(wanted)
+            for part in self.segments.read(target.commit.segments, {stack: buckets[stack]}):
+                for block in reversed(part.blocks):
+                    self.tables[stack].put(block.take(asked.find(block.keys) >= 0))
+        for name, table in self.tables.items():
+            table.mark_unpublished(changed[name])
+
+    def _changed(self, name: str, table: StackTable) -> Keys:
+        return join_keys(table.keys_changed(), self._frozen.changes[name].keys if self._frozen else no_keys())
+
+    def _reload(self, target: Restorable) -> None:
+        """Read everything."""
+        self._known = False
+        unpublished: dict[str, list[Keys]] = {name: [] for name in self.tables}
+        for table in self.tables.values():
+            table.clear()
+        for part in self.segments.read(target.commit.segments):
+            for block in reversed(part.blocks):
+                self.tables[part.stack].put(block)
+                unpublished[part.stack].append(block.keys.take(block.unpublished_K != 0))
+        for name, keys in unpublished.items():
+            self.tables[name].mark_unpublished(join_keys(no_keys(), *keys))
+
+    def _restored(self, target: Restorable) -> None:
+        for table in self.tables.values():
+            table.forget_changes()
+            if self._settled_late is not None:
+                table.outbox.settle(self._settled_late)
+            table.outbox.begin()
+        self._sequences.clear()
+        self._settled_late = None
+        self._frozen, self._known, self.committed = None, True, target.commit
+        partitions = {bucket % PARTITIONS[ROWS] for bucket in self.identity.buckets} if self.identity.publishing else ()
+        self._rows_end = {p: target.rows_end.get(p, 0) for p in partitions}
+        self._rollback = Rollback(self.incarnation, dict(self._rows_end)) if self.identity.publishing else None
+        self.ready = True
+
+    # Rounds
+
+    def rollback(self) -> Rollback | None:
+        """What the publisher has to do before the next round; None = nothing."""
+        with self._lock:
+            return self._rollback if self.ready else None
+
+    def republish(self, incarnation: int, stack: str, keys: Keys) -> None:
+        """Readers have seen these keys in a state that may be over."""
+        with self._lock:
+            if self.ready and incarnation == self.incarnation and stack in self.tables:
+                self.tables[stack].mark_unpublished(keys)
+
+    def rolled_back(self, incarnation: int, rows_end: Mapping[int, int]) -> None:
+        """The barriers are written, and every key behind them is marked."""
+        with self._lock:
+            if self.ready and incarnation == self.incarnation:
+                self._rows_end.update(rows_end)
+                self._rollback = None
+
+    def take_round(self) -> Round | None:
+        """Everything unpublished; None where that is nothing, or a rollback comes first. `settle_round` must follow."""
+        with self._lock:
+            if not self.ready or self._rollback:
+                return None
+            deltas = [d for table in self.tables.values() for d in table.outbox.take(self.identity.max_publish_norm)]
+            return Round(self.incarnation, deltas)
+
+    def settle_round(self, taken: Round, acknowledged: bool, rows_end: Mapping[int, int]) -> None:
+        """The round's deltas are all at offsets below `rows_end` (partition → offset), or may be lost and are due again."""
+        with self._lock:
+            if not self.ready:
+                self._settled_late = acknowledged
+                return
+            same = taken.incarnation == self.incarnation
+            for table in self.tables.values():
+                table.outbox.settle(acknowledged, same)
+            if same and acknowledged:
+                self._rows_end.update(rows_end)

@@ -1,0 +1,43 @@
+"""Compiles every kernel into numba's cache by a small life of a table: set-up calls it, and a shard before it listens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from param_server import block, kernels
+from param_server.index import Keys
+from param_server.initial import initial_rows
+from param_server.segments import merge
+from param_server.table import StackTable
+from roo.schema import Rule, Table
+
+
+def warm() -> None:
+    """Seconds where nothing is cached, else a fraction of one."""
+    rules: tuple[Rule, ...] = ("adagrad", "rowwise_adagrad")
+    for rule in rules:
+        _live(StackTable("warm", [Table(name="warm", dim=2, rule=rule, expire_after_ms=1)], seed=1, num_buckets=4))
+    keys = _keys(3)
+    kernels.split_by_shard(keys.table_U, keys.id_U, 4, 2, np.empty(3, np.int64), np.empty(3, np.int64))
+    kernels.buckets(keys.table_U, keys.id_U, 4)
+    initial_rows(1, keys.table_U, keys.id_U, 2, 0.1)
+
+
+def _keys(num_keys: int) -> Keys:
+    return Keys(np.full(num_keys, Table(name="warm", dim=2).id, np.uint32), np.arange(num_keys, dtype=np.int64))
+
+
+def _live(table: StackTable) -> None:
+    keys = _keys(300)
+    gradient_UD = np.ones((300, 2), np.float32)
+    table.check_keys(keys)
+    table.check_gradient(keys, gradient_UD)
+    table.outbox.touch(table.push(keys, gradient_UD, 10), 1, 2, 3)
+    table.pull(_keys(301))
+    table.outbox.take(100.0)
+    table.outbox.settle(True)
+    table.outbox.settles_at(0)
+    changes = table.freeze(1000)
+    stored = block.decode(block.encode(changes, b"warm"), b"warm", 2, table.accumulator_width)
+    table.put(merge([stored], 4))
+    table.put(stored)

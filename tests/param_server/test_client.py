@@ -1,0 +1,242 @@
+"""The client: one call a shard, rows back in their places, and pushes that are applied once or not believed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.client import Client
+from roo.errors import FencedError, TransportError, UnavailableError, WireError
+from runtime.clock import FakeClock
+from runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    ROWWISE,
+    TOPIC,
+    USER,
+    begun,
+    gradients_of,
+    lookup_of,
+    make_shard,
+    small_schema,
+    state_of,
+    transport_to,
+)
+
+LOOKUP = {ITEM: range(60), USER: range(5), TOPIC: range(40)}
+
+
+class Counting:
+    """A transport that notes its calls."""
+
+    def __init__(self, inner: InMemoryTransport) -> None:
+        self.inner, self.calls = inner, []
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        self.calls.append((method, header))
+        return self.inner.call(method, header, arrays, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTransport], list[Any]]:
+    shards = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
+    transports = [transport_to(s) for s in shards]
+    client = Client(small_schema(), transports, seed=0, worker=3, clock=FakeClock(), **kwargs)
+    client.set_incarnation(1)
+    return client, transports, shards
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_several_shards_give_the_rows_of_one(num_shards: int) -> None:
+    (one, _, _), (many, _, shards) = make_client(1), make_client(num_shards)
+    lookup = lookup_of(LOOKUP)
+    for step in range(3):
+        for client in (one, many):
+            client.push(lookup, gradients_of(lookup, step + 0.25), step=step, time_ms=step)
+        expected, got = one.pull(lookup), many.pull(lookup)
+        assert {s: r.tobytes() for s, r in got.items()} == {s: r.tobytes() for s, r in expected.items()}
+    assert [s.stats()["rows"] for s in shards] and sum(sum(s.stats()["rows"].values()) for s in shards) == 105
+    many.close()
+    one.close()
+
+
+def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
+    client, _, shards = make_client(2)
+    counting = [Counting(transport_to(s)) for s in shards]
+    client.transports = counting
+    lookup = lookup_of(LOOKUP)
+    client.pull(lookup)
+    client.push(lookup, gradients_of(lookup, 1.0), step=7, time_ms=8, oldest_engagement_ms=9, oldest_close_ms=10)
+    for transport in counting:
+        assert [m for m, _ in transport.calls] == ["pull", "push"]
+        header = transport.calls[1][1]
+        assert header == {
+            "incarnation": 1,
+            "worker": 3,
+            "sequence": 1,
+            "step": 7,
+            "time_ms": 8,
+            "oldest_engagement_ms": 9,
+            "oldest_close_ms": 10,
+            "stacks": [ADAGRAD, ROWWISE],
+        }
+    client.close()
+
+
+def test_shards_and_stacks_without_keys_are_left_out() -> None:
+    client, _, shards = make_client(2)
+    counting = [Counting(transport_to(s)) for s in shards]
+    client.transports = counting
+    rows = client.pull(lookup_of({TOPIC: [1]}))
+    assert rows[ADAGRAD].shape == (0, 4) and rows[ROWWISE].shape == (1, 3)
+    calls = [c for t in counting for c in t.calls]
+    assert [header["stacks"] for _, header in calls] == [[ROWWISE]]
+    client.close()
+
+
+def test_an_empty_batch_calls_nobody() -> None:
+    client, transports, _ = make_client(1)
+    transports[0].down = True
+    lookup = lookup_of({})
+    assert {s: r.shape for s, r in client.pull(lookup).items()} == {ADAGRAD: (0, 4), ROWWISE: (0, 3)}
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_push_whose_call_fails_is_sent_again_and_applied_once(when: str) -> None:
+    (client, transports, shards), (quiet, _, reference) = make_client(2), make_client(2)
+    lookup = lookup_of(LOOKUP)
+    transports[1].fail_next("push", when)
+    for c in (client, quiet):
+        c.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+        c.push(lookup, gradients_of(lookup, 2.0), step=1, time_ms=0)
+    assert [state_of(s) for s in shards] == [state_of(s) for s in reference]
+    assert shards[1].stats()["repeats"] == (when == "after")
+    client.close()
+    quiet.close()
+
+
+def test_a_pull_whose_call_fails_is_sent_again() -> None:
+    client, transports, _ = make_client(1)
+    transports[0].fail_next("pull", "after")
+    assert client.pull(lookup_of(LOOKUP))[ADAGRAD].shape == (65, 4)
+
+
+def test_a_shard_that_stays_away_is_told_after_a_bounded_time() -> None:
+    client, transports, _ = make_client(1, resend_for_s=5.0)
+    transports[0].down = True
+    with pytest.raises(UnavailableError, match="shard 0 has not answered"):
+        client.pull(lookup_of(LOOKUP))
+    assert isinstance(client.clock, FakeClock) and 5.0 <= client.clock.monotonic_s() < 7.0
+
+
+def test_stop_ends_the_waiting() -> None:
+    stop = threading.Event()
+    client, transports, _ = make_client(1, resend_for_s=None, stop=stop)
+    transports[0].down = True
+    stop.set()
+    with pytest.raises(UnavailableError, match="stopped while waiting for shard 0"):
+        client.pull(lookup_of(LOOKUP))
+
+
+def test_after_a_lost_push_nothing_more_is_pushed_until_the_shards_were_restored() -> None:
+    client, transports, shards = make_client(2)
+    lookup = lookup_of(LOOKUP)
+    transports[0].down = True
+    with pytest.raises(UnavailableError):
+        client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    assert state_of(shards[0]) == {} and state_of(shards[1])
+    transports[0].down = False
+    with pytest.raises(UnavailableError, match=r"was lost .*waiting for RESTORE"):
+        client.push(lookup, gradients_of(lookup, 1.0), step=1, time_ms=0)
+    for shard in shards:
+        shard.restore(2, "")
+    client.set_incarnation(2)
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    assert all(state_of(s) for s in shards)
+    client.close()
+
+
+@pytest.mark.parametrize("call", ["pull", "push"])
+def test_another_incarnation_passes_up_at_once(call: str) -> None:
+    client, _, shards = make_client(1)
+    shards[0].restore(2, "")
+    lookup = lookup_of(LOOKUP)
+    with pytest.raises(FencedError):
+        if call == "pull":
+            client.pull(lookup)
+        else:
+            client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    assert isinstance(client.clock, FakeClock) and client.clock.monotonic_s() == 0
+
+
+def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:
+    client = Client(small_schema(), [transport_to(make_shard())], seed=0, worker=0, clock=FakeClock())
+    with pytest.raises(UnavailableError, match="waits for RESTORE") as caught:
+        client.pull(lookup_of(LOOKUP))
+    assert not isinstance(caught.value, TransportError)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_gradient_that_is_not_finite_reaches_no_shard_and_training_can_go_on(bad: float) -> None:
+    client, _, shards = make_client(2)
+    lookup = lookup_of(LOOKUP)
+    gradients = gradients_of(lookup, 1.0)
+    gradients[ROWWISE][-1, -1] = bad
+    with pytest.raises(WireError, match=f"stack {ROWWISE}: expected finite gradients"):
+        client.push(lookup, gradients, step=0, time_ms=0)
+    assert [state_of(s) for s in shards] == [{}, {}]
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("stack", "gradient"),
+    [(ADAGRAD, None), (ADAGRAD, np.zeros((65, 3), np.float32)), (ADAGRAD, np.zeros((65, 4), np.float64))],
+)
+def test_a_gradient_of_another_shape_reaches_no_shard(stack: str, gradient: np.ndarray | None) -> None:
+    client, _, shards = make_client(1)
+    lookup = lookup_of(LOOKUP)
+    gradients: dict[str, Any] = {**gradients_of(lookup, 1.0), stack: gradient}
+    gradients = {k: v for k, v in gradients.items() if v is not None}
+    with pytest.raises(WireError, match=f"{stack}"):
+        client.push(lookup, gradients, step=0, time_ms=0)
+    assert state_of(shards[0]) == {}
+
+
+def test_gradients_that_are_not_contiguous_are_pushed_as_they_read() -> None:
+    (client, _, shards), (quiet, _, reference) = make_client(2), make_client(2)
+    lookup = lookup_of(LOOKUP)
+    gradients = gradients_of(lookup, 1.0)
+    client.push(lookup, {s: np.asfortranarray(g) for s, g in gradients.items()}, step=0, time_ms=0)
+    quiet.push(lookup, gradients, step=0, time_ms=0)
+    assert [state_of(s) for s in shards] == [state_of(s) for s in reference]
+    client.close()
+    quiet.close()
+
+
+def test_pulls_run_beside_a_push() -> None:
+    client, _, _ = make_client(2)
+    lookup = lookup_of(LOOKUP)
+    errors: list[BaseException] = []
+
+    def pull_often() -> None:
+        try:
+            for _ in range(30):
+                client.pull(lookup)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pull_often)
+    thread.start()
+    for step in range(30):
+        client.push(lookup, gradients_of(lookup, 0.1), step=step, time_ms=0)
+    thread.join(20)
+    assert errors == [] and not thread.is_alive()
+    client.close()

@@ -1,0 +1,105 @@
+"""(table, id) → place, against a dict; and the compiled helpers beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from param_server import kernels
+from param_server.index import KeyIndex, Keys, no_keys
+from roo.ids import buckets_of
+
+
+def keys_of(pairs: list[tuple[int, int]]) -> Keys:
+    return Keys(np.array([t for t, _ in pairs], np.uint32), np.array([i for _, i in pairs], np.int64))
+
+
+PAIR = st.tuples(st.integers(0, 3), st.integers(-20, 20))
+STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), st.lists(PAIR, max_size=30)), max_size=30)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS, capacity=st.sampled_from([1, 4, 64]))
+def test_behaves_as_a_dict_through_any_additions_and_removals(
+    steps: list[tuple[str, list[tuple[int, int]]]], capacity: int
+) -> None:
+    index, model = KeyIndex(8, capacity), {}
+    for what, pairs in steps:
+        keys = keys_of(pairs)
+        if what == "add":
+            index.reserve(len(keys))
+            places, new = index.add(keys)
+            for pair, place, is_new in zip(pairs, places.tolist(), new.tolist(), strict=True):
+                assert is_new == (pair not in model)
+                assert model.setdefault(pair, place) == place
+        elif what == "remove":
+            assert index.remove(keys) == len([model.pop(p) for p in dict.fromkeys(pairs) if p in model])
+        assert index.find(keys).tolist() == [model.get(p, -1) for p in pairs]
+    assert index.num_live == len(model) == len(set(model.values()))
+    assert sorted(index.flagged(kernels.LIVE).tolist()) == sorted(model.values())
+
+
+def test_places_stay_when_the_index_grows_and_hold_their_keys() -> None:
+    index = KeyIndex(64, 2)
+    keys = Keys(np.ones(5000, np.uint32), np.arange(5000, dtype=np.int64) * 2**40)
+    for part in np.array_split(np.arange(5000), 50):
+        index.reserve(len(part))
+        index.add(keys.take(part))
+    place_U = index.find(keys)
+    assert (index.id_N[place_U] == keys.id_U).all() and (index.table_N[place_U] == 1).all()
+    assert (index.bucket_N[place_U] == buckets_of(keys.id_U, keys.table_U, 64)).all()
+
+
+def test_keys_of_one_shard_spread_over_the_slots() -> None:
+    """All of one bucket share the low bits of their hash: slots are chosen by others."""
+    ids = np.arange(400_000, dtype=np.int64)
+    mine = ids[buckets_of(ids, 9, 64) == 5]
+    index = KeyIndex(64, 8192)
+    index.add_new(Keys(np.full(len(mine), 9, np.uint32), mine))
+    used = (index._slots_C2[:, 1] != 0).astype(int)
+    runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], used, [0]]))))[::2]
+    assert runs.max() < 60
+
+
+def test_removed_places_are_used_again() -> None:
+    index = KeyIndex(8, 4)
+    for n in range(100):
+        assert index.add_new(keys_of([(0, n)])).all()
+        index.remove(keys_of([(0, n)]))
+    assert index.capacity == 4 and index.num_live == 0
+
+
+def test_nothing_to_do_is_fine() -> None:
+    index = KeyIndex(8, 1)
+    assert len(index.find(no_keys())) == 0 and index.remove(no_keys()) == 0 and len(index.add_new(no_keys())) == 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 64])
+def test_splitting_by_shard_is_stable_and_agrees_with_buckets(num_shards: int) -> None:
+    rng = np.random.default_rng(0)
+    tables, ids = rng.integers(0, 5, 500).astype(np.uint32), rng.integers(-(2**62), 2**62, 500)
+    order_U, starts_S1 = np.empty(500, np.int64), np.empty(num_shards + 1, np.int64)
+    kernels.split_by_shard(tables, ids, 64, num_shards, order_U, starts_S1)
+    shard_U = buckets_of(ids, tables, 64) % num_shards
+    assert (order_U == np.argsort(shard_U, kind="stable")).all()
+    assert (np.diff(starts_S1) == np.bincount(shard_U, minlength=num_shards)).all()
+    assert (kernels.buckets(tables, ids, 64) == buckets_of(ids, tables, 64)).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "publishable"),
+    [([3.0, 4.0], True), ([3.0, 4.1], False), ([np.nan, 0.0], False), ([np.inf, 0.0], False), ([3e38, 3e38], False)],
+)
+def test_publishable_rows_are_finite_and_of_bounded_norm(row: list[float], publishable: bool) -> None:
+    rows_MD = np.array([[0.0, 0.0], row], np.float32)
+    assert kernels.publishable(rows_MD, 5.0).tolist() == [True, publishable]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_the_first_row_that_is_not_finite_is_found(bad: float) -> None:
+    gradient_UD = np.full((5, 3), 3e38, np.float32)
+    assert kernels.first_non_finite(gradient_UD) == -1
+    gradient_UD[3, 2] = gradient_UD[4, 0] = bad
+    assert kernels.first_non_finite(gradient_UD) == 3

@@ -1,0 +1,251 @@
+"""After a rollback readers are told what is over, whatever was killed meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from param_server.blobs import MemoryBlobs
+from param_server.publish import OffsetGoneError, Publisher
+from param_server.rows_topic import InMemoryRows
+from roo import wire
+from roo.errors import UnavailableError
+from runtime.clock import FakeClock
+from tests.param_server.reader_support import GO, Follower, Loop, deltas, messages
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    ROWWISE,
+    MemoryStore,
+    begun,
+    commit,
+    link_manifest,
+    make_shard,
+    small_schema,
+)
+
+
+def killed_and_restored(loop: Loop, blobs: MemoryBlobs, store: MemoryStore, name: str) -> Loop:
+    """A new process of the same shard, restored as the next incarnation, on the same topic."""
+    shard = make_shard(blobs, store)
+    shard.restore(loop.shard.incarnation + 1, name)
+    return Loop(shard, loop.topic)
+
+
+def test_a_barrier_for_each_bucket_comes_before_the_new_incarnation_s_deltas() -> None:
+    loop = Loop(begun(num_buckets=8))
+    loop.push(1)
+    loop.turn()
+    barriers = [m for _, _, m in messages(loop.topic, wire.BARRIER)]
+    assert {(b.stack, b.bucket, b.incarnation, b.rebootstrap) for b in barriers} == {  # type: ignore[attr-defined]
+        (stack, bucket, 1, False) for stack in (ADAGRAD, ROWWISE) for bucket in range(8)
+    }
+    ((partition, offset, _),) = messages(loop.topic, wire.ROW_DELTA)
+    assert all(p != partition or at < offset for p, at, _ in messages(loop.topic, wire.BARRIER))
+
+
+def test_only_a_shard_s_own_buckets_get_barriers() -> None:
+    shard = begun(index=1, num_shards=2)
+    loop = Loop(shard)
+    loop.turn()
+    assert {b.bucket for _, _, b in messages(loop.topic, wire.BARRIER)} == set(range(1, 64, 2))  # type: ignore[attr-defined]
+    assert sorted(shard.stats()["rows_end"]) == ["1", "3"]
+
+
+@pytest.mark.parametrize("survives", [False, True])
+def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    follower = Follower(loop.topic)
+    loop.push(1, 2)
+    loop.turn()
+    name = commit(loop.shard, store, 1)
+    committed = loop.rows(1, 2, 3)
+    loop.push(2, 3)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes() != committed.tobytes()
+    if survives:
+        loop.shard.restore(2, name)
+    else:
+        loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 1 and follower.replica.num_rows == 2
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == committed.tobytes()
+
+
+def test_a_kill_before_everything_is_republished_repeats_it() -> None:
+    """The recorded offset moves on only when every key behind the barrier is marked, and marks are committed with the rows."""
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    follower = Follower(loop.topic)
+    follower.catch_up(loop.shard)
+    loop.turn()
+    name = commit(loop.shard, store, 1)
+    loop.push(1, 2, 3)
+    loop.turn()
+    for seq in (2, 3):  # each incarnation commits before its publisher has done anything, then dies
+        loop = killed_and_restored(loop, blobs, store, name)
+        loop.push(9)
+        name = commit(loop.shard, store, seq)
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 1
+    assert follower.rows(ITEM, 1, 2, 3, 9).tobytes() == loop.rows(1, 2, 3, 9).tobytes()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_rows_that_were_committed_before_they_went_out_go_out_after_a_kill(in_flight: bool) -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store, schema=small_schema()))
+    follower = Follower(loop.topic)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    loop.push(1, 2, 3)
+    taken = loop.shard.take_round() if in_flight else None
+    name = commit(loop.shard, store, 1)
+    assert taken is None or taken.deltas
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 1
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes()
+
+
+def test_a_tombstone_that_was_committed_before_it_went_out_goes_out_after_a_kill() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store, schema=small_schema(expire_after_ms=10)))
+    follower = Follower(loop.topic)
+    loop.push(1, time_ms=1)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    commit(loop.shard, store, 1)
+    name = commit(loop.shard, store, 2, watermark_ms=1000)
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.replica.num_rows == 0 and follower.num_bootstraps == 1
+
+
+def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    loop.turn()
+    loop.push(1, 2)
+    name = commit(loop.shard, store, 1)
+    taken = loop.shard.take_round()
+    assert taken is not None and taken.deltas
+    loop.shard.restore(2, name)
+    loop.shard.settle_round(taken, False, {})
+    loop.turn()
+    follower = Follower(loop.topic)
+    follower.replica.needs_bootstrap = False
+    follower.catch_up(loop.shard)
+    assert follower.replica.num_rows == 2
+
+
+@pytest.mark.parametrize("first", [5, 100])
+def test_a_recorded_offset_that_is_gone_tells_readers_to_begin_anew(first: int) -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    loop.push(1, 2)
+    loop.turn()
+    follower = Follower(loop.topic)
+    follower.catch_up(loop.shard)
+    name = commit(loop.shard, store, 1)
+    loop.push(1, 2, 3)
+    loop.turn()
+    if first == 100:  # the topic was made anew, shorter than the recorded offset
+        loop.topic.values, follower.at = [[] for _ in range(4)], [0] * 4
+    else:
+        for partition in range(4):
+            loop.topic.trim(partition, len(loop.topic.values[partition]))
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 2 and not follower.replica.needs_bootstrap
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes()
+
+
+class VanishingRows(InMemoryRows):
+    """Retention strikes between looking and reading."""
+
+    def read(self, partition: int, start: int, end: int, stop: threading.Event):  # type: ignore[no-untyped-def]
+        raise OffsetGoneError(f"rows {partition}: offset {start} is gone")
+
+
+def test_an_offset_that_goes_while_it_is_read_tells_readers_too(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(begun(num_buckets=4), VanishingRows())
+    loop.turn()
+    barriers = [m for _, _, m in messages(loop.topic, wire.BARRIER)]
+    assert sum(b.rebootstrap for b in barriers) == 8 and "begin anew" in caplog.text  # type: ignore[attr-defined]
+    assert loop.shard.rollback() is None
+
+
+def test_records_that_can_t_be_read_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    topic = InMemoryRows()
+    topic.values[0] = [b"?", bytes((99, 1))]
+    loop = Loop(begun(), topic)
+    loop.turn()
+    assert loop.shard.rollback() is None and caplog.text.count("passed over") == 2
+
+
+def test_a_restore_in_the_middle_of_a_rollback_begins_another() -> None:
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    old = loop.shard.rollback()
+    assert old is not None
+    loop.shard.restore(2, "")
+    loop.publisher.roll_back(old, GO)
+    assert loop.shard.rollback() is not None and loop.shard.take_round() is None
+    loop.turn()
+    assert loop.shard.rollback() is None
+
+
+def test_the_offset_that_a_manifest_records_lies_before_everything_later() -> None:
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    loop.turn()
+    loop.push(1)
+    loop.turn()
+    ends = [len(values) for values in loop.topic.values]
+    loop.shard.freeze(1, 0)
+    loop.push(1)
+    loop.turn()
+    assert loop.shard.write(1)["rows_end"] == dict(enumerate(ends))
+
+
+def test_the_thread_goes_on_after_an_outage_and_ends_with_stop() -> None:
+    loop = Loop(begun())
+    stop = threading.Event()
+
+    class Outage(InMemoryRows):
+        calls = 0
+
+        def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
+            Outage.calls += 1
+            if Outage.calls < 3:
+                raise UnavailableError("away")
+            return super().bounds(partition, stop)
+
+    topic = Outage()
+    publisher = Publisher(loop.shard, topic, FakeClock())
+    loop.push(1)
+    thread = threading.Thread(target=publisher.run, args=(stop,))
+    thread.start()
+    while not publisher.num_rounds:
+        stop.wait(0.001)
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and len(deltas(topic)) == 1 and publisher.lag_ms >= 0
+
+
+def test_manifests_of_several_shards_record_the_smallest_offset() -> None:
+    store = MemoryStore()
+    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {0: 7}}, {"segments": [], "rows_end": {0: 3, 1: 4}}])
+    shard = make_shard(store=store, num_shards=2)
+    shard.restore(1, name)
+    assert shard.stats()["rows_end"] == {"0": 3, "2": 0}

@@ -1,0 +1,282 @@
+"""A reader's rows: newest version of each bucket, never back (G4), whole rows, initial values for the rest."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from param_server.client import Client, Replica, initial_rows
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
+from param_server.server import Shard
+from roo import roo_pb2 as pb
+from roo.errors import SchemaError, UnavailableError, WireError
+from roo.ids import bucket_of, unsigned
+from runtime.clock import FakeClock
+from tests.param_server.reader_support import GO, Follower
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    MemoryStore,
+    begun,
+    commit,
+    gradients_of,
+    lookup_of,
+    make_shard,
+    small_schema,
+    table_id,
+    transport_to,
+)
+
+BUCKET = bucket_of(1, table_id(ITEM), 64)
+
+
+def delta(sequence: int, value: float, incarnation: int = 1, gone: bool = False, **changes: object) -> pb.RowDelta:
+    """A delta of item 1."""
+    message = pb.RowDelta(
+        bucket=BUCKET,
+        incarnation=incarnation,
+        sequence=sequence,
+        table_id=table_id(ITEM),
+        dim=4,
+        ids=[1],
+        rows=[] if gone else [value] * 4,
+        num_tombstones=int(gone),
+        stack=ADAGRAD,
+    )
+    for name, new in changes.items():
+        if isinstance(new, list):
+            message.ClearField(name)  # type: ignore[arg-type]
+            getattr(message, name).extend(new)
+        else:
+            setattr(message, name, new)
+    return message
+
+
+def barrier(incarnation: int, rebootstrap: bool = False) -> pb.Barrier:
+    return pb.Barrier(stack=ADAGRAD, bucket=BUCKET, incarnation=incarnation, rebootstrap=rebootstrap)
+
+
+def item_1(replica: Replica) -> float:
+    """First number of its row, or -1 if it reads as initial."""
+    row = replica.gather(lookup_of({ITEM: [1]}))[ADAGRAD][0]
+    initial = initial_rows(0, np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64), 4, 0.05)[0]
+    return -1.0 if row.tobytes() == initial.tobytes() else float(row[0])
+
+
+def test_g4_only_newer_versions_are_taken() -> None:
+    replica = Replica(small_schema(), 0)
+    steps = [
+        (delta(1, 1.0), True, 1.0),
+        (delta(3, 3.0), True, 3.0),
+        (delta(2, 2.0), False, 3.0),  # late
+        (delta(3, 9.0), False, 3.0),  # twice
+        (delta(4, 0.0, gone=True), True, -1.0),
+        (delta(3, 3.0), False, -1.0),  # a tombstone is a version too
+        (delta(1, 5.0, incarnation=2), True, 5.0),
+        (delta(99, 1.0, incarnation=1), False, 5.0),  # of a shard that is dead but doesn't know it
+    ]
+    for message, applied, value in steps:
+        assert replica.apply(message) is applied
+        assert item_1(replica) == value
+    assert (replica.num_applied, replica.num_dropped) == (4, 4)
+
+
+def test_g4_behind_a_barrier_older_incarnations_are_dropped() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(5, 5.0))
+    assert replica.apply(barrier(2)) and replica.version(ADAGRAD, BUCKET) == (2, 0)
+    assert not replica.apply(delta(6, 6.0)) and item_1(replica) == 5.0
+    assert not replica.apply(barrier(1))
+    assert replica.apply(barrier(2)) and replica.apply(delta(1, 7.0, incarnation=2)) and item_1(replica) == 7.0
+
+
+def test_other_buckets_are_not_touched_by_a_version() -> None:
+    replica = Replica(small_schema(), 0)
+    other = next(i for i in range(2, 999) if bucket_of(i, table_id(ITEM), 64) != BUCKET)
+    replica.apply(delta(9, 9.0))
+    assert replica.apply(delta(1, 1.0, bucket=bucket_of(other, table_id(ITEM), 64), ids=[other]))
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (delta(1, 1.0, stack="d9-x"), SchemaError),
+        (delta(1, 1.0, bucket=64), SchemaError),
+        (delta(1, 1.0, dim=3), SchemaError),
+        (delta(1, 1.0, rows=[1.0] * 5), WireError),
+        (delta(1, 1.0, num_tombstones=2), WireError),
+        (delta(1, 1.0, rows=[1.0, float("nan"), 1.0, 1.0]), WireError),
+    ],
+)
+def test_a_delta_that_doesn_t_fit_changes_nothing(message: pb.RowDelta, error: type[Exception]) -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0))
+    with pytest.raises(error):
+        replica.apply(message)
+    assert item_1(replica) == 1.0 and replica.version(ADAGRAD, BUCKET) == (1, 1)
+
+
+def test_a_rebootstrap_barrier_asks_for_it() -> None:
+    follower = Follower(InMemoryRows())
+    follower.bootstrap(begun())
+    assert not follower.replica.needs_bootstrap
+    follower.replica.apply(barrier(2, rebootstrap=True))
+    assert follower.replica.needs_bootstrap
+
+
+def test_times_of_the_newest_delta_are_told() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0, oldest_engagement_ms=5, oldest_close_ms=6, oldest_trained_ms=7))
+    fresh = replica.freshness
+    assert (fresh.oldest_engagement_ms, fresh.oldest_close_ms, fresh.oldest_trained_ms) == (5, 6, 7)
+
+
+def test_string_ids_beyond_int64_are_found() -> None:
+    replica = Replica(small_schema(), 0)
+    id_ = -3
+    replica.apply(delta(1, 2.0, ids=[unsigned(id_)], bucket=bucket_of(id_, table_id(ITEM), 64)))
+    assert replica.gather(lookup_of({ITEM: [id_]}))[ADAGRAD][0, 0] == 2.0
+
+
+# Bootstraps
+
+
+def pushed(shard: Shard, *ids: int, value: float = 1.0) -> None:
+    client = Client(small_schema(), [transport_to(shard)], seed=0, worker=int(value * 1000) % 997)
+    client.set_incarnation(shard.incarnation)
+    lookup = lookup_of({ITEM: ids})
+    client.push(lookup, gradients_of(lookup, value), step=0, time_ms=0)
+
+
+def rows_of(shard: Shard, *ids: int) -> bytes:
+    return Client(small_schema(), [transport_to(shard)], seed=0, worker=0).pull(lookup_of({ITEM: ids}))[ADAGRAD].tobytes()
+
+
+def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
+    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    client = Client(small_schema(), [transport_to(s) for s in shards], seed=0, worker=0)
+    client.set_incarnation(1)
+    lookup = lookup_of({ITEM: range(500)})
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    replica = Replica(small_schema(), 0)
+    replica.bootstrap([transport_to(s) for s in shards])
+    assert replica.num_rows == 500
+    assert replica.gather(lookup)[ADAGRAD].tobytes() == client.pull(lookup)[ADAGRAD].tobytes()
+    client.close()
+
+
+def test_a_bootstrap_in_many_small_pages_is_the_same() -> None:
+    shard = begun()
+    pushed(shard, *range(300))
+    transport, pages, cursor, ids = transport_to(shard), 0, 0, []
+    while cursor >= 0:
+        answer, arrays = transport.call("scan", {"stack": ADAGRAD, "cursor": cursor, "limit": 10})
+        cursor, pages = answer["cursor"], pages + 1
+        ids += arrays[1].tolist()
+        assert len(arrays[3]) == len(arrays[1]) == len(arrays[2])
+    assert sorted(ids) == list(range(300)) and pages > 10
+
+
+def test_deltas_that_a_bootstrap_had_already_are_not_newer() -> None:
+    shard, topic = begun(), InMemoryRows()
+    publisher = Publisher(shard, topic, FakeClock())
+    pushed(shard, 1, value=1.0)
+    publisher.turn(GO)
+    follower = Follower(topic)
+    pushed(shard, 1, value=2.0)
+    publisher.turn(GO)
+    follower.replica.bootstrap([transport_to(shard)])  # the topic's end was noted long before: at 0
+    newest = rows_of(shard, 1)
+    for value in topic.values[BUCKET % 4]:
+        follower.read(BUCKET % 4, 1)
+        assert follower.rows(ITEM, 1).tobytes() == newest, value
+    assert follower.replica.num_dropped == 2
+
+
+def test_a_bootstrap_replaces_what_a_shard_has_no_more() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0))
+    shard = make_shard()
+    shard.restore(2, "")
+    replica.bootstrap([transport_to(shard)])
+    assert replica.num_rows == 0 and item_1(replica) == -1.0
+
+
+def test_a_shard_that_is_behind_is_not_believed() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0, incarnation=7))
+    with pytest.raises(UnavailableError, match="is being replaced"):
+        replica.bootstrap([transport_to(begun())])
+    assert replica.needs_bootstrap and item_1(replica) == 1.0
+
+
+def test_a_shard_that_is_away_leaves_the_rows_as_they_are() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0))
+    with pytest.raises(UnavailableError):
+        replica.bootstrap([transport_to(make_shard())])
+    assert replica.needs_bootstrap and item_1(replica) == 1.0
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["waiting", "in flight"])
+def test_rows_that_a_bootstrap_saw_before_the_topic_did_are_read_again_after_a_kill(taken: bool) -> None:
+    """Nothing in the topic would ever correct them."""
+    store, topic = MemoryStore(), InMemoryRows()
+    shard = begun(store=store)
+    Publisher(shard, topic, FakeClock()).turn(GO)
+    pushed(shard, 1)
+    if taken:
+        shard.take_round()
+    follower = Follower(topic)
+    follower.bootstrap(shard)
+    assert follower.rows(ITEM, 1).tobytes() == rows_of(shard, 1)
+    again = make_shard(store=store)
+    again.restore(2, "")
+    Publisher(again, topic, FakeClock()).turn(GO)
+    follower.catch_up(again)
+    assert follower.num_bootstraps == 2
+    assert follower.rows(ITEM, 1).tobytes() == rows_of(again, 1)
+
+
+def test_rows_that_have_been_published_since_need_no_second_bootstrap() -> None:
+    store, topic = MemoryStore(), InMemoryRows()
+    shard = begun(store=store)
+    publisher = Publisher(shard, topic, FakeClock())
+    publisher.turn(GO)
+    pushed(shard, 1)
+    follower = Follower(topic)
+    follower.bootstrap(shard)
+    publisher.turn(GO)
+    name = commit(shard, store, 1)
+    shard.restore(2, name)
+    publisher.turn(GO)
+    follower.catch_up(shard)
+    assert follower.num_bootstraps == 1 and not follower.replica.needs_bootstrap
+
+
+def test_readers_see_whole_rows_while_they_change() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.apply(delta(1, 1.0))
+    stop, torn = threading.Event(), []
+
+    def read() -> None:
+        while not stop.wait(0.0005):
+            row = replica.gather(lookup_of({ITEM: [1]}))[ADAGRAD][0]
+            if len(set(row.tolist())) > 1:
+                torn.append(row)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for sequence in range(2, 400):
+        replica.apply(delta(sequence, float(sequence)))
+        if sequence % 100 == 0:  # growth moves the arrays
+            more = [i for i in range(10_000) if bucket_of(i, table_id(ITEM), 64) == BUCKET][: sequence // 4]
+            replica.apply(delta(sequence + 1, 0.5, ids=more, rows=[0.5] * 4 * len(more)))
+    stop.set()
+    for reader in readers:
+        reader.join(10)
+    assert torn == []

@@ -1,0 +1,227 @@
+"""Any sequence of pushes, commits, failures, kills and restores equals a shard that was never disturbed (G11), and whoever
+reads its deltas ends up with the same rows, never going back on the way (G4)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from param_server.blobs import MemoryBlobs
+from param_server.client import Client
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
+from param_server.server import Shard
+from roo.errors import CheckpointError, UnavailableError
+from runtime.clock import FakeClock
+from tests.param_server.reader_support import GO, Follower
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    USER,
+    MemoryStore,
+    gradients_of,
+    link_manifest,
+    lookup_of,
+    make_shard,
+    small_schema,
+    state_of,
+    transport_to,
+)
+
+IDS = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
+PARTITION = st.integers(0, 3)
+SCHEMA = small_schema(expire_after_ms=3000)
+
+
+class Undisturbed:
+    """The same pushes and expiries on a shard to which nothing ever happens."""
+
+    def __init__(self) -> None:
+        self.shard = make_shard(schema=SCHEMA, publishing=False)
+        self.shard.restore(1, "")
+        self.client = client_of(self.shard)
+
+    def do(self, event: tuple) -> None:
+        if event[0] == "push":
+            _, ids, value, time_ms = event
+            lookup = lookup_of({ITEM: ids, USER: ids[:1], TOPIC: ids[1:]})
+            self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=time_ms)
+        else:
+            self.shard.freeze(1, event[1])
+            self.shard.abort(1)
+
+
+def client_of(shard: Shard) -> Client:
+    client = Client(SCHEMA, [transport_to(shard)], seed=0, worker=0)
+    client.set_incarnation(shard.incarnation)
+    return client
+
+
+class ShardLife(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blobs, self.store, self.topic = MemoryBlobs(), MemoryStore(), InMemoryRows()
+        self.incarnation, self.seq, self.manifests = 0, 0, [""]
+        self.events: list[tuple] = []
+        self.committed: list[list[tuple]] = [[]]  # events behind each manifest
+        self.frozen: list[tuple] | None = None
+        self.is_written = self.linked = False
+        self.now_ms = 0
+        self.start_process()
+        self.restore(-1)
+        self.follower = Follower(self.topic)
+        self.follower.bootstrap(self.shard)
+        self.versions: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def start_process(self) -> None:
+        self.shard = make_shard(self.blobs, self.store, schema=SCHEMA)
+        self.publisher = Publisher(self.shard, self.topic, FakeClock())
+
+    def restore(self, which: int) -> None:
+        """To one of the newest manifests; the ones after it are given up."""
+        which = max(which, -len(self.manifests))
+        del self.manifests[len(self.manifests) + which + 1 :], self.committed[len(self.committed) + which + 1 :]
+        self.incarnation += 1
+        self.shard.restore(self.incarnation, self.manifests[-1])
+        self.events = list(self.committed[-1])
+        self.frozen = None
+        self.is_written = self.linked = False
+        self.client = client_of(self.shard)
+        self.expected = Undisturbed()
+        for event in self.events:
+            self.expected.do(event)
+
+    def do(self, event: tuple) -> None:
+        self.events.append(event)
+        self.expected.do(event)
+
+    @rule(ids=IDS, value=st.floats(-3, 3, width=32), ms=st.integers(0, 1500))
+    def push(self, ids: list[int], value: float, ms: int) -> None:
+        self.now_ms += ms
+        lookup = lookup_of({ITEM: ids, USER: ids[:1], TOPIC: ids[1:]})
+        self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=self.now_ms)
+        self.do(("push", ids, value, self.now_ms))
+
+    @rule(ids=IDS)
+    def push_with_a_lost_answer(self, ids: list[int]) -> None:
+        self.client.transports[0].fail_next("push", "after")  # type: ignore[attr-defined]
+        self.push(ids, 1.0, 0)
+
+    @precondition(lambda self: self.frozen is None)
+    @rule()
+    def freeze(self) -> None:
+        self.shard.freeze(self.seq + 1, self.now_ms)
+        self.do(("expire", self.now_ms))
+        self.frozen = list(self.events)
+
+    @precondition(lambda self: self.frozen is not None and not self.linked)
+    @rule(fail_at=st.integers(0, 4))
+    def write(self, fail_at: int) -> None:
+        self.blobs.fail_at(fail_at)
+        try:
+            self.result = self.shard.write(self.seq + 1)
+            self.is_written = True
+        except CheckpointError:
+            assert fail_at
+        self.blobs.fail_at(0)
+
+    @precondition(lambda self: self.is_written and not self.linked)
+    @rule()
+    def link(self) -> None:
+        assert self.frozen is not None
+        self.manifests.append(link_manifest(self.store, self.seq + 1, self.incarnation, [self.result]))
+        self.committed.append(self.frozen)
+        self.linked = True
+
+    @precondition(lambda self: self.linked)
+    @rule()
+    def commit(self) -> None:
+        self.seq += 1
+        self.shard.commit(self.seq)
+        self.frozen, self.is_written, self.linked = None, False, False
+
+    @precondition(lambda self: self.frozen is not None and not self.linked)
+    @rule()
+    def abort(self) -> None:
+        self.shard.abort(self.seq + 1)
+        self.frozen, self.is_written = None, False
+
+    @precondition(lambda self: self.frozen is None)
+    @rule()
+    def whole_commit(self) -> None:
+        self.freeze()
+        self.write(0)
+        self.link()
+        self.commit()
+
+    @rule(kill=st.booleans(), which=st.sampled_from([-1, -1, -1, -2]))
+    def roll_back(self, kill: bool, which: int) -> None:
+        self.seq += 2  # names of manifests that were given up stay taken
+        if kill:
+            self.start_process()
+        self.restore(which)
+
+    # Readers
+
+    @rule()
+    def publish(self) -> None:
+        with contextlib.suppress(UnavailableError):  # down, or a fault was injected: the next turn makes good
+            self.publisher.turn(GO)
+
+    @rule(num_messages=st.integers(0, 6))
+    def publish_with_a_fault_in_the_middle(self, num_messages: int) -> None:
+        self.topic.fail_after(num_messages)
+        self.publish()
+
+    @rule(down=st.booleans())
+    def kafka_goes_or_comes(self, down: bool) -> None:
+        self.topic.down = down
+
+    @rule(partition=PARTITION, most=st.integers(1, 5))
+    def read_some(self, partition: int, most: int) -> None:
+        if not self.follower.read(partition, most) or self.follower.replica.needs_bootstrap:
+            self.follower.bootstrap(self.shard)
+
+    @rule()
+    def bootstrap(self) -> None:
+        self.follower.bootstrap(self.shard)
+
+    @rule()
+    def a_new_reader(self) -> None:
+        self.follower = Follower(self.topic)
+        self.follower.bootstrap(self.shard)
+        self.versions = {}
+
+    @rule(partition=PARTITION)
+    def retention(self, partition: int) -> None:
+        self.topic.trim(partition, len(self.topic.values[partition]))
+
+    @invariant()
+    def equals_the_undisturbed_shard(self) -> None:
+        assert state_of(self.shard) == state_of(self.expected.shard)
+
+    @invariant()
+    def versions_of_a_replica_never_go_back(self) -> None:
+        for stack in SCHEMA.stacks:
+            for bucket in range(64):
+                version = self.follower.replica.version(stack, bucket)
+                assert version >= self.versions.get((stack, bucket), (0, 0))
+                self.versions[stack, bucket] = version
+
+    @rule()
+    def readers_have_what_the_shard_has_when_everything_works_again(self) -> None:
+        self.topic.down = False
+        for _ in range(2):
+            self.publish()
+        self.follower.catch_up(self.shard)
+        everything = lookup_of({t: list(range(10)) for t in (ITEM, USER, TOPIC)})
+        read, rows = self.follower.replica.gather(everything), self.client.pull(everything)
+        assert all(np.array_equal(read[stack], rows[stack]) for stack in rows)
+
+
+TestShardLife = ShardLife.TestCase
+TestShardLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

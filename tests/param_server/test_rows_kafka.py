@@ -1,0 +1,111 @@
+"""Rows through a real broker: deltas, an outage, and the barrier after a kill."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from param_server.blobs import MemoryBlobs
+from param_server.client import Client
+from param_server.publish import Message, OffsetGoneError, Publisher
+from param_server.rows_topic import KafkaRows
+from param_server.server import Shard
+from roo import wire
+from roo.errors import UnavailableError
+from runtime.backoff import Backoff
+from runtime.clock import SystemClock
+from tests.param_server.reader_support import GO
+from tests.param_server.shard_support import ITEM, MemoryStore, begun, commit, gradients_of, lookup_of, make_shard, transport_to
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    infra_stack, infra_options = pytest.importorskip("infra.stack"), pytest.importorskip("infra.options")
+    home: Path = tmp_path_factory.mktemp("home")
+    schema = Path(__file__).resolve().parents[2] / "traffic" / "schemas" / "demo.toml"
+    with infra_stack.Stack(home, infra_options.StackOptions(schema=schema)) as stack:
+        stack.start(["kafka"])
+        stack.wait_ready("kafka", timeout_s=60)
+        yield stack
+
+
+@pytest.fixture
+def topic(stack: object) -> Iterator[KafkaRows]:
+    topic = KafkaRows(stack.endpoints.kafka, "")  # type: ignore[attr-defined]
+    backoff = Backoff(what="the leaders of rows", timeout_s=30)
+    for partition in range(4):
+        while True:
+            try:
+                topic.bounds(partition, GO)
+                break
+            except UnavailableError as error:
+                backoff.wait(error)
+    yield topic
+    topic.close()
+
+
+def push(shard: Shard, incarnation: int, *ids: int) -> None:
+    client = Client(shard.identity.schema, [transport_to(shard)], seed=0, worker=0)
+    client.set_incarnation(incarnation)
+    lookup = lookup_of({ITEM: ids})
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+
+
+def values(topic: KafkaRows, partition: int, start: int = 0) -> list[bytes]:
+    return list(topic.read(partition, start, topic.bounds(partition, GO)[1], GO))
+
+
+def test_delivers_in_order_and_reads_back(topic: KafkaRows) -> None:
+    before = topic.bounds(1, GO)[1]
+    offsets = topic.deliver([Message(1, b"a"), Message(5, b"b"), Message(2, b"other partition"), Message(1, b"c")], GO)
+    assert [offsets[0], offsets[1], offsets[3]] == [before, before + 1, before + 2]
+    assert values(topic, 1, before) == [b"a", b"b", b"c"]
+    assert topic.deliver([], GO) == []
+
+
+def test_an_offset_beyond_the_topic_is_gone(topic: KafkaRows) -> None:
+    with pytest.raises(OffsetGoneError):
+        list(topic.read(3, 1_000_000, 1_000_001, GO))
+
+
+def test_a_killed_shard_s_successor_takes_back_what_was_not_committed(topic: KafkaRows) -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    publisher = Publisher(shard, topic, SystemClock())
+    push(shard, 1, 1, 2)
+    publisher.turn(GO)
+    name = commit(shard, store, 1)
+    shard.restore(2, name)
+    publisher.turn(GO)
+    push(shard, 2, 2, 3)
+    publisher.turn(GO)
+    again = make_shard(blobs, store)
+    again.restore(3, name)
+    Publisher(again, topic, SystemClock()).turn(GO)
+    found = [wire.decode(v)[1] for p in range(4) for v in values(topic, p) if wire.kind_of(v) == wire.ROW_DELTA]
+    last = [d for d in found if d.incarnation == 3]  # type: ignore[attr-defined]
+    assert {i: d.num_tombstones for d in last for i in d.ids} == {2: 0, 3: 1}  # type: ignore[attr-defined]
+
+
+def test_rows_wait_for_a_broker_that_was_killed(stack: object, topic: KafkaRows) -> None:
+    shard = begun()
+    publisher = Publisher(shard, topic, SystemClock(), interval_ms=50)
+    publisher.turn(GO)
+    before = publisher.num_keys
+    stop = threading.Event()
+    thread = threading.Thread(target=publisher.run, args=(stop,))
+    thread.start()
+    stack.kill("kafka")  # type: ignore[attr-defined]
+    push(shard, 1, 7)
+    stack.wait_ready("kafka", timeout_s=60)  # type: ignore[attr-defined]
+    for _ in range(600):
+        if publisher.num_keys > before or stop.wait(0.1):
+            break
+    stop.set()
+    thread.join(10)
+    assert publisher.num_keys == before + 1 and not thread.is_alive()

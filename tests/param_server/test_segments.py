@@ -1,0 +1,225 @@
+"""Segments: states that can be read back whole, and damage that is never loaded (G5)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from param_server.blobs import MemoryBlobs, RocksBlobs
+from param_server.block import Block
+from param_server.index import Keys
+from param_server.segments import KEEP_COMMITS, MIN_MERGE, Commit, Segment, Segments
+from roo.errors import CheckpointError
+
+STACK = "d2-adagrad"
+
+
+def make_segments(blobs: MemoryBlobs | None = None) -> Segments:
+    return Segments(blobs or MemoryBlobs(), {STACK: (2, 2)}, 8)
+
+
+def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, Block]:  # noqa: B006
+    ids = np.array([*rows, *gone], np.int64)
+    values = np.array(list(rows.values()), np.float32).reshape(-1, 1)
+    block = Block(
+        keys=Keys(np.full(len(ids), 5, np.uint32), ids),
+        unpublished_K=np.full(len(ids), unpublished, np.uint8),
+        stamp_ms_L=np.zeros(len(rows), np.int64),
+        rows_LD=np.repeat(values, 2, axis=1),
+        accumulator_LA=np.repeat(values, 2, axis=1) + 1,
+    )
+    return {STACK: block}
+
+
+def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
+    """What reading a state gives: id → first number of its row."""
+    out: dict[int, float] = {}
+    for part in segments.read(live):
+        for block in reversed(part.blocks):
+            out.update(zip(block.live.id_U.tolist(), block.rows_LD[:, 0].tolist(), strict=True))
+            for id_ in block.gone.id_U.tolist():
+                out.pop(id_, None)
+    return out
+
+
+def test_a_state_is_its_segments_newest_entry_of_each_key() -> None:
+    segments = make_segments()
+    first = segments.write("1-1", changes({1: 1.0, 2: 2.0, 3: 3.0}), ())
+    second = segments.write("2-1", changes({2: 20.0, 4: 4.0}, gone=[1]), first)
+    assert state(segments, first) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert state(segments, second) == {2: 20.0, 3: 3.0, 4: 4.0}
+    assert [s.name for s in second] == ["1-1", "2-1"] and second[1].rows == 3
+
+
+def test_a_commit_without_changes_has_the_segments_of_the_one_before() -> None:
+    segments = make_segments()
+    first = segments.write("1-1", changes({1: 1.0}), ())
+    assert segments.write("2-1", changes({}), first) == first
+
+
+def test_written_again_under_the_same_name_nothing_of_the_first_attempt_is_left() -> None:
+    segments = make_segments()
+    segments.write("1-1", changes({n: 1.0 for n in range(100)}), ())
+    again = segments.write("1-1", changes({1: 7.0}), ())
+    assert state(segments, again) == {1: 7.0}
+
+
+def test_many_small_changes_are_merged_and_nothing_is_lost() -> None:
+    segments, live, model = make_segments(), (), {}
+    rng = np.random.default_rng(0)
+    sizes = []
+    for seq in range(1, 60):
+        rows = {int(i): float(seq) for i in rng.integers(0, 40, 6)}
+        gone = [i for i in range(40, 44) if seq % 3 == 0]
+        rows |= {i: float(seq) for i in range(40, 44) if seq % 3 == 1}
+        live = segments.write(f"{seq}-1", changes(rows, gone), live)
+        model |= rows
+        for i in gone:
+            model.pop(i, None)
+        assert state(segments, live) == model
+        sizes.append(len(live))
+    assert max(sizes) <= MIN_MERGE + 1 and sizes.count(1) > 3
+
+
+def test_merging_reads_what_is_stored_not_what_training_has_by_now() -> None:
+    """The newest marks of unpublished keys survive a merge, older ones don't."""
+    segments, live = make_segments(), ()
+    for seq in range(1, MIN_MERGE + 1):
+        live = segments.write(f"{seq}-1", changes({seq: 1.0}, unpublished=True), live)
+    live = segments.write("99-1", changes({100: 1.0}, gone=[1], unpublished=True), live)
+    marked = {i for p in segments.read(live) for b in p.blocks for i in b.keys.take(b.unpublished_K != 0).id_U.tolist()}
+    assert len(live) == 1 and marked == {1, 100}
+
+
+def test_only_the_newest_segments_marks_count() -> None:
+    segments = make_segments()
+    live = segments.write("1-1", changes({1: 1.0}, unpublished=True), ())
+    live = segments.write("2-1", changes({2: 1.0}, unpublished=True), live)
+    marked = {i for p in segments.read(live) for b in p.blocks for i in b.keys.take(b.unpublished_K != 0).id_U.tolist()}
+    assert marked == {2}
+
+
+def test_the_newest_commits_can_be_read_and_older_ones_are_deleted() -> None:
+    store = MemoryBlobs()
+    segments, live = make_segments(store), ()
+    states = []
+    for seq in range(1, 40):
+        live = segments.write(f"{seq}-1", changes({n % 7: float(seq) for n in range(seq, seq + 5)}), live)
+        segments.commit(Commit(seq, 1, live))
+        states.append((live, state(segments, live)))
+        for old, expected in states[-KEEP_COMMITS:]:
+            assert state(segments, old) == expected
+    kept = {s.name for past in segments.history() for s in past.segments}
+    assert {k.split(b"/")[1].decode() for k in store.data if b"/" in k} == kept
+    assert [c.seq for c in segments.history()] == [37, 38, 39]
+
+
+def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    segments.write("1-1", changes({1: 1.0}), ())
+    live = segments.write("1-2", changes({2: 1.0}), ())
+    segments.commit(Commit(1, 2, live))
+    assert not list(store.keys(b"b/1-1/")) and list(store.keys(b"b/1-2/"))
+
+
+def test_going_back_forgets_the_commits_after() -> None:
+    segments, live = make_segments(), ()
+    commits = []
+    for seq in (1, 2, 3):
+        live = segments.write(f"{seq}-1", changes({seq: 1.0}), live)
+        commits.append(Commit(seq, 1, live))
+        segments.commit(commits[-1])
+    segments.restored(commits[1])
+    assert segments.history() == commits[:2]
+    assert state(segments, commits[1].segments) == {1: 1.0, 2: 1.0}
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_full_disk_leaves_the_committed_state_as_it_was_and_the_next_try_works(nth: int) -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({1: 1.0}), ())
+    store.fail_at(nth)
+    with pytest.raises(CheckpointError, match="free disk space"):
+        segments.write("2-1", changes({1: 2.0}), live)
+    assert state(segments, live) == {1: 1.0}
+    assert state(segments, segments.write("2-1", changes({1: 2.0}), live)) == {1: 2.0}
+
+
+def test_g5_any_flipped_byte_of_a_segment_is_noticed() -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({n: float(n) for n in range(20)}, gone=[99]), ())
+    for key in [*store.keys(b"b/"), *store.keys(b"d/")]:
+        good = store.data[key]
+        for at in range(0, len(good), 7):
+            store.data[key] = good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :]
+            with pytest.raises(CheckpointError):
+                state(segments, live)
+        store.data[key] = good
+    assert len(state(segments, live)) == 20
+
+
+def test_g5_any_absent_part_is_noticed() -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({n: float(n) for n in range(20)}), ())
+    for key in [*store.keys(b"b/"), *store.keys(b"d/")]:
+        good = store.data.pop(key)
+        with pytest.raises(CheckpointError, match="absent"):
+            state(segments, live)
+        store.data[key] = good
+
+
+def test_g5_a_part_of_another_segment_in_its_place_is_noticed() -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({1: 1.0}), ())
+    segments.write("2-1", changes({1: 2.0}), live)
+    (key,), (other,) = store.keys(b"b/1-1/"), store.keys(b"b/2-1/")
+    store.data[key] = store.data[other]
+    with pytest.raises(CheckpointError, match="not the one that was committed"):
+        state(segments, live)
+
+
+def test_a_format_of_the_future_says_expected_and_got() -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    (segment,) = segments.write("1-1", changes({1: 1.0}), ())
+    data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 2}).encode()
+    store.data[b"d/1-1"] = data
+    from param_server.block import checksum
+
+    with pytest.raises(CheckpointError, match="expected format 1, got 2"):
+        state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))
+
+
+def test_stacks_that_the_schema_lost_are_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryBlobs()
+    live = make_segments(store).write("1-1", changes({1: 1.0}), ())
+    assert state(Segments(store, {"d3-adagrad": (3, 3)}, 8), live) == {}
+    assert "left out" in caplog.text
+
+
+def test_a_damaged_list_of_commits_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({1: 1.0}), ())
+    store.data[b"history"] = b"[[1"
+    segments.commit(Commit(1, 1, live))
+    assert segments.history() == [Commit(1, 1, live)] and "damaged" in caplog.text
+
+
+def test_a_state_survives_a_restart_of_rocksdb(tmp_path: Path) -> None:
+    store = RocksBlobs(tmp_path).open()
+    segments = Segments(store, {STACK: (2, 2)}, 8)
+    live = segments.write("1-1", changes({n: float(n) for n in range(3000)}), ())
+    segments.commit(Commit(1, 1, live))
+    store.close()
+    again = Segments(RocksBlobs(tmp_path).open(), {STACK: (2, 2)}, 8)
+    assert state(again, again.history()[-1].segments) == {n: float(n) for n in range(3000)}
+    again.store.close()

@@ -1,0 +1,171 @@
+"""One shard: what it answers and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.calls import Calls
+from param_server.initial import initial_rows
+from roo.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    ROWWISE,
+    TOPIC,
+    USER,
+    begun,
+    keys,
+    make_shard,
+    small_schema,
+    state_of,
+    table_id,
+)
+from tests.param_server.shard_support import (
+    pull_from as pull,
+)
+from tests.param_server.shard_support import (
+    push_to as push,
+)
+
+
+def test_a_row_that_was_never_pushed_reads_as_its_initial_value_and_is_not_created() -> None:
+    shard = begun()
+    table = small_schema().table_by_name[USER]
+    expected = initial_rows(0, np.full(2, table.id, np.uint32), np.array([7, -7], np.int64), 4, table.init_scale)
+    assert pull(shard, USER, 7, -7).tobytes() == expected.tobytes()
+    assert shard.stats()["rows"] == {ADAGRAD: 0, ROWWISE: 0}
+
+
+def test_the_first_push_creates_a_row_from_its_initial_value() -> None:
+    shard = begun()
+    before = pull(shard, ITEM, 1)
+    gradient = np.array([[1, -2, 0, 4]], np.float32)
+    push(shard, 1, ids=(1,), gradient_UD=gradient)
+    table = small_schema().table_by_name[ITEM]
+    expected = before - table.learning_rate * gradient / np.sqrt(table.initial_accumulator + gradient**2)
+    np.testing.assert_allclose(pull(shard, ITEM, 1), expected, rtol=1e-6)
+    assert shard.stats()["rows"] == {ADAGRAD: 1, ROWWISE: 0}
+
+
+def test_tables_of_a_stack_don_t_share_rows() -> None:
+    shard = begun()
+    push(shard, 1, ITEM, (1,))
+    untouched = pull(shard, USER, 1)
+    push(shard, 2, ITEM, (1,))
+    assert pull(shard, USER, 1).tobytes() == untouched.tobytes()
+
+
+def test_one_call_carries_all_stacks() -> None:
+    shard = begun()
+    item, topic = keys(ITEM, 1, 2, 3), keys(TOPIC, 9)
+    header = {"incarnation": 1, "stacks": [ROWWISE, ADAGRAD]}
+    _, rows = Calls(shard).handle("pull", header, [topic.table_U, topic.id_U, item.table_U, item.id_U])
+    assert [r.shape for r in rows] == [(1, 3), (3, 4)]
+
+
+def test_a_push_is_applied_once_however_often_it_is_sent() -> None:
+    shard = begun()
+    assert push(shard, 1) is True
+    before = state_of(shard)
+    assert push(shard, 1) is False
+    assert state_of(shard) == before
+    assert shard.stats()["repeats"] == 1 and shard.stats()["pushes"] == 1
+
+
+def test_each_worker_has_its_own_sequence() -> None:
+    shard = begun()
+    assert push(shard, 1, worker=0) and push(shard, 1, worker=1) and push(shard, 2, worker=0)
+
+
+def test_a_push_after_a_lost_one_is_refused() -> None:
+    shard = begun()
+    push(shard, 1)
+    with pytest.raises(FencedError, match="expected push 2 of worker 0, got 3"):
+        push(shard, 3)
+
+
+@pytest.mark.parametrize("incarnation", [0, 2, 4])
+def test_another_incarnation_may_not_push(incarnation: int) -> None:
+    shard = make_shard()
+    shard.restore(3, "")
+    with pytest.raises(FencedError, match=f"expected incarnation 3, got {incarnation}"):
+        push(shard, 1, incarnation=incarnation)
+    assert state_of(shard) == {}
+
+
+def test_readers_outside_training_pull_with_incarnation_0() -> None:
+    shard = begun()
+    assert pull(shard, ITEM, 1, incarnation=0).shape == (1, 4)
+    with pytest.raises(FencedError):
+        pull(shard, ITEM, 1, incarnation=7)
+
+
+def test_nothing_is_answered_before_restore() -> None:
+    shard = make_shard()
+    for call in (lambda: pull(shard, ITEM, 1), lambda: push(shard, 1), lambda: shard.freeze(1, 0)):
+        with pytest.raises(UnavailableError, match="waits for RESTORE"):
+            call()
+    with pytest.raises(UnavailableError):
+        Calls(shard).handle("scan", {"stack": ADAGRAD, "cursor": 0, "limit": 10}, [])
+    assert shard.stats()["ready"] is False
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_is_refused_whole(bad: float) -> None:
+    shard = begun()
+    gradient_UD = np.ones((2, 4), np.float32)
+    gradient_UD[1, 3] = bad
+    with pytest.raises(WireError, match="id 2 of table 'item'; nothing was applied") as caught:
+        push(shard, 1, gradient_UD=gradient_UD)
+    assert caught.value.reason == "non_finite"
+    assert state_of(shard) == {} and push(shard, 1)
+
+
+@pytest.mark.parametrize(
+    ("gradient_UD", "expected"),
+    [
+        (np.ones((2, 3), np.float32), r"of shape \(2, 4\), got float32 \(2, 3\)"),
+        (np.ones((1, 4), np.float32), r"of shape \(2, 4\), got float32 \(1, 4\)"),
+        (np.ones((2, 4), np.float64), "expected float32"),
+    ],
+)
+def test_a_gradient_of_another_shape_is_refused(gradient_UD: np.ndarray, expected: str) -> None:
+    shard = begun()
+    with pytest.raises(WireError, match=expected):
+        push(shard, 1, gradient_UD=gradient_UD)
+    assert state_of(shard) == {}
+
+
+ONE = [np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64)]
+
+
+@pytest.mark.parametrize(
+    ("header", "arrays", "error", "message"),
+    [
+        ({"incarnation": 1}, ONE, WireError, "expected stacks"),
+        ({"incarnation": 1, "stacks": [ADAGRAD]}, ONE[:1], WireError, "2 arrays for each, got 1"),
+        ({"incarnation": 1, "stacks": ["d9-x"]}, ONE, SchemaError, "expected a stack of d4-adagrad"),
+        ({"incarnation": 1, "stacks": [ROWWISE]}, ONE, SchemaError, "expected one of tables topic"),
+        ({"incarnation": 1, "stacks": [ADAGRAD]}, [ONE[0], ONE[1].astype(np.int32)], WireError, "id i8"),
+        ({"incarnation": 1, "stacks": [ADAGRAD]}, [ONE[0], np.zeros(2, np.int64)], WireError, "expected table u4"),
+        ({"stacks": [ADAGRAD]}, ONE, WireError, "expected an integer 'incarnation'"),
+        ({"incarnation": "1", "stacks": [ADAGRAD]}, ONE, WireError, "got '1'"),
+        ({"incarnation": 1 << 70, "stacks": [ADAGRAD]}, ONE, WireError, "expected an integer"),
+    ],
+)
+def test_a_pull_that_doesn_t_fit_is_refused(
+    header: dict[str, Any], arrays: list[np.ndarray], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Calls(begun()).handle("pull", header, arrays)
+
+
+def test_an_unknown_call_or_command_names_the_known_ones() -> None:
+    shard = begun()
+    with pytest.raises(RoostreamError, match="expected a call of pull, push, scan or stats, got 'drop'"):
+        Calls(shard).handle("drop", {}, [])
+    with pytest.raises(RoostreamError, match="expected a command of freeze"):
+        shard.execute({"kind": "drop", "incarnation": 1})

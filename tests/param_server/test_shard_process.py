@@ -1,0 +1,208 @@
+"""A real shard process behind its socket, led by this test as its controller: killed, restored, stopped."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.client import Client
+from runtime.checkpoint_store import FileStore
+from runtime.rpc import RpcServer, SocketTransport
+from runtime.transport import Header
+from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, gradients_of, link_manifest, lookup_of, small_schema
+
+SCHEMA = """
+[tables.item]
+dim = 4
+[tables.user]
+dim = 4
+init_scale = 0.5
+[tables.topic]
+dim = 3
+rule = "rowwise_adagrad"
+[[label]]
+name = "click"
+action = "click"
+"""
+START = "import sys; from infra.main import main; sys.exit(main())"
+
+
+class Lead:
+    """The controller's side of `beat`: one command at a time, until its result is there."""
+
+    def __init__(self) -> None:
+        self.server = RpcServer(self.handle).start()
+        self.outbox: list[dict[str, Any]] = []
+        self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.sessions: list[int] = []
+        self.ids = 0
+        self.changed = threading.Condition()
+
+    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        with self.changed:
+            if header["session"] not in self.sessions:
+                self.sessions.append(header["session"])
+            for result in header["results"]:
+                known = [c for c in self.outbox if c["id"] == result["id"]]  # a result may be told twice
+                if known:
+                    self.outbox.remove(known[0])
+                    self.results.put(result)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: bool(self.outbox), 0.2)
+            return {"commands": list(self.outbox), "incarnation": 0}, ()
+
+    def do(self, kind: str, incarnation: int, **fields: Any) -> dict[str, Any]:
+        with self.changed:
+            self.ids += 1
+            self.outbox.append({"id": self.ids, "kind": kind, "incarnation": incarnation, **fields})
+            self.changed.notify_all()
+        result = self.results.get(timeout=60)
+        assert result.pop("id") == self.ids
+        return result
+
+    def wait_for_process(self, number: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.sessions) >= number, 60)
+
+
+class Shard:
+    """Starts the process again and again on the same data."""
+
+    def __init__(self, directory: Path, lead: Lead) -> None:
+        self.directory, self.lead = directory, lead
+        (directory / "schema.toml").write_text(SCHEMA)
+        self.log = directory / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **settings: Any) -> None:
+        values = {
+            "controller": self.lead.server.address,
+            "schema": str(self.directory / "schema.toml"),
+            "store": str(self.directory / "store"),
+            "home": str(self.directory / "shard-0"),
+        } | settings
+        config = self.directory / "shard.toml"
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([sys.executable, "-c", START, "shard", "--config", str(config)], stderr=log)
+
+    def said(self, words: str) -> str:
+        """The last line of the log with these words; waits for it."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            lines = [line for line in self.log.read_text().splitlines() if words in line]
+            if lines:
+                return lines[-1]
+            assert self.process is not None and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        raise AssertionError(f"the shard never said {words!r}: {self.log.read_text()}")
+
+    def end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        return code
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    lead = Lead()
+    yield lead
+    lead.server.stop(0.1)
+
+
+@pytest.fixture
+def shard(tmp_path: Path, lead: Lead) -> Iterator[Shard]:
+    shard = Shard(tmp_path, lead)
+    yield shard
+    if shard.process and shard.process.poll() is None:
+        shard.process.kill()
+        shard.process.wait(10)
+
+
+def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:
+    transport = SocketTransport(line.split("listens on ")[1].split(",")[0])
+    client = Client(small_schema(), [transport], seed=0, worker=0)
+    client.set_incarnation(incarnation)
+    return client, transport
+
+
+def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
+    shard.start()
+    assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
+    line = shard.said("listens on")
+    client, transport = client_to(line, 1)
+    lookup = lookup_of({ITEM: range(200), TOPIC: range(20)})
+    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    committed = {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()}
+
+    assert lead.do("freeze", 1, seq=1, watermark_ms=0)["rows"] == 220
+    client.push(lookup, gradients_of(lookup, 2.0), step=1, time_ms=0)
+    written = lead.do("write", 1, seq=1)
+    memory = MemoryStore()
+    name = link_manifest(memory, 1, 1, [written])
+    FileStore(tmp_path / "store").create(name, memory.get(name))
+    assert lead.do("commit", 1, seq=1) == {"ok": True}
+
+    port = line.rsplit(" ", 1)[1]
+    exported = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    for wanted in (
+        'roostream_shard_rows{stack="d4-adagrad"} 200.0',
+        "roostream_shard_committed_seq 1.0",
+        "roostream_shard_incarnation 1.0",
+        "roostream_shard_pushes 2.0",
+        'roostream_shard_call_ms{quantile="0.99",stage="push"}',
+    ):
+        assert wanted in exported
+    transport.close()
+
+    shard.end(signal.SIGKILL)
+    shard.log.write_text("")
+    shard.start()
+    lead.wait_for_process(2)
+    assert lead.do("restore", 2, manifest=name) == {"ok": True, "rows": 220}
+    client, transport = client_to(shard.said("listens on"), 2)
+    assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
+
+    refused = lead.do("restore", 3, manifest="manifests/00000009")
+    assert refused["ok"] is False and refused["damaged"] is True and "absent" in refused["error"]
+    transport.close()
+    assert shard.end(signal.SIGTERM) == 0
+    assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schema": "absent.toml"}, "absent.toml: no such file"),
+        ({"index": 3}, "expected index in 0..0 (num_shards - 1), got 3"),
+        ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?"),
+        ({"listen": "0.0.0.0:0"}, "expected to listen on 127.0.0.1"),
+        ({"listen": "taken"}, "choose another port, or 0 for any"),
+        ({"home": "a file"}, "can't be opened"),
+    ],
+)
+def test_a_wrong_setting_ends_in_one_sentence(
+    shard: Shard, lead: Lead, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    if settings.get("listen") == "taken":
+        settings = {"listen": lead.server.address}
+    if settings.get("home") == "a file":
+        (tmp_path / "file").write_text("")
+        settings = {"home": str(tmp_path / "file")}
+    shard.start(**settings)
+    assert shard.process is not None and shard.process.wait(60) == 2
+    text = shard.log.read_text()
+    assert message in text and "Traceback" not in text
