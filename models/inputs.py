@@ -1,0 +1,148 @@
+"""A batch, its lookup and its rows as tensors: the only way into a model, for training and for serving.
+
+Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D width of a
+stack, L entries, S bags (one a feature and row), N the longest sequence of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.lists import Lists, build_lists
+from roo.batch import Batch
+from roo.jagged import Jagged
+from roo.lookup import Lookup
+from roo.schema import Feature, Schema
+from roo.transform import apply
+
+# Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
+_BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Bags:
+    """All pooled features of a stack that pool alike: one `embedding_bag` for all of them."""
+
+    stack: str
+    features: tuple[str, ...]
+    sizes: tuple[int, ...]  # bags of each feature: R or B
+    index_L: Tensor  # int64, positions in the stack's rows
+    offset_S1: Tensor  # int64
+    weight_L: Tensor | None  # None = mean; otherwise the weighted sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sequence:
+    """A request-only sequence, padded to the longest of the batch."""
+
+    index_RN: Tensor  # int64, positions in the stack's rows; padding = 0
+    mask_RN: Tensor | None  # bool, True = an entry; None = no padding
+    column_RN: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
+    bucket_RN: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Built by `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push (None: the model
+    looks at no row of that stack)."""
+
+    ro_float_RG: Tensor
+    ro_present_RP: Tensor  # bool: declared floats, then lists
+    nro_float_BG: Tensor
+    nro_present_BP: Tensor
+    request_index_B: Tensor
+    rows: dict[str, Tensor]  # stack → [U, D] leaf
+    bags: tuple[Bags, ...]
+    sequences: dict[str, Sequence]
+    lists: Lists
+
+
+def build_inputs(
+    batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray], device: str = "cpu", *, train: bool = False
+) -> Inputs:
+    """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
+
+    `rows`: stack → float32 [U, D], aligned with `lookup` (from `Client.pull` or `Replica.gather`).
+    """
+    schema = batch.schema
+    ro_float_RG, nro_float_BG = apply(batch)
+    tensors = {name: _wrap(array, device).requires_grad_(train) for name, array in rows.items()}
+    return Inputs(
+        ro_float_RG=_wrap(ro_float_RG, device),
+        ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1), device),
+        nro_float_BG=_wrap(nro_float_BG, device),
+        nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
+        request_index_B=_wrap(batch.request_index_B, device),
+        rows=tensors,
+        bags=_build_bags(batch, lookup, device),
+        sequences={f.name: _build_sequence(schema, f, batch, lookup, device) for f in schema.lists("ro") if f.kind == "sequence"},
+        lists=build_lists(batch.num_candidates_R, device),
+    )
+
+
+def _wrap(array: np.ndarray, device: str) -> Tensor:
+    """A read-only array is copied: torch can't promise not to write to it."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
+
+
+def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
+    """One entry a (stack, way of pooling) that has features, in declared order."""
+    groups: dict[tuple[str, bool], list[tuple[Feature, Jagged]]] = {}
+    for features, jagged in ((batch.schema.lists("ro"), batch.ro_lists), (batch.schema.lists("nro"), batch.nro_lists)):
+        for f in features:
+            stack = batch.schema.table_by_name[f.table].stack
+            groups.setdefault((stack, f.kind == "weighted_ids"), []).append((f, jagged))
+    return tuple(_bags(stack, weighted, members, lookup, device) for (stack, weighted), members in groups.items())
+
+
+def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged]], lookup: Lookup, device: str) -> Bags:
+    lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged in members])
+    offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
+    np.cumsum(lengths_S, out=offset_S1[1:])
+    index_L = np.concatenate([lookup.stacks[stack].index[f.name] for f, _ in members])
+    weight_L = np.concatenate([_weights(jagged, f.name) for f, jagged in members]) if weighted else None
+    return Bags(
+        stack=stack,
+        features=tuple(f.name for f, _ in members),
+        sizes=tuple(jagged.num_rows for _, jagged in members),
+        index_L=_wrap(index_L, device),
+        offset_S1=_wrap(offset_S1, device),
+        weight_L=None if weight_L is None else _wrap(weight_L, device),
+    )
+
+
+def _weights(jagged: Jagged, name: str) -> np.ndarray:
+    weight_L = jagged.weights_of(name)
+    return np.ones(jagged.total_of(name), dtype=np.float32) if weight_L is None else weight_L
+
+
+def _build_sequence(schema: Schema, f: Feature, batch: Batch, lookup: Lookup, device: str) -> Sequence:
+    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)]
+    longest = int(length_R.max(initial=0))
+    mask_RN = np.arange(longest) < length_R[:, None]
+
+    def pad(value_L: np.ndarray) -> Tensor:
+        out = np.zeros(mask_RN.shape, dtype=np.int64)
+        out[mask_RN] = value_L
+        return _wrap(out, device)
+
+    def index_of(table: str, key: str) -> np.ndarray:
+        return lookup.stacks[schema.table_by_name[table].stack].index[key]
+
+    asked_ms_L = np.repeat(batch.time_ms_R, length_R)
+    return Sequence(
+        index_RN=pad(index_of(f.table, f.name)),
+        mask_RN=None if mask_RN.all() else _wrap(mask_RN, device),
+        column_RN={c: pad(index_of(table, f"{f.name}.{c}")) for c, table in f.column_tables.items()},
+        bucket_RN={c: pad(time_buckets(asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"])) for c in f.time_columns},
+    )
+
+
+def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:
+    """⌊ln(max(|Δt|, 1 s)) / 0.301⌋ (HSTU, Zhai et al. 2024), int64 ms → int64 in 0..122; exact, by comparison."""
+    return np.searchsorted(_BUCKET_MS, np.abs(gap_ms_L), side="right").astype(np.int64)

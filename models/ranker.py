@@ -1,0 +1,80 @@
+"""The late-stage ranker (ROO paper §3.2, Fig. 8): the request side once a request, candidates together.
+
+Letters: R requests, B candidates, T tasks, D width.
+
+    request parts ─► tower (R rows) ─► gather to B ─┐
+    candidate parts (B rows) ───────────────────────┴► cross ─► dense ─► list attention ─► deep ─► a tower a task
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import ListAttention
+from models.config import ModelConfig
+from models.cross import CrossNet
+from models.inputs import Inputs
+from models.mlp import Mlp
+from models.parts import Pooled, candidate_parts, pool, request_parts
+from roo.errors import SchemaError
+from roo.schema import Schema
+
+
+class Ranker(nn.Module):
+    """A logit for each candidate and task; a candidate's depend on its own request only.
+
+    Raises:
+        SchemaError: the schema declares no feature.
+    """
+
+    def __init__(self, schema: Schema, config: ModelConfig) -> None:
+        super().__init__()
+        request, candidate = request_parts(schema, config), candidate_parts(schema, config)
+        self.request_parts, self.candidate_parts = nn.ModuleDict(request), nn.ModuleDict(candidate)
+        request_width = sum(part.width for part in request.values())
+        self.request_tower = Mlp(request_width, config.request_layers if request_width else ())
+        width = self.request_tower.width + sum(part.width for part in candidate.values())
+        if width == 0:
+            raise SchemaError("expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to look at")
+        self.cross = CrossNet(width, config.cross_layers, config.cross_rank)
+        self.dense = Mlp(width, (config.width,))
+        self.list_attention = nn.ModuleList(ListAttention(config.width, config.list_heads) for _ in range(config.list_layers))
+        self.deep = Mlp(config.width, config.deep_layers)
+        self.heads = Heads(self.deep.width, config.task_layers, len(schema.tasks), config.prior)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """→ logits_BT in the order of `schema.tasks`."""
+        pooled = pool(inputs)
+        blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
+        if len(self.request_parts):
+            blocks.insert(0, self.request(inputs, pooled).index_select(0, inputs.request_index_B))
+        x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
+        for block in self.list_attention:
+            x_BD = block(x_BD, inputs.lists)
+        return self.heads(self.deep(x_BD))
+
+    def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
+        """What all candidates of a request share, [R, D]."""
+        return self.request_tower(torch.cat([part(inputs, pooled) for part in self.request_parts.values()], dim=1))
+
+
+class Heads(nn.Module):
+    """Per-task towers on a shared trunk, [B, D] → logits_BT; untrained they all predict `prior`."""
+
+    def __init__(self, width: int, layers: tuple[int, ...], tasks: int, prior: float) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Mlp(width, layers) for _ in range(tasks))
+        last_width = layers[-1] if layers else width
+        self.logits = nn.ModuleList(nn.Linear(last_width, 1) for _ in range(tasks))
+        self._bias = math.log(prior / (1 - prior))
+
+    def init_own_parameters(self) -> None:
+        for layer in self.logits:
+            for name, value in layer.named_parameters():
+                nn.init.constant_(value, self._bias if name == "bias" else 0.0)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return torch.cat([logit(tower(x_BD)) for tower, logit in zip(self.towers, self.logits, strict=True)], dim=1)

@@ -1,0 +1,95 @@
+"""Batches as tensors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from models.inputs import build_inputs, time_buckets
+from models.parts import pool
+from roo.lookup import build_lookup
+from roo.transform import apply
+from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+
+
+def test_rows_are_wrapped_without_a_copy_and_are_leaves_when_training() -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [2, 3])
+    lookup = build_lookup(batch)
+    rows = make_rows(schema, lookup)
+    for train in (True, False):
+        inputs = build_inputs(batch, lookup, rows, train=train)
+        for stack, rows_UD in inputs.rows.items():
+            assert rows_UD.data_ptr() == rows[stack].ctypes.data
+            assert rows_UD.is_leaf and rows_UD.requires_grad == train
+
+
+def test_read_only_arrays_are_taken() -> None:
+    schema = make_schema("candidate only")
+    batch = make_batch(schema, [2])
+    lookup = build_lookup(batch)
+    rows = make_rows(schema, lookup)
+    for array in (*rows.values(), batch.nro_float_BF, batch.request_index_B):
+        array.flags.writeable = False
+    assert build_inputs(batch, lookup, rows).nro_float_BG.shape == (2, 1)
+
+
+def test_floats_are_the_transformed_ones() -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [2, 3])
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(schema, lookup))
+    ro, nro = apply(batch)
+    np.testing.assert_array_equal(inputs.ro_float_RG, ro)
+    np.testing.assert_array_equal(inputs.nro_float_BG, nro)
+    assert inputs.nro_float_BG.shape[1] == 4  # ctr, age_s, ctr_rank, ctr_share
+    assert inputs.ro_present_RP.shape[1] == len(schema.ro)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pooling_is_the_mean_or_the_weighted_sum_of_each_list(case: str) -> None:
+    schema = make_schema(case)
+    batch = make_batch(schema, [2, 0, 3, 1])
+    lookup = build_lookup(batch)
+    rows = make_rows(schema, lookup)
+    pooled = pool(build_inputs(batch, lookup, rows))
+    for side, jagged in (("ro", batch.ro_lists), ("nro", batch.nro_lists)):
+        for f in schema.lists(side):  # type: ignore[arg-type]
+            stack = schema.table_by_name[f.table].stack
+            offsets, index = jagged.offsets_of(f.name), lookup.stacks[stack].index[f.name]
+            weights = jagged.weights_of(f.name)
+            for n in range(jagged.num_rows):
+                mine = rows[stack][index[offsets[n] : offsets[n + 1]]]
+                if f.kind == "weighted_ids" and weights is not None:
+                    expected = (mine * weights[offsets[n] : offsets[n + 1], None]).sum(axis=0)
+                else:
+                    expected = mine.sum(axis=0) / max(len(mine), 1)
+                np.testing.assert_allclose(pooled[f.name][n], expected, atol=1e-6)
+
+
+def test_gradients_of_rows_are_compact() -> None:
+    schema = make_schema("candidate only")
+    batch = make_batch(schema, [4, 4], seed=3)
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
+    pool(inputs)["item"].sum().backward()
+    (stack,) = [s for s, part in lookup.stacks.items() if len(part.id_U)]
+    gradient = inputs.rows[stack].grad
+    lengths = batch.nro_lists.lengths_KN[0]
+    share = np.repeat(1 / np.maximum(lengths, 1), lengths)
+    expected = np.bincount(lookup.stacks[stack].index["item"], weights=share, minlength=len(lookup.stacks[stack].id_U))
+    assert gradient is not None and gradient.shape == (len(expected), 4)
+    torch.testing.assert_close(gradient, torch.from_numpy(np.repeat(expected[:, None], 4, axis=1).astype(np.float32)))
+
+
+def test_time_buckets_step_where_the_formula_does() -> None:
+    seconds = np.array([0, 1, 2, 10, 59, 3600, 86_400, 10**7], dtype=np.int64)
+    expected = [math.floor(math.log(max(s, 1)) / 0.301) for s in seconds.tolist()]
+    assert time_buckets(seconds * 1000).tolist() == expected
+    assert time_buckets(-seconds * 1000).tolist() == expected  # a clock that ran ahead is no error
+    steps = time_buckets(np.arange(0, 10_000_000, 1000))
+    assert (np.diff(steps) >= 0).all()
+    assert time_buckets(np.array([2**63 - 1])).tolist() == [122]
