@@ -1,0 +1,148 @@
+"""A shard in a dict, for simulations of the commit: its disk outlives it, and it counts how often a row was pushed to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from roo.errors import CheckpointError, FencedError, UnavailableError
+from roo.lookup import Lookup
+from roo.schema import Schema
+from runtime.checkpoint_store import CheckpointStore
+from runtime.transport import Header, Transport
+from trainer import manifest as manifests
+
+RowKey = tuple[int, int]
+
+
+class Row:
+    def __init__(self, value_D: np.ndarray, squares_D: np.ndarray, pushes: int) -> None:
+        self.value_D, self.squares_D, self.pushes = value_D, squares_D, pushes
+
+    def copy(self) -> Row:
+        return Row(self.value_D.copy(), self.squares_D.copy(), self.pushes)
+
+
+def initial(table: int, id_: int, dim: int) -> np.ndarray:
+    return np.random.default_rng([table, abs(id_)]).uniform(-0.05, 0.05, dim).astype(np.float32)
+
+
+class FakeShard:
+    """`disk` (segment → rows) survives; everything else dies with the process."""
+
+    def __init__(self, index: int, schema: Schema, store: CheckpointStore, disk: dict[str, dict[RowKey, Row]]) -> None:
+        self.index, self.schema, self.store, self.disk = index, schema, store, disk
+        self.dims = {t.id: t.dim for t in schema.tables}
+        self.incarnation = 0
+        self.restored = False
+        self.rows: dict[RowKey, Row] = {}
+        self.frozen: tuple[int, dict[RowKey, Row]] | None = None
+        self.seen: set[int] = set()
+
+    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
+        if not self.restored:
+            raise UnavailableError(f"shard {self.index} awaits RESTORE")
+        if header["incarnation"] != self.incarnation:
+            raise FencedError(f"expected incarnation {self.incarnation}, got {header['incarnation']}")
+        return self._pull(header, arrays) if method == "pull" else self._push(header, arrays)
+
+    def execute(self, command: dict[str, Any]) -> dict[str, Any]:
+        return dict(getattr(self, f"_{command['kind']}")(command))
+
+    def bits(self) -> dict[str, bytes]:
+        return {f"row {key}": row.value_D.tobytes() + row.squares_D.tobytes() for key, row in self.rows.items()}
+
+    def _pull(self, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
+        out = []
+        for at, stack in enumerate(header["stacks"]):
+            dim = self.schema.stacks[stack][0].dim
+            keys = list(zip(arrays[2 * at].tolist(), arrays[2 * at + 1].tolist(), strict=True))
+            rows = [self.rows[k].value_D if k in self.rows else initial(*k, dim) for k in keys]
+            out.append(np.array(rows, dtype=np.float32).reshape(len(keys), dim))
+        return {}, out
+
+    def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
+        if header["sequence"] in self.seen:
+            return {"applied": False}, []
+        self.seen.add(header["sequence"])
+        for at in range(len(header["stacks"])):
+            table_U, id_U, gradient_UD = arrays[3 * at : 3 * at + 3]
+            for table, id_, gradient_D in zip(table_U.tolist(), id_U.tolist(), gradient_UD, strict=True):
+                dim = self.dims[table]
+                row = self.rows.get((table, id_)) or Row(initial(table, id_, dim), np.full(dim, 0.1, np.float32), 0)
+                row.squares_D += gradient_D * gradient_D
+                row.value_D -= np.float32(0.05) * gradient_D / np.sqrt(row.squares_D)
+                row.pushes += 1
+                self.rows[table, id_] = row
+        return {"applied": True}, []
+
+    def _restore(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.restored, self.frozen, rows = False, None, {}
+        if command["manifest"]:
+            manifest = manifests.load(self.store, command["manifest"])
+            for segment in manifest.shards[self.index]["segments"]:
+                if segment["name"] not in self.disk:
+                    raise CheckpointError(f"segment {segment['name']} of shard {self.index} is damaged")
+                rows = {k: row.copy() for k, row in self.disk[segment["name"]].items()}
+        self.rows, self.incarnation, self.restored = rows, command["incarnation"], True
+        self.seen.clear()
+        return {}
+
+    def _freeze(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.frozen = command["seq"], {k: row.copy() for k, row in self.rows.items()}
+        return {"rows": len(self.rows), "paused_ms": 0.0}
+
+    def _write(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.frozen is not None and self.frozen[0] == command["seq"]
+        name = f"{command['seq']}-{command['incarnation']}"
+        self.disk[name] = self.frozen[1]
+        return {"segments": [{"name": name, "rows": len(self.frozen[1])}], "rows_end": {0: 0}}
+
+    def _commit(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.frozen is not None and self.frozen[0] == command["seq"]
+        self.frozen = None
+        return {}
+
+    def _abort(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.frozen = None
+        return {}
+
+
+class FakeRows:
+    """A client of fake shards: id mod number of shards owns a row."""
+
+    def __init__(self, schema: Schema, transports: Sequence[Transport]) -> None:
+        self.schema, self.transports = schema, transports
+        self.incarnation = 0
+        self.sequence = 0
+        self.before_push: Callable[[], None] = lambda: None
+
+    def set_incarnation(self, incarnation: int) -> None:
+        self.incarnation, self.sequence = incarnation, 0
+
+    def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        out = {s: np.zeros((len(at.id_U), self.schema.stacks[s][0].dim), np.float32) for s, at in lookup.stacks.items()}
+        for index, transport in enumerate(self.transports):
+            arrays, owned = self._owned(lookup, index)
+            header = {"incarnation": self.incarnation, "stacks": list(lookup.stacks)}
+            _, rows = transport.call("pull", header, arrays)
+            for stack, of_stack in zip(lookup.stacks, rows, strict=True):
+                out[stack][owned[stack]] = of_stack
+        return out
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, np.ndarray], **header: Any) -> None:
+        self.sequence += 1
+        for index, transport in enumerate(self.transports):
+            self.before_push()
+            keys, owned = self._owned(lookup, index)
+            arrays: list[np.ndarray] = []
+            for at, stack in enumerate(lookup.stacks):
+                arrays += [*keys[2 * at : 2 * at + 2], gradients[stack][owned[stack]]]
+            stated = {"incarnation": self.incarnation, "worker": 0, "sequence": self.sequence, "stacks": list(lookup.stacks)}
+            transport.call("push", {**stated, **header}, arrays)
+
+    def _owned(self, lookup: Lookup, index: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        owned = {s: at.id_U % len(self.transports) == index for s, at in lookup.stacks.items()}
+        return [a[owned[s]] for s, at in lookup.stacks.items() for a in (at.table_U, at.id_U)], owned

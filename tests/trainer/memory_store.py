@@ -1,0 +1,52 @@
+"""A checkpoint store in memory, with faults that happen when told to."""
+
+from __future__ import annotations
+
+import errno
+
+from roo.errors import CheckpointError
+
+
+class MemoryStore:
+    """`CheckpointStore` in a dict. `fail_next("create", "after")`: the disk is full after the name exists."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self._faults: list[tuple[str, str]] = []
+
+    def fail_next(self, method: str, when: str = "before") -> None:
+        self._faults.append((method, when))
+
+    def damage(self, name: str) -> None:
+        """Flip one bit in the middle."""
+        data = bytearray(self.objects[name])
+        data[len(data) // 2] ^= 1
+        self.objects[name] = bytes(data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._fault("create", "before")
+        if name in self.objects:
+            return False
+        self.objects[name] = data
+        self._fault("create", "after")
+        return True
+
+    def put(self, name: str, data: bytes) -> None:
+        self._fault("put", "before")
+        self.objects[name] = data
+
+    def get(self, name: str) -> bytes:
+        if name not in self.objects:
+            raise CheckpointError(f"{name} is absent")
+        return self.objects[name]
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(n for n in self.objects if n.startswith(f"{prefix}/"))
+
+    def delete(self, name: str) -> None:
+        self.objects.pop(name, None)
+
+    def _fault(self, method: str, when: str) -> None:
+        if (method, when) in self._faults:
+            self._faults.remove((method, when))
+            raise OSError(errno.ENOSPC, "No space left on device")

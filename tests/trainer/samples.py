@@ -1,0 +1,73 @@
+"""A small schema and samples for it, whose user ids are unique: a user's row tells how often its sample was applied."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from models.config import ModelConfig
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import encode_nro, encode_ro
+from roo.record import Record
+from roo.schema import Schema, schema_from_dict
+
+T0 = 1_700_000_000_000
+NUM_ITEMS = 7
+MODEL = ModelConfig(
+    request_layers=(4,),
+    history_attention=False,
+    cross_layers=1,
+    width=4,
+    list_layers=0,
+    list_heads=1,
+    deep_layers=(4,),
+    task_layers=(4,),
+)
+
+
+@cache
+def schema() -> Schema:
+    return schema_from_dict(
+        {
+            "tables": {"user": {"dim": 2}, "item": {"dim": 4, "rule": "rowwise_adagrad"}},
+            "ro": [{"name": "user", "kind": "ids", "table": "user"}, {"name": "hour", "kind": "float"}],
+            "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "age", "kind": "float"}],
+            "label": [{"name": "click", "action": "click", "fold": "any"}],
+        }
+    )
+
+
+@cache
+def sample(number: int, *, num_candidates: int = 3, close_ms: int | None = None, user: int | None = None) -> bytes:
+    """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the number."""
+    s, random = schema(), np.random.default_rng(number)
+    items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
+    time_ms = T0 + number * 1000
+    message = pb.Sample(
+        header=pb.Header(request_id=f"r{number}", user_id=user or number, time_ms=time_ms, schema=s.fingerprint),
+        sample_id=number,
+        close_reason=pb.CLOSE_WINDOW,
+        close_ms=time_ms + 500 if close_ms is None else close_ms,
+        ro=encode_ro(s, {"user": [user or number], "hour": float(number % 24)}),
+        item_ids=items,
+        parts=[
+            pb.Part(
+                nro=encode_nro(s, {"item": items, "age": random.random(num_candidates)}, num_candidates), num_rows=num_candidates
+            )
+        ],
+        labels=(random.random(num_candidates) < 0.4).astype(float).tolist(),
+        weight=1.0,
+    )
+    return wire.encode(wire.SAMPLE, message)
+
+
+def records(numbers: list[int], *, num_partitions: int = 2) -> list[Record]:
+    """One record a number, dealt to partitions by it, in that order; a number that comes again is a re-emission."""
+    out, ends = [], dict.fromkeys(range(num_partitions), 0)
+    for number in numbers:
+        p = number % num_partitions
+        out.append(Record("samples", p, ends[p], T0 + number * 1000 + 500, number.to_bytes(8, "little"), sample(number)))
+        ends[p] += 1
+    return out

@@ -1,0 +1,182 @@
+"""Kills at every numbered moment of the commit: exactly once, and in exact mode bit-equal.
+
+Moments, in the numbers of trainer/coordinator.py: cut (2, 3), freeze and resume (4), write (5), link (6), commit (7); and those
+of a restore: claim, restore, start; and between the two pushes of one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.trainer import samples
+from tests.trainer.simulator import CONTROLLER, WORKER, Kill, Simulation
+from trainer import manifest as manifests
+from trainer.commit import State
+
+EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
+MOMENTS = [
+    *((WORKER, kind, when) for kind in ("restore", "start", "cut", "resume", "write", "commit") for when in ("before", "after")),
+    *(("shard 0", kind, when) for kind in ("restore", "freeze", "write", "commit") for when in ("before", "after")),
+    ("shard 1", "freeze", "after"),
+    ("shard 1", "write", "after"),
+    *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in ("before", "after")),
+    (WORKER, "push", "before"),
+]
+EXACT_NUMBERS = list(range(1, 49))
+LIVE_NUMBERS = [n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))]  # some are emitted again
+
+
+@functools.cache
+def undisturbed() -> dict[str, bytes]:
+    return Simulation(samples.records(EXACT_NUMBERS), exact=True).run().bits()
+
+
+def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
+    pushes = simulation.pushes()
+    assert pushes == dict.fromkeys(sorted(set(numbers)), 1), {n: pushes.get(n, 0) for n in set(numbers) if pushes.get(n, 0) != 1}
+
+
+@pytest.mark.parametrize("victim", EVERYONE)
+@pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
+def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str, str], victim: str) -> None:
+    occurrence = 1 if moment[1] in ("claim", "restore", "start") else 9 if moment[1] == "push" else 2
+    kill = Kill(moment, victim, occurrence)
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=[kill]).run()
+    assert simulation.killed == [victim]
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
+
+
+kills = st.lists(
+    st.builds(Kill, moment=st.sampled_from(MOMENTS), victim=st.sampled_from(EVERYONE), occurrence=st.integers(1, 4)),
+    max_size=6,
+    unique_by=lambda kill: (kill.moment, kill.occurrence),
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kills, st.sampled_from([2, 14]))
+def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(schedule: list[Kill], restart_after: int) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS), kills=schedule, restart_after=restart_after)
+    simulation.run_as_far_as_kills_go()
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(kills)
+def test_g11_parameters_after_any_kills_are_bit_equal(schedule: list[Kill]) -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=schedule)
+    simulation.run_as_far_as_kills_go()
+    assert simulation.bits() == undisturbed()
+
+
+def test_g3_a_member_that_stays_away_is_waited_for() -> None:
+    simulation = Simulation(
+        samples.records(LIVE_NUMBERS), kills=[Kill(("shard 0", "write", "after"), "shard 1")], restart_after=40
+    )
+    simulation.run()
+    assert simulation.controller is not None and simulation.controller.coordinator.incarnation >= 2
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
+    assert sorted(id_ for id_, _ in simulation.predicted) == sorted(set(LIVE_NUMBERS))
+    assert simulation.last.dedupe["count"] == len(set(LIVE_NUMBERS))
+    assert simulation.last.metrics["requests"] == len(set(LIVE_NUMBERS))
+
+
+def disturbed_at_rest(simulation: Simulation) -> Simulation:
+    """Kill the worker when everything is committed and let everyone be restored."""
+    simulation.kill(WORKER)
+    for _ in range(8):
+        simulation.round()
+    return simulation.run()
+
+
+def test_g5_a_damaged_newest_manifest_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
+    newest = simulation.last.name
+    simulation.store.damage(newest)
+    with caplog.at_level(logging.WARNING):
+        disturbed_at_rest(simulation)
+    assert newest in caplog.text
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
+
+
+def test_g5_a_damaged_dense_file_is_never_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
+    simulation.store.damage(simulation.last.dense["name"])
+    with caplog.at_level(logging.WARNING):
+        disturbed_at_rest(simulation)
+    assert "it is damaged" in caplog.text and "passing it over" in caplog.text
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
+
+
+def test_g5_a_damaged_segment_is_never_loaded() -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
+    del simulation.disks[0][simulation.last.shards[0]["segments"][0]["name"]]
+    disturbed_at_rest(simulation)
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_disk_that_is_full_at_the_link_commits_all_or_nothing(when: str) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS))
+    while not (simulation.controller and simulation.controller.coordinator.state is State.RUNNING):
+        simulation.round()
+    simulation.store.fail_next("create", when)
+    simulation.run()
+    assert simulation.controller.coordinator.num_aborts == (1 if when == "before" else 0)
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+def test_a_disk_that_is_full_at_the_dense_file_only_delays_the_commit() -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS))
+    simulation.store.fail_next("put")
+    simulation.run()
+    assert simulation.controller is not None
+    assert simulation.controller.coordinator.num_aborts == 1 and simulation.controller.coordinator.num_rollbacks == 0
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS))
+    for _ in range(8):
+        simulation.round()
+    old = simulation.controller
+    assert old is not None
+    simulation.start(CONTROLLER)
+    simulation.run()
+    committed = simulation.last.name
+    simulation.clock.advance(5)
+    with pytest.raises(manifests.FencedError, match="was claimed by another controller"):
+        old.turn()
+    with pytest.raises(manifests.FencedError):
+        old.handle("beat", {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}}, ())
+    assert simulation.last.name == committed
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+@functools.cache
+def undisturbed_on_real_shards() -> dict[str, bytes]:
+    return Simulation(samples.records(EXACT_NUMBERS), exact=True, real_shards=True).run().bits()
+
+
+@pytest.mark.parametrize("victim", ["shard 0", WORKER, CONTROLLER])
+@pytest.mark.parametrize(
+    "moment", [m for m in MOMENTS if m[1] in ("freeze", "write", "link", "commit") and m[2] == "after"], ids=" ".join
+)
+def test_g11_the_parameter_server_itself_comes_back_bit_equal(moment: tuple[str, str, str], victim: str) -> None:
+    kill = Kill(moment, victim, 2)
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=[kill], real_shards=True).run()
+    assert simulation.killed == [victim]
+    assert simulation.bits() == undisturbed_on_real_shards()

@@ -1,0 +1,149 @@
+"""The controller's calls: held beats, status, commit on demand, and files that can't be written."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from runtime.clock import FakeClock
+from tests.trainer.memory_store import MemoryStore
+from tests.trainer.test_coordinator import ANSWERS, FACTS
+from trainer import manifest as manifests
+from trainer.commit import State
+from trainer.controller import Controller
+from trainer.coordinator import Coordinator
+
+EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
+
+
+class Stage:
+    def __init__(self, store: MemoryStore | None = None, hold_s: float = 0.0) -> None:
+        self.store, self.clock = store or MemoryStore(), FakeClock()
+        self.checked: list[str] = []
+        self.it = Controller(
+            Coordinator(FACTS), self.store, self.clock, check=lambda manifest: self.checked.append(manifest.name), hold_s=hold_s
+        )
+        self.incarnation = 0
+        self.step = 0
+
+    def beat(self, role: str, index: int, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        header = {"role": role, "index": index, "session": 1, "incarnation": self.incarnation}
+        answer, _ = self.it.handle("beat", {**header, "results": results or [], "report": {"step": self.step}}, ())
+        return answer["commands"]
+
+    def turn(self) -> None:
+        """Everyone beats, answers, beats; the controller acts."""
+        self.it.turn()
+        for role, index in EVERYONE:
+            commands = self.beat(role, index)
+            answers = [{"id": c["id"], "ok": True, **ANSWERS.get((role, c["kind"]), {})} for c in commands]
+            self.incarnation = max([self.incarnation, *(c["incarnation"] for c in commands)])
+            self.beat(role, index, answers)
+        self.it.turn()
+
+    def to(self, state: State) -> Stage:
+        for _ in range(20):
+            if self.it.coordinator.state is state:
+                return self
+            self.turn()
+        raise AssertionError(self.it.status())
+
+
+def test_a_commit_on_demand_is_waited_for() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.turn()
+    answers: list[dict[str, Any]] = []
+    caller = threading.Thread(target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0])))
+    caller.start()
+    while caller.is_alive():
+        stage.turn()
+        caller.join(0.01)
+    assert answers == [{"seq": 1, "committed": True}]
+    assert manifests.load(stage.store, "manifests/00000001").step == 3
+    assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, "nothing new: nothing to wait for"
+
+
+def test_a_commit_that_cannot_be_made_is_told_after_the_wait() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.turn()
+    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0]["committed"] is False
+
+
+def test_a_held_beat_ends_with_a_command() -> None:
+    stage = Stage(hold_s=30.0)
+    stage.it.turn()
+    got: list[list[dict[str, Any]]] = []
+    threads = [threading.Thread(target=lambda key=key: got.append(stage.beat(*key))) for key in EVERYONE]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [[c["kind"] for c in commands] for commands in got] == [["restore"]] * 3
+
+
+def test_status_says_where_everything_is() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.clock.advance(2)
+    status = stage.it.status()
+    assert (status["state"], status["incarnation"], status["seq"], status["manifest"]) == ("running", 1, 0, "")
+    assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"} and status["reports"]["worker 0"] == {"step": 0}
+    assert status["commit_age_ms"] == pytest.approx(2000)
+
+
+def test_an_unknown_call_is_refused() -> None:
+    with pytest.raises(RoostreamError, match="expected a call of beat, status or commit, got 'dance'"):
+        Stage().it.handle("dance", {}, ())
+
+
+def test_a_restarted_controller_checks_what_is_committed_before_it_commands() -> None:
+    first = Stage().to(State.RUNNING)
+    first.step = 3
+    first.it.handle("commit", {"timeout_s": 0}, ())
+    first.to(State.COMMITTING)
+    second = Stage(first.store)
+    second.it.turn()
+    assert second.checked == ["manifests/00000001"] and second.it.status()["incarnation"] == 2
+    with pytest.raises(FencedError, match="this controller stops"):
+        first.clock.advance(2)
+        first.it.turn()
+
+
+def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> None:
+    stage = Stage()
+    stage.store.create("manifests/00000001", b"{}")
+    with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
+        stage.it.turn()
+
+
+def test_a_full_disk_at_the_claim_is_one_clear_sentence() -> None:
+    stage = Stage()
+    stage.store.fail_next("create")
+    with pytest.raises(SetupError, match=r"the checkpoint store can't be used .*No space left"):
+        stage.it.turn()
+
+
+def test_a_late_link_of_an_older_controller_leaves_the_name_to_it() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.store.objects["manifests/00000001"] = b"another controller's"
+    stage.to(State.ABORTING).to(State.RUNNING)
+    assert stage.store.objects["manifests/00000001"] == b"another controller's"
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.to(State.COMMITTING)
+    assert manifests.newest(stage.store) is not None and stage.it.status()["seq"] == 2
+
+
+def test_a_claim_of_a_newer_controller_stops_the_link() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.store.create("incarnations/00000009", b"{}")
+    with pytest.raises(FencedError):
+        stage.to(State.COMMITTING)
+    assert not stage.store.list("manifests")

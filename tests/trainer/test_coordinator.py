@@ -1,0 +1,340 @@
+"""The controller's decisions, event by event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roo.errors import ConfigError
+from trainer.commit import Claim, Facts, Key, Link, Retire, State
+from trainer.coordinator import Coordinator
+from trainer.manifest import Manifest, Restorable
+
+FACTS = Facts(schema="ff", seed=0, num_shards=2, num_buckets=64, kafka={"cluster_id": "c"}, commit_interval_s=10)
+SHARD_0, SHARD_1, WORKER = Key("shard", 0), Key("shard", 1), Key("worker", 0)
+EVERYONE = (SHARD_0, SHARD_1, WORKER)
+ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
+    ("worker", "cut"): {"offsets": {"samples": {0: 5, 1: 6}}, "watermark_ms": 77, "step": 3, "model": {"width": 8}, "dedupe": 4},
+    ("worker", "write"): {"dense": {"name": "dense/00000001-1.safetensors", "bytes": 9, "checksum": "ab"}},
+    ("shard", "write"): {"segments": [{"name": "s"}], "rows_end": {0: 10, 1: 11}},
+}
+
+
+class Group:
+    """A coordinator, members that answer what they are asked, and a clock."""
+
+    def __init__(self, facts: Facts = FACTS) -> None:
+        self.it = Coordinator(facts)
+        self.now_s = 0.0
+        self.sessions = dict.fromkeys(EVERYONE, 1)
+        self.incarnations = dict.fromkeys(EVERYONE, 0)
+        self.reports: dict[Key, dict[str, Any]] = {key: {} for key in EVERYONE}
+        self.asked: list[tuple[Key, str]] = []
+
+    def claim(self, incarnation: int, last: Restorable | None = None, next_seq: int = 1) -> None:
+        (claim,) = self.it.take_effects()
+        assert isinstance(claim, Claim)
+        self.it.claimed(incarnation, last, next_seq, self.now_s)
+
+    def beat(self, key: Key, results: tuple[dict[str, Any], ...] = ()) -> None:
+        self.it.beat(key, self.sessions[key], self.incarnations[key], results, self.reports[key], self.now_s)
+
+    def answer(self, key: Key, **override: Any) -> None:
+        """Answer everything asked of `key`."""
+        for command in self.it.commands(key):
+            self.asked.append((key, command["kind"]))
+            if command["kind"] == "restore":
+                self.incarnations[key] = command["incarnation"]
+            answer = {"ok": True, **ANSWERS.get((key.role, command["kind"]), {}), **override}
+            self.beat(key, ({"id": command["id"], **answer},))
+
+    def round(self, *keys: Key) -> None:
+        for key in keys or EVERYONE:
+            self.beat(key)
+        for key in keys or EVERYONE:
+            self.answer(key)
+
+    def to(self, state: State) -> None:
+        for _ in range(20):
+            if self.it.state is state:
+                return
+            for key in EVERYONE:
+                self.answer(key)
+                if self.it.state is state:
+                    return
+        raise AssertionError(f"{self.it.state}, not {state}")
+
+    def running(self) -> Group:
+        self.claim(self.it.incarnation + 1, self.it.last, self.it.seq + 1)
+        self.round()
+        self.to(State.RUNNING)
+        self.round()
+        return self
+
+    def cutting(self) -> Group:
+        self.running()
+        self.reports[WORKER] = {"step": 3}
+        for _ in range(10):
+            self.now_s += 1
+            self.round_without_answers()
+        assert self.it.state is State.CUTTING
+        return self
+
+    def round_without_answers(self) -> None:
+        for key in EVERYONE:
+            self.beat(key)
+
+    def link(self, outcome: str = "linked") -> Manifest:
+        (link,) = self.it.take_effects()
+        assert isinstance(link, Link)
+        self.it.linked(outcome, self.now_s)
+        return link.manifest
+
+    def committed(self) -> Group:
+        self.cutting().to(State.LINKING)
+        self.link()
+        self.to(State.RUNNING)
+        self.it.take_effects()
+        return self
+
+
+def test_nothing_starts_before_every_member_is_there() -> None:
+    group = Group()
+    group.claim(1)
+    group.round(SHARD_0, WORKER)
+    assert group.it.state is State.GATHERING and not group.asked
+    group.round(SHARD_1)
+    assert group.it.state is State.RESTORING
+    group.to(State.RUNNING)
+    group.round()
+    assert group.asked == [*((k, "restore") for k in (SHARD_1, SHARD_0, WORKER)), (WORKER, "start")]
+
+
+def test_a_commit_asks_in_the_written_order() -> None:
+    group = Group().cutting()
+    group.asked.clear()
+    group.to(State.LINKING)
+    manifest = group.link()
+    assert [kind for _, kind in group.asked] == ["cut", "freeze", "freeze", "resume", "write", "write", "write"]
+    assert (manifest.seq, manifest.incarnation, manifest.step, manifest.watermark_ms) == (1, 1, 3, 77)
+    assert manifest.offsets == {"samples": {0: 5, 1: 6}} and manifest.rows_end == {0: 10, 1: 11}
+    assert manifest.shards == {i: {"segments": [{"name": "s"}]} for i in (0, 1)}
+    assert manifest.dedupe == {"name": "dense/00000001-1.safetensors", "count": 4}
+    assert manifest.previous == {"seq": 0, "checksum": ""}
+    assert group.it.state is State.COMMITTING and group.it.seq == 1
+    assert group.it.take_effects() == [Retire()]
+    group.to(State.RUNNING)
+    assert [kind for _, kind in group.asked[-3:]] == ["commit"] * 3
+
+
+def test_the_next_manifest_continues_the_last() -> None:
+    group = Group().committed()
+    first = group.it.last
+    assert first is not None
+    group.reports[WORKER] = {"step": 9}
+    group.it.want_commit()
+    group.round_without_answers()
+    group.to(State.LINKING)
+    manifest = group.link()
+    assert manifest.seq == 2 and manifest.previous == {"seq": 1, "checksum": first.manifest.checksum}
+
+
+def test_an_idle_loop_writes_nothing() -> None:
+    group = Group().committed()
+    for _ in range(30):
+        group.now_s += 1
+        group.round()
+    assert group.it.state is State.RUNNING and group.it.num_commits == 1
+
+
+def test_a_leaving_worker_gets_its_commit_at_once() -> None:
+    group = Group().running()
+    group.reports[WORKER] = {"step": 1, "leaving": True}
+    group.beat(WORKER)
+    assert group.it.state is State.CUTTING
+
+
+def test_commands_are_given_again_until_answered_and_results_count_once() -> None:
+    group = Group().cutting()
+    (cut,) = group.it.commands(WORKER)
+    assert group.it.commands(WORKER) == [cut]
+    answer = {"id": cut["id"], "ok": True, **ANSWERS["worker", "cut"]}
+    group.beat(WORKER, (answer, answer))
+    assert group.it.state is State.FREEZING
+    group.beat(WORKER, (answer,))
+    assert group.it.state is State.FREEZING
+
+
+STEPS = (State.RESTORING, State.RUNNING, State.CUTTING, State.FREEZING, State.WRITING, State.LINKING, State.COMMITTING)
+
+
+def in_state(state: State) -> Group:
+    group = Group()
+    if state is State.RESTORING:
+        group.claim(1)
+        group.round_without_answers()
+    elif state is State.RUNNING:
+        group.running()
+    elif state is State.COMMITTING:
+        group.cutting().to(State.LINKING)
+        group.link()
+    else:
+        group.cutting().to(state)
+    assert group.it.state is state
+    return group
+
+
+@pytest.mark.parametrize("victim", EVERYONE, ids=str)
+@pytest.mark.parametrize("state", STEPS)
+def test_a_lost_member_begins_a_new_incarnation(state: State, victim: Key) -> None:
+    group = in_state(state)
+    committed = state is State.COMMITTING
+    group.it.take_effects()
+    for _ in range(4):
+        group.now_s += 1
+        for key in EVERYONE:
+            if key != victim:
+                group.beat(key)
+    assert group.it.state is State.CLAIMING and str(victim) in group.it.reason
+    assert all(not group.it.commands(key) for key in EVERYONE)
+    group.claim(2, group.it.last, 2)
+    assert group.it.state is State.GATHERING
+    group.sessions[victim] += 1
+    group.round_without_answers()
+    assert group.it.state is State.RESTORING
+    assert {c["manifest"] for key in EVERYONE for c in group.it.commands(key)} == {"manifests/00000001" if committed else ""}
+
+
+def test_a_new_session_means_that_the_process_died() -> None:
+    group = Group().running()
+    group.sessions[SHARD_1] += 1
+    group.beat(SHARD_1)
+    assert group.it.state is State.CLAIMING and group.it.reason == "shard 1 started again"
+
+
+def test_a_broken_worker_begins_a_new_incarnation_once() -> None:
+    group = Group().running()
+    group.reports[WORKER] = {"broken": "shard 0 is away"}
+    group.beat(WORKER)
+    assert group.it.state is State.CLAIMING
+    group.claim(2)
+    group.beat(WORKER)
+    assert group.it.state is State.RESTORING, "what it says of the incarnation before changes nothing"
+
+
+@pytest.mark.parametrize(("key", "kind"), [(WORKER, "cut"), (SHARD_0, "freeze"), (SHARD_1, "write"), (WORKER, "write")])
+def test_a_refusal_before_the_link_commits_nothing_and_training_goes_on(key: Key, kind: str) -> None:
+    group = Group().cutting()
+    for _ in range(9):
+        if any(c["kind"] == kind for c in group.it.commands(key)):
+            break
+        for each in EVERYONE:
+            if not any(c["kind"] == kind for c in group.it.commands(each)):
+                group.answer(each)
+    commands = [c for c in group.it.commands(key) if c["kind"] == kind]
+    group.beat(key, ({"id": commands[0]["id"], "ok": False, "error": "disk full"},))
+    assert group.it.state is State.ABORTING and group.it.take_effects() == []
+    assert {c["kind"] for each in EVERYONE for c in group.it.commands(each)} == {"abort"}
+    group.to(State.RUNNING)
+    assert (group.it.seq, group.it.num_aborts) == (0, 1)
+    for _ in range(10):
+        group.now_s += 1
+        group.round_without_answers()
+    group.to(State.LINKING)
+    assert group.link().seq == 2, "the abandoned number is never used again"
+
+
+@pytest.mark.parametrize("outcome", ["exists", "failed: No space left on device"])
+def test_a_link_that_fails_commits_nothing(outcome: str) -> None:
+    group = Group().cutting()
+    group.to(State.LINKING)
+    group.link(outcome)
+    assert group.it.state is State.ABORTING and group.it.seq == 0
+    group.to(State.RUNNING)
+
+
+def test_a_member_that_never_answers_is_not_waited_for() -> None:
+    group = Group().cutting()
+    for _ in range(61):
+        group.now_s += 1
+        group.round_without_answers()
+    assert group.it.state is State.ABORTING
+
+
+def test_a_link_that_ends_after_a_member_was_lost_is_found_by_the_next_claim() -> None:
+    group = Group().cutting()
+    group.to(State.LINKING)
+    (link,) = group.it.take_effects()
+    assert isinstance(link, Link)
+    group.sessions[SHARD_0] += 1
+    group.beat(SHARD_0)
+    group.it.linked("linked", group.now_s)
+    assert group.it.state is State.CLAIMING and group.it.seq == 0
+    group.claim(2, Restorable(link.manifest.name, link.manifest), 2)
+    assert group.it.seq == 1
+
+
+def test_g5_a_damaged_checkpoint_is_passed_over_for_the_one_before() -> None:
+    group = Group().committed()
+    group.sessions[SHARD_0] += 1
+    group.beat(SHARD_0)
+    group.claim(2, group.it.last, 2)
+    group.round_without_answers()
+    (restore,) = group.it.commands(SHARD_0)
+    group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "checksum", "damaged": True},))
+    assert group.it.state is State.CLAIMING
+    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}))]
+
+
+def test_a_refused_restore_is_tried_again_a_little_later() -> None:
+    group = in_state(State.RESTORING)
+    (restore,) = group.it.commands(WORKER)
+    group.beat(WORKER, ({"id": restore["id"], "ok": False, "error": "Kafka is away"},))
+    group.claim(2)
+    group.round_without_answers()
+    assert group.it.state is State.GATHERING
+    group.now_s += 1
+    group.round_without_answers()
+    assert group.it.state is State.RESTORING
+
+
+def test_a_member_of_a_later_incarnation_fences_this_controller() -> None:
+    group = Group().running()
+    group.incarnations[SHARD_0] = 9
+    group.beat(SHARD_0)
+    assert group.it.state is State.FENCED and "shard 0 is at incarnation 9" in group.it.reason
+    group.now_s += 60
+    group.it.tick(group.now_s)
+    assert group.it.state is State.FENCED and group.it.take_effects() == []
+
+
+def test_a_member_that_is_not_ours_is_told_so() -> None:
+    group = Group()
+    with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.0, got shard 2"):
+        group.it.beat(Key("shard", 2), 1, 0, (), {}, 0.0)
+
+
+def test_several_workers_cut_together() -> None:
+    facts = Facts(schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, kafka={})
+    it, keys = Coordinator(facts), (SHARD_0, WORKER, Key("worker", 1))
+    it.take_effects()
+    it.claimed(1, None, 1, 0.0)
+
+    def turn(now_s: float) -> None:
+        for key in keys:
+            results = []
+            for c in it.commands(key):
+                answer = dict(ANSWERS.get((key.role, c["kind"]), {}))
+                if c["kind"] == "cut":
+                    answer |= {"offsets": {"samples": {key.index: 40 + key.index}}, "watermark_ms": 70 + key.index}
+                results.append({"id": c["id"], "ok": True, **answer})
+            it.beat(key, 1, 1, results, {"step": 3}, now_s)
+
+    for second in range(20):
+        turn(second)
+        if it.state is State.LINKING:
+            break
+    (link,) = it.take_effects()
+    assert isinstance(link, Link)
+    assert link.manifest.offsets == {"samples": {0: 40, 1: 41}} and link.manifest.watermark_ms == 70

@@ -1,0 +1,86 @@
+"""The dense file gives back the bits that were taken, or nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from roo.errors import CheckpointError
+from trainer import dense
+from trainer.adam import Adam
+
+
+def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, Adam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 2), nn.Linear(2, 1))
+    optimizer = Adam(model.named_parameters(), learning_rate=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, width)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
+    model, optimizer = trained()
+    tensors, metadata = dense.decode(dense.encode(dense.take(model, optimizer), {"step": "3"}))
+    assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
+    other, others = trained(steps=1)
+    dense.put(tensors, other, others, same_schema=True)
+    for m, o in ((model, optimizer), (other, others)):
+        o.zero_grad()
+        m(torch.ones(4, 3)).sum().backward()
+        o.step()
+    mine, theirs = dense.take(other, others), dense.take(model, optimizer)
+    assert mine.keys() == theirs.keys() and all(mine[k].tobytes() == theirs[k].tobytes() for k in mine)
+
+
+def test_what_was_taken_does_not_change_with_later_steps() -> None:
+    model, optimizer = trained()
+    tensors = dense.take(model, optimizer)
+    kept = {k: v.copy() for k, v in tensors.items()}
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert all((tensors[k] == v).all() for k, v in kept.items())
+
+
+def test_an_untrained_optimizer_comes_back_untrained() -> None:
+    model, optimizer = trained(steps=0)
+    tensors = dense.take(model, optimizer)
+    assert int(tensors["optimizer.step"]) == 0
+    other, others = trained(steps=2)
+    dense.put(tensors, other, others, same_schema=True)
+    assert others.num_steps == 0 and not any(v.any() for slots in others.slots.values() for v in slots.values())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x08", b"\xff" * 16, (5).to_bytes(8, "little") + b"hello", (2).to_bytes(8, "little") + b"[]"]
+)
+def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="expected a safetensors"):
+        dense.decode(data)
+
+
+def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:
+    tensors = dense.take(*trained(width=3))
+    model, optimizer = trained(width=4)
+    before = dense.take(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
+        dense.put(tensors, model, optimizer, same_schema=True)
+    assert all((before[k] == v).all() for k, v in dense.take(model, optimizer).items())
+
+
+def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = dense.take(*trained(width=3))
+    model, optimizer = trained(width=4, steps=1)
+    fresh = model.state_dict()["0.weight"].numpy().copy()
+    with caplog.at_level(logging.WARNING):
+        dense.put(tensors, model, optimizer, same_schema=False)
+    after = dense.take(model, optimizer)
+    assert (after["model.0.weight"] == fresh).all() and (after["model.1.weight"] == tensors["model.1.weight"]).all()
+    assert "model.0.weight begin from their initial values" in caplog.text
+    assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])

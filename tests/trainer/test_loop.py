@@ -1,0 +1,200 @@
+"""Samples to updates: what is trained, what is only scored, what is left out and counted."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from models.inputs import build_inputs
+from roo.decode import Decoder
+from roo.errors import TransportError
+from roo.lookup import build_lookup
+from roo.record import Record
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from trainer.config import LoopConfig
+from trainer.loop import exact_numerics
+
+N12 = samples.records(list(range(1, 13)))
+
+
+def raw(number: int, value: bytes, partition: int = 0) -> Record:
+    return Record("samples", partition, number, samples.T0, None, value)
+
+
+def weights(built: Built) -> dict[str, np.ndarray]:
+    return {k: v.detach().numpy().copy() for k, v in built.loop.model.state_dict().items()}
+
+
+def test_every_request_is_scored_and_applied_once() -> None:
+    built = build(N12).train_all()
+    assert built.pushes() == dict.fromkeys(range(1, 13), 1)
+    assert [p.sample_id for p in built.predicted] == list(range(1, 13)), "merged by event time"
+    assert built.loop.offsets == {0: 6, 1: 6} and built.loop.num_steps == 3
+    assert (built.loop.counts.requests, built.loop.counts.candidates) == (12, 36)
+    assert built.loop.watermark_ms == samples.T0 + 12_500
+
+
+def test_scores_are_those_from_before_the_update() -> None:
+    built = build(N12[:4])
+    batch = Decoder(samples.schema(), {}.get).decode(N12[:4]).batch
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, built.loop.client.pull(lookup))
+    with torch.no_grad():
+        expected_BT = torch.sigmoid(built.loop.model(inputs)).numpy()
+    before = weights(built)
+    assert built.loop.step()
+    scores = [s for p in built.predicted for s in p.scores]
+    assert scores == expected_BT.ravel().tolist()
+    assert any((before[k] != v).any() for k, v in weights(built).items()), "and then it learned"
+
+
+def test_a_prediction_carries_what_reports_need() -> None:
+    built = build(N12[:1]).train_all()
+    (prediction,) = built.predicted
+    batch = Decoder(samples.schema(), {}.get).decode(N12[:1]).batch
+    assert list(prediction.item_ids) == batch.item_B.tolist()
+    assert list(prediction.labels) == batch.label_BT.ravel().tolist()
+    assert len(prediction.scores) == 3 and not prediction.served_scores
+    assert (prediction.step, prediction.partition, prediction.offset) == (1, 1, 0)
+    assert prediction.time_ms == samples.T0 + 1000
+
+
+def test_live_batches_are_cut_at_their_size_or_after_the_wait() -> None:
+    built = build(N12[:3], max_batch_wait_ms=500)
+    assert not built.loop.step(), "three of four requests"
+    built.clock.advance(0.4)
+    assert not built.loop.step()
+    built.clock.advance(0.2)
+    assert built.loop.step() and built.loop.counts.requests == 3
+    assert not built.loop.step()
+
+
+def test_exact_batches_are_whole_and_take_the_partitions_in_turn() -> None:
+    built = build(N12, exact=True, batch_requests=2).train_all()
+    assert [p.sample_id % 2 for p in built.predicted] == [0, 0, 1, 1] * 3
+    short = build(N12[:7], exact=True, batch_requests=3).train_all()
+    short.clock.advance(60)
+    assert not short.loop.step() and short.loop.offsets == {0: 3, 1: 3}, "no idle flush: the seventh waits"
+
+
+def test_g2_a_sample_that_comes_again_is_skipped() -> None:
+    records = samples.records([1, 2, 3, 1, 2, 4])
+    built = build(records).train_all()
+    assert built.pushes() == {1: 1, 2: 1, 3: 1, 4: 1}
+    assert built.loop.dedupe.num_skipped == 2 and len(built.predicted) == 4
+    assert built.loop.offsets == {0: 3, 1: 3}
+
+
+def test_g6_a_bad_message_becomes_a_dead_letter_and_the_partition_moves_on() -> None:
+    records = [raw(0, b"\x03\x01\xff\xff"), *[r._replace(partition=0, offset=i + 1) for i, r in enumerate(N12[:3])]]
+    built = build(records).train_all()
+    (letter,) = built.letters
+    assert (letter.reason, letter.topic, letter.partition, letter.offset) == ("undecodable", "samples", 0, 0)
+    assert letter.raw == b"\x03\x01\xff\xff" and letter.raw_bytes == 4 and letter.error
+    assert built.pushes() == {1: 1, 2: 1, 3: 1} and built.loop.offsets[0] == 4
+    assert built.loop.counts.dead_letters == 1
+
+
+def test_a_batch_of_nothing_but_bad_messages_moves_on() -> None:
+    built = build([raw(i, b"") for i in range(4)]).train_all()
+    assert built.loop.offsets[0] == 4 and built.loop.num_steps == 1 and not built.pushes()
+
+
+def test_a_request_without_candidates_is_ordinary() -> None:
+    alone = build([raw(0, samples.sample(1, num_candidates=0))]).train_all()
+    assert len(alone.predicted) == 1 and not alone.pushes() and alone.loop.offsets[0] == 1
+    mixed = build([raw(0, samples.sample(1, num_candidates=0)), raw(1, samples.sample(2))]).train_all()
+    assert mixed.pushes()[2] == 1 and len(mixed.predicted) == 2
+    assert mixed.loop.counts.non_finite == 0
+
+
+def test_requests_from_the_freeze_on_are_scored_and_not_trained() -> None:
+    freeze_ms = samples.T0 + 7000
+    built = build(N12, freeze_at_ms=freeze_ms)
+    built.loop.step()
+    built.loop.step()
+    frozen = weights(built)
+    built.train_all()
+    assert built.pushes() == dict.fromkeys(range(1, 7), 1)
+    assert [p.sample_id for p in built.predicted] == list(range(1, 13))
+    assert built.loop.counts.frozen == 6 and built.loop.offsets == {0: 6, 1: 6}
+    assert all((frozen[k] == v).all() for k, v in weights(built).items())
+
+
+def test_a_batch_with_numbers_that_are_not_finite_is_skipped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    built = build(N12)
+    built.loop.step()
+    before = weights(built)
+    poisoned = next(row for (table, id_), row in built.shard.rows.items() if table == samples.schema().table_by_name["item"].id)
+    kept, poisoned.value_D[:] = poisoned.value_D.copy(), math.nan
+    with caplog.at_level(logging.ERROR):
+        built.loop.step()
+    assert built.loop.counts.non_finite == 1 and "its 4 requests are skipped and training goes on" in caplog.text
+    assert all((before[k] == v).all() for k, v in weights(built).items())
+    assert built.pushes() == dict.fromkeys(range(1, 5), 1) and sum(built.loop.offsets.values()) == 8
+    poisoned.value_D[:] = kept
+    built.train_all()
+    assert 12 in built.pushes()
+
+
+def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
+    built = build(N12)
+    built.transport.fail_next("push")
+    with pytest.raises(TransportError):
+        built.loop.step()
+    assert sum(built.loop.offsets.values()) == 0
+
+
+def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
+    whole = build(N12, batch_requests=3)
+    whole.loop.step()
+    at = whole.loop.snapshot()
+    rows = {k: row.copy() for k, row in whole.shard.rows.items()}
+    whole.train_all()
+    again = build(N12, batch_requests=3)
+    again.loop.step()
+    again.loop.step()
+    again.shard.rows = rows
+    again.loop.restore(at)
+    again.train_all()
+    mine, theirs = again.loop.snapshot(), whole.loop.snapshot()
+    assert mine.tensors.keys() == theirs.tensors.keys()
+    for name, value in mine.tensors.items():
+        assert value.tobytes() == theirs.tensors[name].tobytes(), name
+    assert (mine.step, mine.offsets, mine.watermark_ms) == (theirs.step, theirs.offsets, theirs.watermark_ms)
+
+
+def test_a_reset_loop_is_untrained() -> None:
+    built, fresh = build(N12).train_all(), build(N12)
+    built.loop.reset()
+    assert all((weights(fresh)[k] == v).all() for k, v in weights(built).items())
+    assert built.loop.offsets == {0: 0, 1: 0} and len(built.loop.dedupe) == 0 and built.loop.num_steps == 0
+
+
+def test_stage_times_are_measured_while_event_time_is_near_the_wall() -> None:
+    built = build(N12[:4])
+    built.clock.advance(6)
+    built.loop.step()
+    assert built.stages == [("close_to_readable", 4500.0), ("readable_to_trained", 0.0)]
+    replay = build(N12[:4])
+    replay.clock.advance(86_400 * 300)
+    replay.loop.step()
+    assert replay.stages == [], "a replay's wall time says nothing"
+
+
+def test_exact_numerics_are_switched_on_only_for_exact_mode() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    exact_numerics(LoopConfig())
+    assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
+    try:
+        exact_numerics(LoopConfig(exact=True))
+        assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
+        assert build(N12, exact=True).train_all().pushes(), "every layer has a deterministic form"
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])

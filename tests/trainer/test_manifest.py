@@ -1,0 +1,162 @@
+"""What a commit is: one file, created exclusively, checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo.errors import CheckpointError, FencedError
+from runtime.checkpoint_store import FileStore
+from tests.trainer.memory_store import MemoryStore
+from trainer import manifest as manifests
+from trainer.manifest import Manifest
+
+
+def a_manifest(seq: int = 1, **changes: object) -> Manifest:
+    base = Manifest(
+        seq=seq,
+        incarnation=1,
+        previous={"seq": seq - 1, "checksum": ""},
+        step=10 * seq,
+        watermark_ms=1_700_000_000_000,
+        schema="00000000000000ff",
+        seed=7,
+        num_shards=2,
+        num_buckets=64,
+        kafka={"cluster_id": "c", "topics": {"samples": "id"}},
+        offsets={"samples": {p: 10 * p for p in range(12)}},
+        rows_end={0: 5, 11: 6},
+        shards={0: {"segments": [{"name": "a"}]}, 1: {"segments": []}},
+        dense={"name": manifests.dense_name(seq, 1), "bytes": 3, "checksum": manifests.checksum_of(b"abc")},
+        model={"width": 8},
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def commit(store: MemoryStore, manifest: Manifest) -> None:
+    assert store.create(manifest.name, manifest.encode())
+    store.put(manifest.dense["name"], b"abc")
+
+
+def test_what_is_written_is_read_with_numbers_as_keys() -> None:
+    manifest = a_manifest(metrics={"ne": 0.1 + 0.2, "auc": None})
+    assert manifests.decode(manifest.encode()) == manifest
+    assert manifest.checksum == json.loads(manifest.encode())["checksum"]
+
+
+@given(st.dictionaries(st.integers(0, 200), st.integers(0, 2**62), max_size=30), st.floats(allow_nan=False, allow_infinity=False))
+def test_any_offsets_and_numbers_survive(offsets: dict[int, int], number: float) -> None:
+    manifest = a_manifest(offsets={"samples": offsets}, metrics={"ne": number})
+    assert manifests.decode(manifest.encode()) == manifest
+
+
+@given(st.data())
+def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
+    raw = bytearray(a_manifest().encode())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(CheckpointError):
+        assert manifests.decode(bytes(raw)) == a_manifest(), "a flip may only survive where it changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "expected a manifest in JSON"),
+        (b"[]", "expected a manifest in JSON"),
+        (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
+        (manifests._canonical({"checksum": manifests.checksum_of(b'{"format":2}'), "body": {"format": 2}}), "manifest format 1"),
+        (manifests._canonical({"checksum": manifests.checksum_of(b'{"format":1}'), "body": {"format": 1}}), "the keys of"),
+    ],
+)
+def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        manifests.decode(raw)
+
+
+def test_nothing_committed_is_not_an_error() -> None:
+    assert manifests.newest(MemoryStore()) is None
+    assert manifests.next_seq(MemoryStore()) == 1
+
+
+def test_g5_a_damaged_newest_manifest_is_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    commit(store, a_manifest(2))
+    store.damage("manifests/00000002")
+    with caplog.at_level(logging.WARNING):
+        found = manifests.newest(store)
+    assert found is not None and found.manifest == a_manifest(1)
+    assert "manifests/00000002" in caplog.text and "damaged" in caplog.text
+    assert manifests.next_seq(store) == 3, "the damaged one's name stays taken"
+
+
+def test_a_manifest_under_another_name_is_damaged() -> None:
+    store = MemoryStore()
+    store.create("manifests/00000009", a_manifest(3).encode())
+    with pytest.raises(CheckpointError, match="expected seq 9, got 3"):
+        manifests.load(store, "manifests/00000009")
+
+
+def test_training_never_begins_anew_by_itself() -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    store.damage("manifests/00000001")
+    with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
+        manifests.newest(store)
+
+
+def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    commit(store, a_manifest(2))
+    found = manifests.newest(store, {"manifests/00000002"})
+    assert found is not None and found.manifest.seq == 1
+
+
+def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
+
+    class Racing(MemoryStore):
+        def create(self, name: str, data: bytes) -> bool:
+            super().create(name, b"the other one's")
+            return super().create(name, data)
+
+    with pytest.raises(FencedError, match="incarnation 1 belongs to another controller"):
+        manifests.claim_incarnation(Racing(), 0)
+
+
+def test_a_claim_of_a_retired_name_is_lost() -> None:
+    class Slow(MemoryStore):
+        """Between the listing and the creation, others claim 1 to 9 and retire 1."""
+
+        def create(self, name: str, data: bytes) -> bool:
+            self.objects["incarnations/00000009"] = b""
+            return super().create(name, data)
+
+    with pytest.raises(FencedError):
+        manifests.claim_incarnation(Slow(), 0)
+
+
+def test_retiring_keeps_the_newest_and_what_they_name() -> None:
+    store = MemoryStore()
+    for seq in range(1, 9):
+        commit(store, a_manifest(seq))
+        manifests.claim_incarnation(store, 0)
+    store.put("dense/00000003-1.safetensors", b"of an aborted commit")
+    store.put("dense/00000009-1.safetensors", b"being written")
+    manifests.retire(store, keep=3)
+    assert store.list("manifests") == [manifests.manifest_name(s) for s in (6, 7, 8)]
+    assert store.list("dense") == [manifests.dense_name(s, 1) for s in (6, 7, 8, 9)]
+    assert manifests.newest_incarnation(store) == 8
+    for _ in range(5):
+        manifests.claim_incarnation(store, 0)
+    manifests.retire(store)
+    assert len(store.list("incarnations")) == manifests.KEEP_INCARNATIONS

@@ -1,0 +1,185 @@
+"""Controller, shards and worker over sockets and threads, as their programs put them together; only Kafka is in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from param_server.blobs import MemoryBlobs
+from param_server.client import Client
+from roo.errors import UnavailableError
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.member import Member
+from runtime.program import Stop
+from runtime.rpc import RpcServer, SocketTransport
+from tests.trainer import samples
+from tests.trainer.real_shard import RealShard
+from trainer import manifest as manifests
+from trainer.caught_up import Progress
+from trainer.commit import Facts
+from trainer.config import LoopConfig
+from trainer.controller import Controller
+from trainer.coordinator import Coordinator
+from trainer.exports import Exports
+from trainer.loop import TrainLoop
+from trainer.monitor import LABELS, Monitor
+from trainer.source import ListSource
+from trainer.worker import Worker
+from trainer.worker_program import train
+
+KAFKA: dict[str, Any] = {"cluster_id": "c", "topics": {"samples": "1"}}
+
+
+class Together:
+    """Everything in one process, each program in its threads; `stop_all` ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.clock = FileStore(folder), SystemClock()
+        facts = Facts(
+            schema=f"{samples.schema().fingerprint:016x}",
+            seed=0,
+            num_shards=2,
+            num_buckets=64,
+            kafka=KAFKA,
+            commit_interval_s=0.1,
+        )
+        self.controller = Controller(Coordinator(facts, self.clock.monotonic_s()), self.store, self.clock)
+        self.server = RpcServer(self.controller.handle).start()
+        self.stops: list[Callable[[], object]] = []
+        self.disks = [MemoryBlobs(), MemoryBlobs()]
+        self.ports = [0, 0]
+        self.failures: list[Exception] = []
+        stop = Stop()
+        self._thread(lambda: self.controller.run(stop))
+        self.stops += [stop.set, self.server.stop]
+
+    def shard(self, index: int) -> Callable[[], None]:
+        """Start it; what is returned kills it."""
+        shard, gone = RealShard(index, 2, self.store, self.clock, self.disks[index]), threading.Event()  # type: ignore[arg-type]
+        server = RpcServer(shard.handle, port=self.ports[index]).start()
+        self.ports[index] = server.port
+        member = Member(lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone).start()
+
+        def kill() -> None:
+            gone.set()
+            member.join()
+            server.stop()
+
+        self.stops.append(kill)
+        return kill
+
+    def worker(self, source: ListSource, timeout_s: float = 30.0) -> tuple[Monitor, Stop]:
+        shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
+        client = Client(samples.schema(), shards, seed=0, worker=0, resend_for_s=0.5)
+        settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
+        ignore: Callable[[Any], None] = lambda _: None
+        loop = TrainLoop(settings, samples.schema(), samples.MODEL, source, client, ignore, ignore, self.clock)
+        worker = Worker(
+            loop,
+            self.store,
+            self.clock,
+            kafka=KAFKA,
+            lookup=lambda fingerprint: None,
+            set_incarnation=client.set_incarnation,
+            flush=lambda: None,
+        )
+        monitor, stop, left = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event()
+        member = Member(lambda: SocketTransport(self.server.address), "worker", 0, worker.submit, monitor.report, left).start()
+        thread = self._thread(lambda: train(worker, monitor, member, stop, timeout_s))
+
+        def end() -> None:
+            stop.set()
+            thread.join(20)
+            left.set()
+            worker.close()
+            member.join()
+            client.close()
+            for transport in shards:
+                transport.close()
+
+        self.stops.append(end)
+        return monitor, stop
+
+    def wait_for(self, what: Callable[[], object], limit_s: float = 60.0) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while not what():
+            assert time.monotonic() < deadline_s, self.controller.status()
+            assert not self.failures, self.failures
+            time.sleep(0.02)
+
+    def committed(self, num_records: int) -> bool:
+        last = manifests.newest(self.store)
+        return last is not None and sum(last.manifest.offsets["samples"].values()) == num_records
+
+    def stop_all(self) -> None:
+        for stop in reversed(self.stops):
+            stop()
+
+    def _thread(self, body: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                body()
+            except Exception as error:
+                self.failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def together(tmp_path: Path) -> Iterator[Together]:
+    stage = Together(tmp_path)
+    yield stage
+    stage.stop_all()
+
+
+def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together) -> None:
+    source = ListSource(samples.records(list(range(1, 21))), num_partitions=2)
+    kill = together.shard(0)
+    together.shard(1)
+    monitor, _ = together.worker(source)
+    together.wait_for(lambda: together.committed(20))
+    kill()
+    together.shard(0)
+    source.append(samples.records(list(range(1, 41)))[20:])
+    together.wait_for(lambda: together.committed(40))
+    last = manifests.newest(together.store)
+    assert last is not None and last.manifest.metrics["requests"] == 40 and last.manifest.dedupe["count"] == 40
+    assert together.controller.status()["incarnation"] >= 2
+    together.wait_for(lambda: monitor.progress.state is Progress.CAUGHT_UP)
+    shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}
+    assert shown["roostream_worker_lag_records"].samples[0].value == 0
+    states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
+    assert states["caught_up"] == 1 and sum(states.values()) == 1
+
+
+def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Together) -> None:
+    source = ListSource(samples.records(list(range(1, 9))), num_partitions=2)
+    for index in (0, 1):
+        together.shard(index)
+    monitor, stop = together.worker(source)
+    together.wait_for(lambda: monitor.worker.loop.num_steps >= 1)
+    stop.set()
+    together.wait_for(lambda: monitor.worker.can_leave())
+    last = manifests.newest(together.store)
+    assert last is not None and last.manifest.step == monitor.worker.loop.num_steps
+
+
+def test_a_worker_without_a_controller_stops(together: Together) -> None:
+    source = ListSource(samples.records(list(range(1, 9))), num_partitions=2)
+    for index in (0, 1):
+        together.shard(index)
+    together.worker(source, timeout_s=0.3)
+    together.wait_for(lambda: together.committed(8))
+    together.server.stop()
+    with pytest.raises(AssertionError, match="the controller has not answered for"):
+        together.wait_for(lambda: False)
+    (failure,) = together.failures
+    assert isinstance(failure, UnavailableError)

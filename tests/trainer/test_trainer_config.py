@@ -1,0 +1,67 @@
+"""Settings that can't be are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roo.config import load
+from roo.errors import ConfigError, SetupError
+from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
+
+WORKER: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store", "controller": "c:1", "shards": ("a:1",)}
+CONTROLLER: dict[str, Any] = {"listen": "127.0.0.1:0", "store": "store", "num_shards": 2, "bootstrap": "k:1", "schema": "s.toml"}
+
+
+def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_text(
+        'bootstrap = "k:1"\nschema = "s"\nstore = "d"\ncontroller = "c:1"\nshards = ["a:1", "b:2"]\n'
+        'max_batch_wait = "1s"\nexact = true\n'
+    )
+    config = load(WorkerConfig, path, program="worker", environ={"ROOSTREAM_WORKER_BATCH_REQUESTS": "8"})
+    assert (config.shards, config.max_batch_wait_ms, config.exact, config.batch_requests) == (("a:1", "b:2"), 1000, True, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch_requests": 0}, "batch_requests: expected 1.."),
+        ({"learning_rate": -1.0}, "learning_rate: expected 0"),
+        ({"freeze_at_ms": -1}, "expected 0 or more"),
+        ({"device": "tpu"}, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        ({"shards": ()}, "shards: expected at least one"),
+        ({"index": -1}, "index: expected 0 or more"),
+    ],
+)
+def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(**{**WORKER, **changes})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_shards": 0}, "num_shards: expected 1 or more"),
+        ({"num_workers": 2}, "num_workers: expected 1, got 2"),
+        ({"commit_interval_ms": 5}, "commit_interval_ms: expected 100 or more"),
+    ],
+)
+def test_a_controller_refuses(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ControllerConfig(**{**CONTROLLER, **changes})
+    assert says in str(caught.value)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    import torch
+
+    LoopConfig().check_device()
+    if torch.cuda.is_available():
+        LoopConfig(device="cuda").check_device()
+    else:
+        with pytest.raises(SetupError, match="expected a CUDA device for 'cuda'"):
+            LoopConfig(device="cuda").check_device()

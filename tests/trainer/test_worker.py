@@ -1,0 +1,286 @@
+"""The worker's commands, alone; what happens when the controller is not polite."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+
+from models.config import ModelConfig
+from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
+from roo.schema import Schema, schema_from_dict
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from tests.trainer.memory_store import MemoryStore
+from trainer import manifest as manifests
+from trainer.manifest import Manifest
+from trainer.worker import Worker
+
+KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
+
+
+class Stage:
+    """A worker that was restored to the beginning and started, its store, and what it told."""
+
+    def __init__(self, store: MemoryStore | None = None, *, kafka: dict[str, Any] | None = None) -> None:
+        self.built: Built = build(samples.records(list(range(1, 13))))
+        self.store = store or MemoryStore()
+        self.flushed = 0
+        self.unflushable = ""
+        self.known: dict[int, Schema] = {}
+        self.worker = Worker(
+            self.built.loop,
+            self.store,
+            self.built.clock,
+            kafka=kafka or KAFKA,
+            lookup=self.known.get,
+            set_incarnation=self._set_incarnation,
+            flush=self._flush,
+        )
+
+    def _set_incarnation(self, incarnation: int) -> None:
+        self.built.shard.incarnation = incarnation
+        self.built.loop.client.set_incarnation(incarnation)  # type: ignore[attr-defined]
+
+    def _flush(self) -> None:
+        if self.unflushable:
+            raise RoostreamError(self.unflushable)
+        self.flushed += 1
+
+    def do(self, kind: str, **arguments: Any) -> dict[str, Any]:
+        """The result as `runtime.member.Member` tells it."""
+        try:
+            return {"ok": True, **self.worker.execute({"id": 1, "kind": kind, "incarnation": 1, **arguments})}
+        except RoostreamError as error:
+            return {"ok": False, "error": str(error), "damaged": isinstance(error, CheckpointError)}
+
+    def started(self, manifest: str = "") -> Stage:
+        assert self.do("restore", manifest=manifest)["ok"]
+        assert self.do("start")["ok"]
+        return self
+
+    def committed(self) -> Manifest:
+        """Train one batch and commit it by hand."""
+        self.started().worker.turn()
+        cut = self.do("cut", seq=1)
+        dense = self.do("write", seq=1)["dense"]
+        self.do("resume", seq=1)
+        self.do("commit", seq=1)
+        manifest = Manifest(
+            seq=1,
+            incarnation=1,
+            previous={"seq": 0, "checksum": ""},
+            schema=f"{samples.schema().fingerprint:016x}",
+            seed=0,
+            num_shards=1,
+            num_buckets=64,
+            kafka=KAFKA,
+            rows_end={},
+            shards={},
+            dense=dense,
+            dedupe={"name": dense["name"], "count": cut["dedupe"]},
+            **{k: cut[k] for k in ("offsets", "watermark_ms", "step", "metrics", "model", "time_ms")},
+        )
+        self.put(manifest)
+        return manifest
+
+    def put(self, manifest: Manifest) -> None:
+        self.store.objects[manifest.name] = manifest.encode()
+
+
+def test_a_worker_trains_only_between_start_and_cut() -> None:
+    stage = Stage()
+    assert not stage.worker.turn()
+    assert stage.do("restore", manifest="")["ok"] and not stage.worker.turn()
+    stage.do("start")
+    assert stage.worker.turn()
+    cut = stage.do("cut", seq=1)
+    assert cut["ok"] and sum(cut["offsets"]["samples"].values()) == 4 and cut["step"] == 1 and stage.flushed == 1
+    assert not stage.worker.turn(), "paused until resume"
+    stage.do("resume", seq=1)
+    assert stage.worker.turn()
+    written = stage.do("write", seq=1)
+    assert written["ok"] and written["dense"]["bytes"] == len(stage.store.get("dense/00000001-1.safetensors"))
+
+
+def test_a_restored_worker_is_the_one_that_was_cut() -> None:
+    stage = Stage()
+    manifest = stage.committed()
+    other = Stage(stage.store)
+    assert other.started(manifest.name).worker.loop.num_steps == 1
+    assert other.worker.loop.offsets == manifest.offsets["samples"]
+    assert len(other.worker.loop.dedupe) == 4 and other.worker.loop.metrics.report()["requests"] == 4
+
+
+def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    stage.unflushable = "Kafka has not acknowledged 4 predictions"
+    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.unflushable, "damaged": False}
+    assert stage.worker.turn(), "training goes on"
+
+
+def test_an_abort_lets_training_go_on() -> None:
+    stage = Stage().started()
+    stage.do("cut", seq=1)
+    assert stage.do("abort", seq=1)["ok"]
+    assert stage.worker.turn()
+    assert "expected the cut of commit 1" in stage.do("write", seq=1)["error"]
+    assert stage.do("abort", seq=7)["ok"], "of a commit that it never saw"
+
+
+def test_a_worker_whose_shard_is_away_says_so_and_waits_for_a_restore() -> None:
+    stage = Stage().started()
+    stage.built.transport.down = True
+    assert not stage.worker.turn()
+    assert "injected fault" in stage.worker.report()["broken"]
+    assert not stage.do("cut", seq=1)["ok"]
+    stage.built.transport.down = False
+    assert not stage.worker.turn()
+    stage.started()
+    assert stage.worker.turn() and not stage.worker.report()["broken"]
+
+
+def test_an_unknown_command_is_refused() -> None:
+    assert "expected one of restore, start" in Stage().do("dance")["error"]
+
+
+def test_g5_damaged_parts_are_told_as_damaged() -> None:
+    stage = Stage()
+    manifest = stage.committed()
+    stage.store.damage(manifest.dense["name"])
+    result = stage.do("restore", manifest=manifest.name)
+    assert result["damaged"] and "it is damaged" in result["error"]
+    assert not stage.worker.turn()
+    stage.store.delete(manifest.dense["name"])
+    assert stage.do("restore", manifest=manifest.name)["damaged"]
+
+
+def changed_schema(**feature: Any) -> Schema:
+    raw: dict[str, Any] = {
+        "tables": {"user": {"dim": 2}, "item": {"dim": 4, "rule": "rowwise_adagrad"}},
+        "ro": [{"name": "user", "kind": "ids", "table": "user"}, {"name": "hour", "kind": "float", **feature}],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "age", "kind": "float"}],
+        "label": [{"name": "click", "action": "click", "fold": "any"}],
+    }
+    return schema_from_dict(raw)
+
+
+def test_a_schema_that_cannot_read_what_is_committed_is_refused_with_expected_and_got() -> None:
+    stage = Stage()
+    old = changed_schema(kind="ids", table="item")
+    stage.known[old.fingerprint] = old
+    stage.put(dataclasses.replace(stage.committed(), schema=f"{old.fingerprint:016x}"))
+    result = stage.do("restore", manifest="manifests/00000001")
+    assert not result["ok"] and not result["damaged"]
+    with pytest.raises(SchemaError, match=r"feature 'hour': expected kind 'float' .*, got 'ids'"):
+        stage.worker.turn()
+
+
+def test_other_labels_are_refused() -> None:
+    stage = Stage()
+    raw = changed_schema()
+    old = dataclasses.replace(raw, labels=(dataclasses.replace(raw.labels[0], name="like"),))
+    stage.known[old.fingerprint] = old
+    stage.put(dataclasses.replace(stage.committed(), schema=f"{old.fingerprint:016x}"))
+    assert (
+        "expected labels ['like'] folded as committed, got ['click']"
+        in stage.do("restore", manifest="manifests/00000001")["error"]
+    )
+
+
+def test_a_schema_that_is_not_in_the_store_is_refused() -> None:
+    stage = Stage()
+    stage.put(dataclasses.replace(stage.committed(), schema="00000000000000aa"))
+    assert "expected its schema 00000000000000aa in the store" in stage.do("restore", manifest="manifests/00000001")["error"]
+    with pytest.raises(ConfigError):
+        stage.worker.turn()
+
+
+def test_offsets_of_another_kafka_are_refused_in_one_sentence() -> None:
+    stage = Stage()
+    stage.committed()
+    other = Stage(stage.store, kafka={"cluster_id": "d", "topics": {"samples": "2"}})
+    result = other.do("restore", manifest="manifests/00000001")
+    assert not result["damaged"], "an older manifest would not be any better"
+    with pytest.raises(ConfigError, match=r"expected Kafka cluster c with .* got d with .* begin anew with `roostream reset`"):
+        other.worker.turn()
+
+
+def test_another_model_is_refused_and_names_what_differs() -> None:
+    stage = Stage()
+    stage.committed()
+    stage.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)
+    assert "expected the model's cross_layers = 1, got 2" in stage.do("restore", manifest="manifests/00000001")["error"]
+    assert isinstance(stage.built.loop.model_config, ModelConfig)
+
+
+def test_a_worker_may_leave_when_everything_is_committed() -> None:
+    stage = Stage()
+    assert stage.worker.can_leave(), "nothing was trained"
+    stage.committed()
+    assert stage.worker.can_leave()
+    stage.worker.turn()
+    assert not stage.worker.can_leave()
+
+
+def test_commands_from_another_thread_are_done_between_two_batches() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    results: list[dict[str, Any]] = []
+    thread = threading.Thread(
+        target=lambda: results.append(stage.worker.submit({"id": 2, "kind": "cut", "incarnation": 1, "seq": 1}))
+    )
+    thread.start()
+    while thread.is_alive():
+        stage.worker.serve_inbox()
+        thread.join(0.01)
+    assert results[0]["step"] == 1 and not stage.worker.training
+    assert stage.worker.submit({"id": 3, "kind": "write", "incarnation": 1, "seq": 1})["dense"], "write needs no pause"
+    stage.worker.close()
+    with pytest.raises(UnavailableError, match="the worker is stopping"):
+        stage.worker.submit({"id": 4, "kind": "resume", "incarnation": 1, "seq": 1})
+
+
+def test_a_command_that_fails_between_batches_fails_for_whoever_gave_it() -> None:
+    stage = Stage()
+    errors: list[Exception] = []
+
+    def give() -> None:
+        try:
+            stage.worker.submit({"id": 2, "kind": "cut", "incarnation": 1, "seq": 1})
+        except RoostreamError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=give)
+    thread.start()
+    while thread.is_alive():
+        stage.worker.serve_inbox()
+        thread.join(0.01)
+    assert "expected a training worker to cut" in str(errors[0])
+
+
+def test_a_full_disk_at_the_dense_file_is_told_and_training_goes_on() -> None:
+    stage = Stage().started()
+    stage.do("cut", seq=1)
+    stage.do("resume", seq=1)
+    stage.store.fail_next("put")
+    result = stage.do("write", seq=1)
+    assert "the checkpoint store can't be used" in result["error"] and not result["damaged"]
+    assert stage.worker.turn()
+
+
+def test_a_dense_file_names_its_schema_and_step() -> None:
+    stage = Stage()
+    manifest = stage.committed()
+    _, metadata = manifests_dense(stage, manifest)
+    assert metadata["schema"] == manifest.schema and metadata["step"] == "1" and metadata["incarnation"] == "1"
+    assert manifest.version == "1-1" and manifests.seq_of(manifest.name) == 1
+
+
+def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
+    from trainer import dense
+
+    return dense.decode(stage.store.get(manifest.dense["name"]))

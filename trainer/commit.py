@@ -1,0 +1,101 @@
+"""What the coordinator's decisions are made of: states, members, effects, and the commit under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from trainer.manifest import Manifest
+
+
+class State(enum.StrEnum):
+    CLAIMING = "claiming"  # an incarnation is being claimed and the last manifest read
+    GATHERING = "gathering"  # waiting for every member to be there
+    RESTORING = "restoring"
+    RUNNING = "running"
+    CUTTING = "cutting"
+    FREEZING = "freezing"
+    WRITING = "writing"
+    LINKING = "linking"
+    COMMITTING = "committing"
+    ABORTING = "aborting"
+    FENCED = "fenced"  # a newer controller exists: this one must exit
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Key:
+    """A member: what it is, not which process."""
+
+    role: str  # "shard" | "worker"
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+class Claim(NamedTuple):
+    """Effect: claim the next incarnation, read the newest manifest not in `passed_over`; answer by `claimed`."""
+
+    passed_over: frozenset[str]
+
+
+class Link(NamedTuple):
+    """Effect: create `manifest` under its name, exclusively; answer by `linked`."""
+
+    manifest: Manifest
+
+
+class Retire(NamedTuple):
+    """Effect: delete what no restart needs any more. Nothing waits for it."""
+
+
+Effect: TypeAlias = Claim | Link | Retire
+Command: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What every manifest of this controller states, and the sizes and times it runs by."""
+
+    schema: str
+    seed: int
+    num_shards: int
+    num_workers: int = 1
+    num_buckets: int
+    kafka: Mapping[str, Any]
+    commit_interval_s: float = 10.0
+    lost_after_s: float = 3.0
+    step_timeout_s: float = 60.0  # one step of a commit
+    retry_s: float = 1.0  # between a refused RESTORE and the next
+
+    @property
+    def shards(self) -> tuple[Key, ...]:
+        return tuple(Key("shard", i) for i in range(self.num_shards))
+
+    @property
+    def workers(self) -> tuple[Key, ...]:
+        return tuple(Key("worker", i) for i in range(self.num_workers))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Member:
+    """One process behind a key, as far as it has told."""
+
+    session: int
+    seen_s: float
+    outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # until each one's result arrives
+    incarnation: int = 0
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Commit:
+    """The commit under way; dropped whole when it fails."""
+
+    seq: int
+    started_s: float
+    cuts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in the order of workers
+    frozen_s: float = 0.0
+    manifest: Manifest | None = None

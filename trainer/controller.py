@@ -1,0 +1,190 @@
+"""The controller around its state machine: calls in, files and clocks on the other side."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from runtime.checkpoint_store import CheckpointStore
+from runtime.clock import Clock
+from runtime.transport import Header
+from trainer import manifest as manifests
+from trainer.commit import Claim, Effect, Key, Link, Retire, State
+from trainer.coordinator import Coordinator
+from trainer.manifest import Manifest
+
+log = logging.getLogger("roostream.controller")
+
+HOLD_S = 0.5  # a beat is held this long when there is no command
+TURN_S = 0.1
+FENCE_CHECK_S = 1.0
+
+
+class Controller:
+    """`handle` serves calls from any thread; `run` does the effects, one at a time, in the caller's thread."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: CheckpointStore,
+        clock: Clock,
+        *,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+        hold_s: float = HOLD_S,
+    ) -> None:
+        self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
+        self._changed = threading.Condition()
+        self._fence_checked_s = 0.0
+
+    def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        """`beat`, `status` and `commit` of docs/protocols.md.
+
+        Raises:
+            RoostreamError: an unknown method or member.
+            FencedError: this controller is over; dial the other one.
+        """
+        match method:
+            case "beat":
+                return self._beat(header), ()
+            case "status":
+                return self.status(), ()
+            case "commit":
+                return self._commit_now(float(header.get("timeout_s", 10.0))), ()
+        raise RoostreamError(f"expected a call of beat, status or commit, got {method!r}")
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop` is set.
+
+        Raises:
+            FencedError: a newer controller exists.
+            CheckpointError, SchemaError: what is committed can't be used by this one; says why.
+            SetupError: the store can't be read or written.
+        """
+        while not stop.is_set():
+            self.turn()
+            with self._changed:
+                if not self.coordinator.has_effects:
+                    self._changed.wait(TURN_S)
+
+    def turn(self) -> None:
+        """Do what is to do now."""
+        with self._changed:
+            effects = self.coordinator.take_effects()
+        for effect in effects:
+            self._do(effect)
+        self._check_fence()
+        with self._changed:
+            self.coordinator.tick(self.clock.monotonic_s())
+            self._changed.notify_all()
+            if self.coordinator.state is State.FENCED:
+                raise FencedError(f"{self.coordinator.reason}; this controller stops")
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for `status` and metrics."""
+        with self._changed:
+            it, now_s = self.coordinator, self.clock.monotonic_s()
+            return {
+                "state": str(it.state),
+                "reason": it.reason,
+                "incarnation": it.incarnation,
+                "seq": it.seq,
+                "manifest": it.last.name if it.last else "",
+                "commit_age_ms": (now_s - it.committed_at_s) * 1000,
+                "commit_ms": it.commit_s * 1000,
+                "paused_ms": it.paused_s * 1000,
+                "commits": it.num_commits,
+                "aborts": it.num_aborts,
+                "rollbacks": it.num_rollbacks,
+                "members": {
+                    str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
+                },
+                "reports": {str(key): member.report for key, member in it.members.items()},
+            }
+
+    def _beat(self, header: Header) -> Header:
+        key = Key(str(header["role"]), int(header["index"]))
+        with self._changed:
+            it = self.coordinator
+            it.beat(
+                key,
+                int(header["session"]),
+                int(header["incarnation"]),
+                header.get("results", ()),
+                dict(header.get("report", {})),
+                self.clock.monotonic_s(),
+            )
+            self._changed.notify_all()
+            if self.hold_s and not it.commands(key):
+                self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED, self.hold_s)
+            if it.state is State.FENCED:
+                raise FencedError(f"{it.reason}; this controller stops")
+            return {"commands": it.commands(key), "incarnation": it.incarnation}
+
+    def _commit_now(self, timeout_s: float) -> Header:
+        """Commit what is trained, if anything is new, and wait for it."""
+        with self._changed:
+            it = self.coordinator
+            before = it.num_commits
+            it.want_commit()
+            done = self._changed.wait_for(lambda: it.num_commits > before or not it.has_news(), timeout_s)
+            return {"seq": it.seq, "committed": bool(done)}
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Claim():
+                self._claim(effect.passed_over)
+            case Link():
+                outcome = self._link(effect.manifest)
+                with self._changed:
+                    self.coordinator.linked(outcome, self.clock.monotonic_s())
+            case Retire():
+                try:
+                    manifests.retire(self.store)
+                except OSError as error:
+                    log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
+
+    def _claim(self, passed_over: frozenset[str]) -> None:
+        try:
+            incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
+            last = manifests.newest(self.store, passed_over)
+            next_seq = manifests.next_seq(self.store)
+        except OSError as error:
+            raise SetupError(f"the checkpoint store can't be used ({error}); free space or mend it, then start again") from None
+        if last:
+            self.check(last.manifest)
+        with self._changed:
+            if self.coordinator.state is State.CLAIMING:
+                self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s())
+
+    def _link(self, manifest: Manifest) -> str:
+        """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked."""
+        data, problem = manifest.encode(), ""
+        if manifests.newest_incarnation(self.store) > manifest.incarnation:
+            raise FencedError(f"a controller with an incarnation above {manifest.incarnation} runs; this one stops")
+        try:
+            if self.store.create(manifest.name, data):
+                return "linked"
+        except OSError as error:
+            problem = str(error)
+        try:
+            there = self.store.get(manifest.name)
+        except CheckpointError:
+            return f"failed: {problem}"
+        except OSError as error:
+            raise SetupError(f"the checkpoint store can't be read ({error}); mend it, then start again") from None
+        return "linked" if there == data else "exists"
+
+    def _check_fence(self) -> None:
+        now_s = self.clock.monotonic_s()
+        if now_s - self._fence_checked_s < FENCE_CHECK_S:
+            return
+        self._fence_checked_s = now_s
+        newest = manifests.newest_incarnation(self.store)
+        with self._changed:
+            if self.coordinator.state is not State.CLAIMING and newest > self.coordinator.incarnation:
+                self.coordinator.fenced(f"incarnation {newest} was claimed by another controller")

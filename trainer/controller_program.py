@@ -1,0 +1,68 @@
+"""The controller's process: opens what the controller needs, serves its calls, and ends in order."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from roo.schema import load_schema
+from roo.schema_registry import lookup, register
+from runtime import metrics
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.program import Stop
+from runtime.rpc import RpcServer, parse_address
+from runtime.topics import NUM_BUCKETS
+from trainer.commit import Facts, State
+from trainer.config import ControllerConfig
+from trainer.controller import Controller
+from trainer.coordinator import Coordinator
+from trainer.exports import Exports, one_of
+from trainer.identity import check_kafka, check_schema, check_shape, kafka_identity
+from trainer.manifest import Manifest
+
+log = logging.getLogger("roostream.controller")
+
+_SHOWN = ("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks")
+
+
+def control(config: ControllerConfig, stop: Stop) -> None:
+    """Until `stop` is set.
+
+    Raises:
+        RoostreamError: a newer controller exists, or what is committed belongs to other settings; says which.
+    """
+    schema = load_schema(config.schema)
+    host, port = parse_address(config.listen)
+    store, clock = FileStore(config.store), SystemClock()
+    register(store, schema)
+    kafka = kafka_identity(config.bootstrap, config.prefix, stop)
+    facts = Facts(
+        schema=f"{schema.fingerprint:016x}",
+        seed=config.seed,
+        num_shards=config.num_shards,
+        num_workers=config.num_workers,
+        num_buckets=NUM_BUCKETS,
+        kafka=kafka,
+        commit_interval_s=config.commit_interval_ms / 1000,
+    )
+
+    def check(manifest: Manifest) -> None:
+        check_kafka(manifest, kafka)
+        check_schema(manifest, schema, lookup(store))
+        check_shape(manifest, num_shards=config.num_shards, num_buckets=NUM_BUCKETS, seed=config.seed)
+
+    controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=check)
+    server = RpcServer(controller.handle, host, port)
+    server.start()
+    log.info("controller on %s", server.address)
+    try:
+        Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
+        metrics.serve(config.metrics_port)
+        controller.run(stop)
+    finally:
+        server.stop()
+
+
+def _gauges(status: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: status[name] for name in _SHOWN}, "state": one_of(status["state"], tuple(State))}

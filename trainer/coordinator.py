@@ -1,0 +1,327 @@
+"""The controller's decisions: a pure state machine. Events in (beats, ticks, what became of an effect), effects out.
+
+    CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──► COMMITTING ─┐
+       ▲         every member    to the last    ▲                        │            │           │                   │
+       │         is there        manifest       ├────── ABORTING ◄───────┴────────────┴───────────┘                   │
+       └── any member lost, or broken           └─────────────────────────────────────────────────────────────────────┘
+
+Commit:
+  1. Workers train continuously.
+  2. At `commit_interval_ms`, or on preemption, CUT: each worker finishes the batch in hand and reports its next offsets.
+  3. Drain: a worker answers CUT with no pull in flight, every push acknowledged and its predictions flushed.
+  4. FREEZE: each shard fixes its dirty set; then RESUME: training goes on.
+  5. WRITE: shards write the frozen rows, worker 0 the dense part.
+  6. The manifest is created under its name, exclusively: that is the commit.
+  7. COMMIT tells everyone to forget the generation before.
+Any failure before 6: nothing is committed. A refusal is answered with ABORT, a lost member with the next incarnation, which
+begins with RESTORE of the last manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from roo.errors import ConfigError
+from trainer.commit import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
+from trainer.manifest import Manifest, Restorable
+
+log = logging.getLogger("roostream.controller")
+
+
+class Coordinator:
+    """Call `beat`, `tick`, `claimed`, `linked` with the same monotonic clock; do what `take_effects` gives. Not thread-safe."""
+
+    def __init__(self, facts: Facts, now_s: float = 0.0) -> None:
+        self.facts = facts
+        self.state = State.CLAIMING
+        self.reason = "start"
+        self.incarnation = 0
+        self.last: Restorable | None = None
+        self.members: dict[Key, Member] = {}
+        self.commit: Commit | None = None
+        self.num_commits = self.num_aborts = self.num_rollbacks = 0
+        self.commit_s = self.paused_s = 0.0  # of the last commit
+        self.committed_at_s = now_s
+        self._effects: list[Effect] = [Claim(frozenset())]
+        self._passed_over: set[str] = set()
+        self._waiting: dict[int, Key] = {}
+        self._results: dict[tuple[str, Key], dict[str, Any]] = {}
+        self._next_id = 0
+        self._next_seq = 1
+        self._asked_s = self._due_s = self._not_before_s = now_s
+        self._wanted = False
+
+    # Events
+
+    def beat(self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float) -> None:
+        """A member called. A new session of a known member means that the old process died.
+
+        Raises:
+            ConfigError: the member isn't one of this controller's.
+        """
+        if key not in (*self.facts.shards, *self.facts.workers):
+            raise ConfigError(
+                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.num_workers - 1}, got {key}; "
+                "start it with the controller's own numbers"
+            )
+        if incarnation > self.incarnation and self.state is not State.CLAIMING:
+            return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
+        member = self.members.get(key)
+        if member is None or member.session != session:
+            self.members[key] = member = Member(session=session, seen_s=now_s)
+            self._lost(f"{key} started again")
+        member.seen_s, member.incarnation, member.report = now_s, incarnation, report
+        for result in results:
+            self._take_result(key, member, result)
+        if report.get("broken") and incarnation == self.incarnation:
+            self._lost(f"{key} can't go on: {report['broken']}")
+        if report.get("leaving"):
+            self._wanted = True
+        self.tick(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time passed: members can be lost, a commit can be due, a step can be late."""
+        for key in [k for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s]:
+            del self.members[key]
+            self._lost(f"{key} has been silent for {self.facts.lost_after_s:g} s")
+        match self.state:
+            case State.GATHERING if self._complete() and now_s >= self._not_before_s:
+                self._restore(now_s)
+            case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
+                self._cut(now_s)
+            case State.CUTTING | State.FREEZING | State.WRITING if now_s - self._asked_s >= self.facts.step_timeout_s:
+                self._abort(f"{self._late()} didn't answer for {self.facts.step_timeout_s:g} s while {self.state}", now_s)
+            case State.RESTORING | State.CUTTING | State.FREEZING | State.WRITING | State.COMMITTING | State.ABORTING:
+                if not self._waiting:
+                    self._step(now_s)
+
+    def claimed(self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float) -> None:
+        """The claim succeeded; `last` is what everyone will be restored to (None: nothing was ever committed)."""
+        assert self.state is State.CLAIMING and incarnation > self.incarnation
+        self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
+        log.info("incarnation %d (%s): %s", incarnation, self.reason, last.name if last else "nothing committed yet")
+        self.tick(now_s)
+
+    def linked(self, outcome: str, now_s: float) -> None:
+        """What became of step 6: "linked"; "exists" (an older controller's late link took the name); "failed: why"."""
+        if self.state is not State.LINKING:  # a member was lost meanwhile: the claim that follows reads what is there
+            return
+        if outcome == "linked":
+            self._commit(now_s)
+        else:
+            self._abort(f"manifest {self._running_commit().seq} could not be linked ({outcome})", now_s)
+
+    def fenced(self, reason: str) -> None:
+        """A newer controller exists: never command anything again."""
+        self.state, self.reason, self.commit = State.FENCED, reason, None
+        self._effects.clear()
+        self._clear_commands()
+
+    def want_commit(self) -> None:
+        """Commit as soon as possible, if there is anything new."""
+        self._wanted = True
+
+    # What the adapter reads
+
+    def commands(self, key: Key) -> list[Command]:
+        """Commands that `key` has not answered, oldest first; they are given again until it does."""
+        member = self.members.get(key)
+        return list(member.outbox.values()) if member else []
+
+    def take_effects(self) -> list[Effect]:
+        taken, self._effects = self._effects, []
+        return taken
+
+    @property
+    def has_effects(self) -> bool:
+        return bool(self._effects)
+
+    @property
+    def seq(self) -> int:
+        """Of the last commit; 0 before the first."""
+        return self.last.manifest.seq if self.last else 0
+
+    # Restore
+
+    def _lost(self, reason: str) -> None:
+        """The incarnation is over, unless it hasn't begun to do anything."""
+        if self.state in (State.CLAIMING, State.GATHERING, State.FENCED):
+            return
+        log.warning("%s: everyone goes back to %s", reason, self.last.name if self.last else "the beginning")
+        self.num_rollbacks += 1
+        self.state, self.reason, self.commit = State.CLAIMING, reason, None
+        self._clear_commands()
+        self._effects = [Claim(frozenset(self._passed_over))]
+
+    def _restore(self, now_s: float) -> None:
+        self.state = State.RESTORING
+        name = self.last.name if self.last else ""
+        self._ask("restore", (*self.facts.shards, *self.facts.workers), now_s, manifest=name)
+
+    def _start(self, now_s: float) -> None:
+        self.state, self._due_s = State.RUNNING, now_s + self.facts.commit_interval_s
+        self._ask("start", self.facts.workers, now_s)
+
+    def _pass_over(self, key: Key, error: str) -> None:
+        """What the manifest names is damaged: the one before it is tried, by the next incarnation."""
+        assert self.last is not None
+        log.warning("%s can't restore %s: %s; passing it over", key, self.last.name, error)
+        self._passed_over.add(self.last.name)
+        self._lost(f"{self.last.name} is damaged")
+
+    # Commit
+
+    def _cut(self, now_s: float) -> None:
+        """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
+        self.state, self._wanted = State.CUTTING, False
+        self.commit = Commit(seq=self._next_seq, started_s=now_s)
+        self._next_seq += 1
+        self._ask("cut", self.facts.workers, now_s, seq=self.commit.seq)
+
+    def _freeze(self, now_s: float) -> None:
+        """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
+        commit = self._running_commit()
+        self.state, commit.cuts = State.FREEZING, self._answers("cut", self.facts.workers)
+        watermark_ms = min(int(c["watermark_ms"]) for c in commit.cuts)
+        self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_ms)
+
+    def _write(self, now_s: float) -> None:
+        """4. (end) Training goes on. 5. Shards write what is frozen, worker 0 the dense part."""
+        commit = self._running_commit()
+        self.state, commit.frozen_s = State.WRITING, now_s
+        self._ask("resume", self.facts.workers, now_s, seq=commit.seq)
+        self._ask("write", (*self.facts.shards, self.facts.workers[0]), now_s, seq=commit.seq)
+
+    def _link(self) -> None:
+        """6. The manifest is complete; creating it is the commit."""
+        self.state = State.LINKING
+        commit = self._running_commit()
+        commit.manifest = self._manifest(commit)
+        self._effects.append(Link(commit.manifest))
+
+    def _commit(self, now_s: float) -> None:
+        """7. It is committed, whatever happens now: everyone may forget the generation before."""
+        commit = self._running_commit()
+        assert commit.manifest is not None
+        self.state, self.last = State.COMMITTING, Restorable(commit.manifest.name, commit.manifest)
+        self.num_commits += 1
+        self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
+        self.committed_at_s = now_s
+        self._ask("commit", (*self.facts.shards, *self.facts.workers), now_s, seq=commit.seq)
+        self._effects.append(Retire())
+
+    def _abort(self, reason: str, now_s: float) -> None:
+        log.warning("commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason)
+        self.num_aborts += 1
+        self.state = State.ABORTING
+        self._clear_commands()
+        self._ask("abort", (*self.facts.shards, *self.facts.workers), now_s, seq=self._running_commit().seq)
+
+    def _go_on(self, now_s: float) -> None:
+        """1. Workers train."""
+        self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
+
+    def _manifest(self, commit: Commit) -> Manifest:
+        shards = {key.index: self._results["write", key] for key in self.facts.shards}
+        dense = self._results["write", self.facts.workers[0]]
+        rows_end: dict[int, int] = {}
+        for shard in shards.values():  # the smallest: a restore that reads more republishes more, which harms nobody
+            for partition, offset in shard.get("rows_end", {}).items():
+                rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
+        offsets: dict[str, dict[int, int]] = {}
+        for cut in commit.cuts:
+            for topic, at in cut["offsets"].items():
+                offsets.setdefault(topic, {}).update({int(p): int(o) for p, o in at.items()})
+        first = commit.cuts[0]
+        last = self.last.manifest if self.last else None
+        return Manifest(
+            seq=commit.seq,
+            incarnation=self.incarnation,
+            previous={"seq": last.seq, "checksum": last.checksum} if last else {"seq": 0, "checksum": ""},
+            step=max(int(c["step"]) for c in commit.cuts),
+            watermark_ms=min(int(c["watermark_ms"]) for c in commit.cuts),
+            schema=self.facts.schema,
+            seed=self.facts.seed,
+            num_shards=self.facts.num_shards,
+            num_buckets=self.facts.num_buckets,
+            kafka=dict(self.facts.kafka),
+            offsets=offsets,
+            rows_end=rows_end,
+            shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in shards.items()},
+            dense=dict(dense["dense"]),
+            model=dict(first.get("model", {})),
+            metrics=dict(first.get("metrics", {})),
+            dedupe={"name": dense["dense"]["name"], "count": int(first.get("dedupe", 0))},
+            time_ms=int(first.get("time_ms", 0)),
+        )
+
+    def _complete(self) -> bool:
+        return len(self.members) == self.facts.num_shards + self.facts.num_workers
+
+    def _running_commit(self) -> Commit:
+        assert self.commit is not None, self.state
+        return self.commit
+
+    def has_news(self) -> bool:
+        """Has any worker cut a batch since the last commit? An idle loop writes nothing."""
+        steps = [int(self.members[key].report.get("step", 0)) for key in self.facts.workers if key in self.members]
+        return max(steps, default=0) > (self.last.manifest.step if self.last else 0)
+
+    # Commands and their results
+
+    def _ask(self, kind: str, keys: Iterable[Key], now_s: float, **arguments: Any) -> None:
+        self._asked_s = now_s
+        for key in keys:
+            self._next_id += 1
+            id_ = (self.incarnation << 32) + self._next_id  # no controller repeats another's ids
+            command = {"id": id_, "kind": kind, "incarnation": self.incarnation, **arguments}
+            self.members[key].outbox[id_] = command
+            self._waiting[id_] = key
+            self._results.pop((kind, key), None)
+
+    def _take_result(self, key: Key, member: Member, result: dict[str, Any]) -> None:
+        command = member.outbox.pop(result.get("id", 0), None)
+        if command is None or self._waiting.pop(command["id"], None) is None:
+            return  # of an earlier incarnation, or given twice
+        kind = command["kind"]
+        if result.get("ok"):
+            self._results[kind, key] = {k: v for k, v in result.items() if k not in ("id", "ok")}
+        else:
+            self._refused(kind, key, str(result.get("error", "no reason given")), bool(result.get("damaged")), member.seen_s)
+
+    def _refused(self, kind: str, key: Key, error: str, damaged: bool, now_s: float) -> None:
+        if kind == "restore" and damaged and self.last:
+            self._pass_over(key, error)
+        elif kind in ("cut", "freeze", "resume", "write"):
+            self._abort(f"{key} refused {kind}: {error}", now_s)
+        else:  # restore, start, commit, abort: its state is unknown
+            self._not_before_s = now_s + self.facts.retry_s
+            self._lost(f"{key} refused {kind}: {error}")
+
+    def _step(self, now_s: float) -> None:
+        """Everyone asked has answered."""
+        match self.state:
+            case State.RESTORING:
+                self._start(now_s)
+            case State.CUTTING:
+                self._freeze(now_s)
+            case State.FREEZING:
+                self._write(now_s)
+            case State.WRITING:
+                self._link()
+            case State.COMMITTING | State.ABORTING:
+                self._go_on(now_s)
+
+    def _answers(self, kind: str, keys: Iterable[Key]) -> list[dict[str, Any]]:
+        return [self._results[kind, key] for key in keys]
+
+    def _late(self) -> str:
+        return ", ".join(sorted({str(key) for key in self._waiting.values()}))
+
+    def _clear_commands(self) -> None:
+        self._waiting.clear()
+        self._results.clear()
+        for member in self.members.values():
+            member.outbox.clear()

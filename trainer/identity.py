@@ -1,0 +1,72 @@
+"""What offsets and rows belong to: which Kafka, which schema, which shards. A manifest of another one is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from confluent_kafka import KafkaException
+
+from roo.errors import ConfigError, SchemaError
+from roo.schema import Schema, reading_plan
+from runtime import kafka
+from runtime.backoff import Backoff
+from runtime.topics import ROWS, SAMPLES, name_of
+from trainer.manifest import Manifest
+
+
+def kafka_identity(bootstrap: str, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:
+    """`{"cluster_id", "topics": {name: id}}` of the topics that a manifest has offsets of; waits for broker and topics.
+
+    Raises:
+        UnavailableError: `stop` was set meanwhile.
+    """
+    cluster_id = kafka.wait_for_broker(bootstrap, stop)
+    backoff = Backoff(what=f"topics {name_of(prefix, SAMPLES)} and {name_of(prefix, ROWS)} at {bootstrap}")
+    while True:
+        try:
+            ids = kafka.topic_ids(bootstrap, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
+            backoff.reached()
+            return {"cluster_id": cluster_id, "topics": ids}
+        except KafkaException as error:
+            backoff.wait(error.args[0].str() if error.args else error, stop)
+
+
+def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
+    """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing."""
+    if manifest.kafka != dict(kafka):
+        raise ConfigError(
+            f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with {manifest.kafka.get('topics')}, "
+            f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets mean nothing there; "
+            "bring the old broker's data back, or begin anew with `roostream reset`"
+        )
+
+
+def check_shape(manifest: Manifest, *, num_shards: int, num_buckets: int, seed: int) -> None:
+    """Raises ConfigError: rows are spread and initialised by these; another number reads other rows."""
+    for name, mine in (("num_shards", num_shards), ("num_buckets", num_buckets), ("seed", seed)):
+        committed = getattr(manifest, name)
+        if committed != mine:
+            raise ConfigError(f"{manifest.name}: expected {name} = {committed}, got {mine}; use the committed value")
+
+
+def check_schema(manifest: Manifest, schema: Schema, lookup: Callable[[int], Schema | None]) -> None:
+    """A schema may gain and lose features; what it keeps must mean the same.
+
+    Raises:
+        SchemaError: a feature changed its kind, table, width or columns, or the labels differ; says expected and got.
+        ConfigError: the manifest's schema isn't in the store.
+    """
+    if manifest.schema == f"{schema.fingerprint:016x}":
+        return
+    written = lookup(int(manifest.schema, 16))
+    if written is None:
+        raise ConfigError(f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file")
+    reading_plan(written, schema)
+    if written.labels != schema.labels:
+        names = [[label.name for label in s.labels] for s in (written, schema)]
+        raise SchemaError(
+            f"{manifest.name}: expected labels {names[0]} folded as committed, got {names[1]}; "
+            "the weights predict the committed labels: keep them, or begin anew with `roostream reset`"
+        )

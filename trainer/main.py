@@ -1,0 +1,28 @@
+"""`roostream worker` and `roostream controller`. The controller pays for neither torch nor numba."""
+
+from __future__ import annotations
+
+from runtime import program
+from trainer.config import ControllerConfig, WorkerConfig
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Until a signal; the exit code of `runtime.program.run`."""
+
+    def body(stop: program.Stop) -> None:
+        from trainer.worker_program import work
+
+        work(config, stop)
+
+    return program.run(f"worker {config.index}", body)
+
+
+def run_controller(config: ControllerConfig) -> int:
+    """Until a signal, or until a newer controller exists."""
+
+    def body(stop: program.Stop) -> None:
+        from trainer.controller_program import control
+
+        control(config, stop)
+
+    return program.run("controller", body)

@@ -1,0 +1,190 @@
+"""Progressive metrics: every candidate is scored before its labels are used, and counted here (style.md, "Quality").
+
+Letters: R requests, B candidates, T tasks. A label counts as positive when it is above 0, as in `models.loss`; weight 0
+leaves a candidate out of a task.
+
+    ne             mean log loss / entropy of the base rate, over the same candidates (He et al. 2014; TorchRec's NE)
+    auc            over all candidates, by weight, ties ½; `auc_error` bounds what max_scores cost (auc.py), 0 = exact
+    request_auc    and `mrr`, `ndcg@10`: mean over requests with a positive and a negative (request_metrics.py)
+    calibration    Σ predictions / Σ positives
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trainer.auc import ScoreCounts
+from trainer.request_metrics import score_requests
+
+Report = dict[str, object]
+_EPSILON = 1e-12  # TorchRec's: keeps log(0) out
+_SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
+
+
+class TaskMetrics:
+    """One task: nine sums and the score counts."""
+
+    def __init__(self, max_scores: int) -> None:
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._scores = ScoreCounts(max_scores)
+
+    def update(self, score_B: np.ndarray, label_B: np.ndarray, weight_B: np.ndarray, request_index_B: np.ndarray) -> None:
+        kept_B = weight_B > 0
+        if not kept_B.all():
+            score_B, label_B, weight_B, request_index_B = (x[kept_B] for x in (score_B, label_B, weight_B, request_index_B))
+        weight_B, positive_B = weight_B.astype(np.float64), label_B > 0
+        clipped_B = np.clip(score_B.astype(np.float64), _EPSILON, 1 - _EPSILON)
+        ranked = score_requests(score_B, positive_B, request_index_B)
+        self._add(
+            candidates=len(score_B),
+            weight=weight_B.sum(),
+            positive=weight_B[positive_B].sum(),
+            predicted=(score_B * weight_B).sum(),
+            log_loss=-(weight_B * np.log(np.where(positive_B, clipped_B, 1 - clipped_B))).sum(),
+            ranked_requests=len(ranked.auc_M),
+            auc=ranked.auc_M.sum(),
+            mrr=ranked.mrr_M.sum(),
+            ndcg=ranked.ndcg_M.sum(),
+        )
+        self._scores.add(score_B, positive_B, weight_B)
+
+    def merge(self, other: TaskMetrics) -> None:
+        self._add(**other._sums)
+        self._scores.merge(other._scores)
+
+    def report(self) -> Report:
+        s = self._sums
+        base_rate = _ratio(s["positive"], s["weight"])
+        return {
+            "candidates": int(s["candidates"]),
+            "base_rate": base_rate,
+            "ne": None if base_rate is None else _ratio(s["log_loss"] / s["weight"], _entropy(base_rate)),
+            "auc": self._scores.auc(),
+            "auc_error": self._scores.auc_error(),
+            "request_auc": _ratio(s["auc"], s["ranked_requests"]),
+            "mrr": _ratio(s["mrr"], s["ranked_requests"]),
+            "ndcg@10": _ratio(s["ndcg"], s["ranked_requests"]),
+            "calibration": _ratio(s["predicted"], s["positive"]),
+        }
+
+    def state(self) -> dict[str, np.ndarray]:
+        sums = np.array([self._sums[name] for name in _SUMS], dtype=np.float64)
+        return {"sums": sums, **{f"scores.{k}": v for k, v in self._scores.state().items()}}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        self._sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
+        self._scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
+
+    def _add(self, **sums: float) -> None:
+        for name, value in sums.items():
+            self._sums[name] += float(value)
+
+
+class Metrics:
+    """All tasks over everything that `update` was given; mergeable over workers, kept in a commit as arrays."""
+
+    def __init__(self, tasks: Sequence[str], max_scores: int = 1 << 18) -> None:
+        """`max_scores`: distinct scores that each task's AUC keeps before it gives up resolution (20 bytes each)."""
+        self._tasks = {task: TaskMetrics(max_scores) for task in tasks}
+        self._num_requests = 0
+        self._first_ms, self._last_ms = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+
+    def update(
+        self,
+        score_BT: np.ndarray,
+        label_BT: np.ndarray,
+        weight_BT: np.ndarray,
+        request_index_B: np.ndarray,
+        time_ms_R: np.ndarray,
+    ) -> None:
+        """Probabilities and labels of a batch. `request_index_B` points into the R requests, also those without candidates."""
+        for t, task in enumerate(self._tasks.values()):
+            task.update(score_BT[:, t], label_BT[:, t], weight_BT[:, t], request_index_B)
+        self._num_requests += len(time_ms_R)
+        if len(time_ms_R):
+            self._first_ms = min(self._first_ms, int(time_ms_R.min()))
+            self._last_ms = max(self._last_ms, int(time_ms_R.max()))
+
+    def merge(self, other: Metrics) -> None:
+        """Count what `other` counted too."""
+        for name, task in self._tasks.items():
+            task.merge(other._tasks[name])
+        self._num_requests += other._num_requests
+        self._first_ms, self._last_ms = min(self._first_ms, other._first_ms), max(self._last_ms, other._last_ms)
+
+    def report(self) -> Report:
+        """Requests, the time that they cover, the first task's metrics, and under `tasks` every task's; None where a
+        metric isn't defined (no positive, no request that counts)."""
+        tasks = {name: task.report() for name, task in self._tasks.items()}
+        empty = self._num_requests == 0
+        return {
+            "requests": self._num_requests,
+            "first_ms": None if empty else self._first_ms,
+            "last_ms": None if empty else self._last_ms,
+            **next(iter(tasks.values())),
+            "tasks": tasks,
+        }
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Arrays that `load` takes back; names are stable."""
+        out = {"requests": np.array([self._num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
+        for name, task in self._tasks.items():
+            out |= {f"{name}.{key}": value for key, value in task.state().items()}
+        return out
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Replace everything by what `state` gave; a task that it lacks (new in the schema) starts at nothing."""
+        self._num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
+        for name, task in self._tasks.items():
+            mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+            if mine:
+                task.load(mine)
+
+
+class DailyMetrics:
+    """The metrics of a report (format.md): overall, from `measure_from_ms` on, and by day of request time (UTC)."""
+
+    def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0, max_scores: int = 1 << 24) -> None:
+        self._tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms
+        self._overall, self._measured = (Metrics(tasks, max_scores) for _ in range(2))
+        self._by_day: dict[str, Metrics] = {}
+
+    def update(
+        self,
+        score_BT: np.ndarray,
+        label_BT: np.ndarray,
+        weight_BT: np.ndarray,
+        request_index_B: np.ndarray,
+        time_ms_R: np.ndarray,
+    ) -> None:
+        """As `Metrics.update`."""
+
+        def count(metrics: Metrics, kept_R: np.ndarray) -> None:
+            kept_B = kept_R[request_index_B]
+            metrics.update(score_BT[kept_B], label_BT[kept_B], weight_BT[kept_B], request_index_B[kept_B], time_ms_R[kept_R])
+
+        count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
+        count(self._measured, time_ms_R >= self._measure_from_ms)
+        day_R = time_ms_R // 86_400_000
+        for day in np.unique(day_R).tolist():
+            date = datetime.datetime.fromtimestamp(day * 86_400, datetime.UTC).date().isoformat()
+            count(self._by_day.setdefault(date, Metrics(self._tasks, self._max_scores)), day_R == day)
+
+    def report(self) -> Report:
+        return {
+            "overall": self._overall.report(),
+            "measured": self._measured.report(),
+            "by_day": {date: metrics.report() for date, metrics in sorted(self._by_day.items())},
+        }
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return float(a / b) if b else None
+
+
+def _entropy(p: float) -> float:
+    """In nats; 0 where p is 0 or 1, so that NE is not defined there."""
+    return 0.0 if p in (0.0, 1.0) else float(-(p * np.log(p) + (1 - p) * np.log(1 - p)))

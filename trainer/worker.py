@@ -1,0 +1,257 @@
+"""A member of the controller around the training loop: restore, start, cut, resume, write, commit, abort.
+
+    restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
+                              │                   write the snapshot meanwhile, commit or abort ends it
+                              └─ a shard is away: broken, told with the next beat; everyone is restored
+
+The loop runs in the caller's thread (`run`); commands arrive on the member's thread and are done between two batches, except
+`write`, which works on the snapshot and lets training go on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
+from roo.schema import Schema
+from runtime.checkpoint_store import CheckpointStore
+from runtime.clock import Clock
+from runtime.topics import SAMPLES
+from trainer import dense
+from trainer import manifest as manifests
+from trainer.identity import check_kafka, check_schema
+from trainer.loop import Snapshot, TrainLoop, metrics_summary
+from trainer.manifest import Manifest
+
+log = logging.getLogger("roostream.worker")
+
+Command = dict[str, Any]
+_IDLE_S = 0.1
+
+
+class Worker:
+    """`execute` is a command's whole effect and result; `turn` is a batch. Both in the loop's thread, but `execute("write")`."""
+
+    def __init__(
+        self,
+        loop: TrainLoop,
+        store: CheckpointStore,
+        clock: Clock,
+        *,
+        kafka: Mapping[str, Any],
+        lookup: Callable[[int], Schema | None],
+        set_incarnation: Callable[[int], None],
+        flush: Callable[[], None],
+        index: int = 0,
+    ) -> None:
+        self.loop, self.store, self.clock, self.kafka, self.lookup, self.index = loop, store, clock, kafka, lookup, index
+        self.set_incarnation, self.flush = set_incarnation, flush
+        self.incarnation = 0
+        self.training = False
+        self.broken = ""  # why this incarnation can't go on
+        self.committed_step = 0
+        self.leaving = False  # stopping: asks for a commit before it goes
+        self._snapshot: tuple[int, Snapshot] | None = None
+        self._refusal: ConfigError | None = None
+        self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+
+    def execute(self, command: Command) -> dict[str, Any]:
+        """Do one command; its result's fields.
+
+        Raises:
+            CheckpointError: what it needs is damaged or absent: an older manifest may do.
+            ConfigError: what is committed belongs to other settings; the next `turn` raises it too, and the worker exits.
+            RoostreamError: it can't be done now.
+
+        **If it fails:** a failed restore leaves the loop stopped until the next one; a failed cut has let training go on.
+        """
+        kinds: dict[str, Callable[[Command], dict[str, Any]]] = {
+            "restore": self._restore,
+            "start": self._start,
+            "cut": self._cut,
+            "resume": self._resume,
+            "write": self._write,
+            "commit": self._commit,
+            "abort": self._abort,
+        }
+        if command["kind"] not in kinds:
+            raise RoostreamError(f"expected one of {', '.join(kinds)}, got command {command['kind']!r}")
+        try:
+            return kinds[command["kind"]](command)
+        except OSError as error:
+            raise UnavailableError(f"the checkpoint store can't be used: {error}") from None
+
+    def turn(self) -> bool:
+        """Train on the next batch, if training and if there is one.
+
+        Raises:
+            ConfigError: what is committed can't be used by this worker (its schema, its Kafka); it must exit.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.training:
+            return False
+        try:
+            return self.loop.step()
+        except (UnavailableError, FencedError) as error:
+            log.warning("training stops until everyone is restored: %s", error)
+            self.training, self.broken = False, str(error) or "a shard is away"
+            return False
+
+    def can_leave(self) -> bool:
+        """Nothing trained would be lost by stopping now."""
+        return not self.training or self.loop.num_steps == self.committed_step
+
+    def report(self) -> dict[str, Any]:
+        """What every beat carries; cheap, read from another thread."""
+        return {
+            "step": self.loop.num_steps,
+            "watermark_ms": self.loop.watermark_ms,
+            "training": self.training,
+            "broken": self.broken,
+            "leaving": self.leaving,
+            **dataclasses.asdict(self.loop.counts),
+            "duplicates": self.loop.dedupe.num_skipped,
+        }
+
+    # Called from two threads
+
+    def submit(self, command: Command) -> dict[str, Any]:
+        """`execute` for the member's thread: by the loop's thread between two batches, or here if it needs no pause."""
+        if command["kind"] == "write":
+            return self.execute(command)
+        done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._inbox.put((command, done))
+        while not self._closed.is_set():
+            try:
+                return done.result(timeout=0.5)
+            except concurrent.futures.TimeoutError:
+                continue
+        raise UnavailableError("the worker is stopping")
+
+    def serve_inbox(self) -> None:
+        """In the loop's thread: do what was submitted; waits a little when there is nothing to train on."""
+        while True:
+            try:
+                command, done = self._inbox.get(block=not self.training, timeout=_IDLE_S)
+            except queue.Empty:
+                return
+            try:
+                done.set_result(self.execute(command))
+            except Exception as error:  # whoever submitted it decides
+                done.set_exception(error)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    # Commands
+
+    def _restore(self, command: Command) -> dict[str, Any]:
+        self.training, self._snapshot = False, None
+        self.broken = "restoring"
+        name = str(command.get("manifest", ""))
+        if name:
+            manifest = manifests.load(self.store, name)
+            self._check(manifest)
+            self.loop.restore(self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}")
+        else:
+            self.loop.reset()
+        self.committed_step = self.loop.num_steps
+        self.incarnation = int(command["incarnation"])
+        self.set_incarnation(self.incarnation)
+        self.broken = ""
+        log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
+        return {}
+
+    def _start(self, command: Command) -> dict[str, Any]:
+        self.training = True
+        return {}
+
+    def _cut(self, command: Command) -> dict[str, Any]:
+        """The batch in hand is finished and every push acknowledged, since this runs between two batches."""
+        if self.broken or not self.training:
+            raise UnavailableError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
+        self.flush()
+        self.training = False
+        at = self.loop.snapshot()
+        self._snapshot = int(command["seq"]), at
+        return {
+            "offsets": {SAMPLES: at.offsets},
+            "watermark_ms": at.watermark_ms,
+            "step": at.step,
+            "metrics": metrics_summary(self.loop.metrics.report()),
+            "model": dataclasses.asdict(self.loop.model_config),
+            "dedupe": len(at.tensors["dedupe.id"]),
+            "time_ms": self.clock.now_ms(),
+        }
+
+    def _resume(self, command: Command) -> dict[str, Any]:
+        self.training = not self.broken
+        return {}
+
+    def _write(self, command: Command) -> dict[str, Any]:
+        seq, at = self._cut_of(command)
+        name = manifests.dense_name(seq, int(command["incarnation"]))
+        metadata = {
+            "model": json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True),
+            "schema": f"{self.loop.schema.fingerprint:016x}",
+            "seq": str(seq),
+            "incarnation": str(command["incarnation"]),
+            "step": str(at.step),
+        }
+        data = dense.encode(at.tensors, metadata)
+        self.store.put(name, data)
+        return {"dense": {"name": name, "bytes": len(data), "checksum": manifests.checksum_of(data)}}
+
+    def _commit(self, command: Command) -> dict[str, Any]:
+        _, at = self._cut_of(command)
+        self.committed_step, self._snapshot = at.step, None
+        return {}
+
+    def _abort(self, command: Command) -> dict[str, Any]:
+        if self._snapshot is not None and self._snapshot[0] == int(command["seq"]):
+            self._snapshot = None
+            self.training = not self.broken
+        return {}
+
+    def _cut_of(self, command: Command) -> tuple[int, Snapshot]:
+        snapshot = self._snapshot
+        if snapshot is None or snapshot[0] != int(command["seq"]):
+            raise RoostreamError(f"expected the cut of commit {command['seq']}, got {snapshot[0] if snapshot else 'none'}")
+        return snapshot
+
+    def _check(self, manifest: Manifest) -> None:
+        """What isn't damaged but belongs to others can't be mended by an older manifest: the worker must exit."""
+        try:
+            check_kafka(manifest, self.kafka)
+            check_schema(manifest, self.loop.schema, self.lookup)
+            mine = json.loads(json.dumps(dataclasses.asdict(self.loop.model_config)))
+            if manifest.model != mine:
+                differing = sorted(k for k in {*mine, *manifest.model} if mine.get(k) != manifest.model.get(k))
+                raise ConfigError(
+                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {manifest.model.get(k)}' for k in differing)}, "
+                    f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
+                )
+        except ConfigError as error:
+            self._refusal = error
+            raise
+
+    def _read(self, manifest: Manifest) -> Snapshot:
+        name, stated = str(manifest.dense["name"]), manifest.dense
+        data = self.store.get(name)
+        if len(data) != stated["bytes"] or manifests.checksum_of(data) != stated["checksum"]:
+            raise CheckpointError(
+                f"{name}: expected {stated['bytes']} bytes with checksum {stated['checksum']}, "
+                f"got {len(data)} with {manifests.checksum_of(data)}: it is damaged"
+            )
+        tensors, _ = dense.decode(data)
+        offsets = manifest.offsets.get(SAMPLES, {})
+        return Snapshot(tensors=tensors, step=manifest.step, watermark_ms=manifest.watermark_ms, offsets=offsets)

@@ -1,0 +1,113 @@
+"""A worker's process: opens what the loop needs, trains until told otherwise, and ends in order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+from models.config import load_model_config
+from param_server.client import Client
+from roo.errors import UnavailableError
+from roo.schema import load_schema
+from roo.schema_registry import lookup, register
+from runtime import kafka, metrics
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.member import Member
+from runtime.program import Stop
+from runtime.rpc import SocketTransport
+from runtime.topics import SAMPLES
+from trainer.config import WorkerConfig
+from trainer.exports import Exports
+from trainer.identity import kafka_identity
+from trainer.kafka_source import KafkaSource
+from trainer.loop import TrainLoop, exact_numerics
+from trainer.monitor import LABELS, Monitor
+from trainer.predictions import Outputs
+from trainer.worker import Worker
+
+log = logging.getLogger("roostream.worker")
+
+_LAST_COMMIT_S = 5.0
+_RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
+
+
+def work(config: WorkerConfig, stop: Stop) -> None:
+    """Until `stop` is set.
+
+    Raises:
+        RoostreamError: a setting is wrong, what is committed belongs to other settings, or the controller is away for longer
+            than `controller_timeout_ms` while training: the supervisor starts the worker again.
+    """
+    config.check_device()
+    exact_numerics(config)
+    schema, model_config = load_schema(config.schema), load_model_config(config.model)
+    store, clock = FileStore(config.store), SystemClock()
+    register(store, schema)
+    identity = kafka_identity(config.bootstrap, config.prefix, stop)
+    with contextlib.ExitStack() as opened:
+        source = KafkaSource(config.bootstrap, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
+        opened.callback(source.close)
+        shards = [SocketTransport(address) for address in config.shards]
+        for transport in shards:
+            opened.callback(transport.close)
+        client = Client(schema, shards, seed=config.seed, worker=config.index, resend_for_s=_RESEND_S, stop=stop)
+        opened.callback(client.close)
+        outputs = Outputs(kafka.producer(config.bootstrap), config.prefix, clock)
+        loop = TrainLoop(
+            config,
+            schema,
+            model_config,
+            source,
+            client,
+            outputs.prediction,
+            outputs.dead_letter,
+            clock,
+            registry=lookup(store),
+            on_freshness=metrics.freshness().observe,
+        )
+        worker = Worker(
+            loop,
+            store,
+            clock,
+            kafka=identity,
+            lookup=lookup(store),
+            set_incarnation=client.set_incarnation,
+            flush=outputs.flush,
+            index=config.index,
+        )
+        monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
+        Exports("worker", monitor.gauges, LABELS).register()
+        metrics.serve(config.metrics_port)
+        left = threading.Event()  # beats go on while the last commit is waited for
+        member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)
+        opened.callback(member.join)
+        opened.callback(worker.close)
+        opened.callback(left.set)
+        member.start()
+        train(worker, monitor, member, stop, config.controller_timeout_ms / 1000)
+
+
+def train(worker: Worker, monitor: Monitor, member: Member, stop: Stop, controller_timeout_s: float) -> None:
+    """Batches and commands in turn; when asked to stop, a last commit first, if one comes soon enough.
+
+    Raises:
+        UnavailableError: no controller answers.
+    """
+    leave_by_s = 0.0
+    while True:
+        worker.serve_inbox()
+        worker.turn()
+        monitor.observe()
+        if worker.training and member.silent_s > controller_timeout_s:
+            raise UnavailableError(
+                f"the controller has not answered for {member.silent_s:.0f} s: training stops, since nothing is committed"
+            )
+        if stop.is_set():
+            leave_by_s = leave_by_s or time.monotonic() + _LAST_COMMIT_S
+            worker.leaving = True
+            if worker.can_leave() or time.monotonic() > leave_by_s:
+                log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
+                return
