@@ -1,0 +1,58 @@
+"""`application/x-protobuf` body of `POST /v1/rank`: a `roo.Impression` without scores → RankRequest.
+
+Its blocks are scored and logged as they are, unless a feature that is kept online is missing in them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from roo import roo_pb2 as pb
+from roo.block import check_block
+from roo.errors import WireError
+from roo.schema import Schema
+from serving.errors import RequestError
+from serving.parse import check_candidates
+from serving.request import RankRequest, request_id_of, text_of
+
+
+def parse_impression(schema: Schema, body: bytes, append: bool) -> RankRequest:
+    """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
+    message = pb.Impression()
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        raise RequestError(400, f"expected a roo.Impression, got {len(body)} bytes that aren't one", "$") from None
+    header, n = message.header, len(message.item_ids)
+    if header.schema not in (0, schema.fingerprint):
+        got = f"{header.schema:016x}"
+        raise RequestError(400, f"expected schema {schema.fingerprint:016x} or 0, got {got}", "$.header.schema")
+    for name in ("scores", "positions", "propensities"):
+        if len(getattr(message, name)):
+            raise RequestError(400, "expected none: serving sets it", f"$.{name}")
+    check_candidates(schema, n)
+    ro = message.ro if message.HasField("ro") else None
+    if ro is not None:
+        _check(schema, "ro", ro, 1)
+    _check(schema, "nro", message.nro, n)
+    return RankRequest(
+        request_id=request_id_of(header.request_id, "$.header.request_id"),
+        user_id=header.user_id,
+        session_id=header.session_id,
+        surface=text_of(header.surface, "$.header.surface"),
+        item_ids=np.array(message.item_ids, dtype=np.uint64).view(np.int64),
+        ro={},
+        nro={},
+        append=append,
+        first_position=0,
+        model_version=header.model_version,
+        blocks=(ro, message.nro),
+    )
+
+
+def _check(schema: Schema, side: str, block: bytes, num_rows: int) -> None:
+    try:
+        check_block(schema, "ro" if side == "ro" else "nro", block, num_rows, schema.limits)
+    except WireError as error:
+        raise RequestError(413 if error.reason == "oversized" else 400, str(error), f"$.{side}") from None

@@ -1,0 +1,80 @@
+"""Reading a request's body with its size bounded before memory is taken, and answering, straight on ASGI."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import RequestError
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+_WINDOW = {"gzip": 31, "deflate": 15}
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its body was complete: there is nobody to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> tuple[bytes, str]:
+    """(body, media type), inflated.
+
+    Raises:
+        RequestError: 413 beyond `max_bytes` (as sent or inflated), 415 unknown encoding, 400 damaged compression.
+        ClientGoneError: it hung up.
+    """
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name.startswith(b"content-")}
+    stated = headers.get(b"content-length", "")
+    if stated.isdecimal() and int(stated) > max_bytes:
+        raise _too_large(max_bytes)
+    body = await _receive_all(receive, max_bytes)
+    encoding = headers.get(b"content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        body = _inflate(body, encoding, max_bytes)
+    return body, headers.get(b"content-type", JSON).partition(";")[0].strip().lower()
+
+
+async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        if not message.get("more_body", False):
+            return b"".join((*chunks, chunk)) if chunks else chunk
+        chunks.append(chunk)
+
+
+def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    if encoding not in _WINDOW:
+        raise RequestError(415, f"expected content-encoding gzip, deflate or none, got {encoding!r}")
+    inflater = zlib.decompressobj(_WINDOW[encoding])
+    try:
+        out = inflater.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise RequestError(400, f"expected a {encoding} body: {error}") from None
+    if len(out) > max_bytes:
+        raise _too_large(max_bytes)
+    if not inflater.eof:
+        raise RequestError(400, f"expected a whole {encoding} body, got one that was cut")
+    return out
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"expected a body of at most {max_bytes} bytes (also inflated)")
+
+
+async def respond(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """One JSON answer."""
+    raw: list[tuple[bytes, bytes]] = [(b"content-type", JSON.encode()), (b"content-length", str(len(body)).encode())]
+    raw += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": raw}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,151 @@
+"""From settings to the objects of a serving process. Nothing here runs yet; what is opened, `Process.close` closes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from models.config import load_model_config
+from param_server.client import Replica
+from roo import schema_registry
+from roo.errors import ConfigError, SetupError, nearest
+from roo.schema import Schema, load_schema
+from runtime.checkpoint_store import CheckpointStore, FileStore
+from runtime.clock import Clock, SystemClock
+from runtime.metrics import freshness
+from runtime.rpc import SocketTransport
+from serving.config import ServingConfig
+from serving.dense import DenseFollower, ManifestHead
+from serving.feature_log import FeatureLog
+from serving.hydration import Hydrator
+from serving.kafka_sink import KafkaSink
+from serving.log_sender import LogSender
+from serving.metrics import ServingMetrics
+from serving.openapi import rank_example
+from serving.parse import JsonParser
+from serving.parts import Parts
+from serving.rank import Policy, RankService
+from serving.row_topic import KafkaRowTopic
+from serving.rows import RowFollower
+from serving.scorer import Version, Versions, first_version
+from serving.stamps import Stamps
+
+log = logging.getLogger("roostream.serving")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Process:
+    """All of a serving process; `serving.main` runs it."""
+
+    parts: Parts
+    sender: LogSender
+    dense: DenseFollower
+    rows: RowFollower
+    clock: Clock
+    producer: str  # what heartbeats call this process
+
+    def close(self) -> None:
+        """After the threads have ended."""
+        self.sender.close()
+        self.parts.log.close()
+        self.rows.topic.close()
+        for shard in self.rows.shards:
+            shard.close()
+        self.parts.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY) -> Process:
+    """Waits for nobody: Kafka, Redis and shards may be away.
+
+    Raises:
+        ConfigError: schema, model or a setting is wrong.
+        SetupError: home or store can't be used.
+    """
+    clock = SystemClock()
+    schema = load_schema(config.schema)
+    policy = Policy(task=_task(schema, config.order_task), exploration=config.exploration, seed=config.seed)
+    versions = Versions(first_version(schema, load_model_config(config.model), config.seed))
+    store = _open_store(config, schema)
+    feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
+    metrics = ServingMetrics(registry)
+    replica = Replica(schema, config.seed)
+    hydrator = Hydrator(config.redis, config.prefix, schema) if config.redis else None
+    service = RankService(schema, versions, replica, hydrator, policy)
+    rows = RowFollower(
+        replica,
+        KafkaRowTopic.open(config.bootstrap, config.prefix),
+        [SocketTransport(address) for address in config.shards],
+        freshness().observe,
+        clock,
+    )
+    service.rows_ready = lambda: rows.ready
+    parts = Parts(
+        config=config,
+        schema=schema,
+        service=service,
+        log=feature_log,
+        stamps=Stamps(clock),
+        metrics=metrics,
+        executor=ThreadPoolExecutor(1, "scoring"),
+        waiting_for=lambda: [] if rows.ready else ["rows of the shards"],
+    )
+
+    def installed(version: Version, head: ManifestHead) -> None:
+        metrics.show_version(version.name, head.time_ms)
+
+    metrics.show_version(versions.newest.name, 0)
+    sender = LogSender(feature_log, lambda: KafkaSink.open(config.bootstrap, config.prefix))
+    process = Process(
+        parts=parts,
+        sender=sender,
+        dense=DenseFollower(store, schema, versions, config.seed, installed),
+        rows=rows,
+        clock=clock,
+        producer=f"serving-{socket.gethostname()}-{os.getpid()}",
+    )
+    _watch(process)
+    return process
+
+
+def warm(parts: Parts) -> None:
+    """Score one made-up request and forget it: kernels are loaded before the first real one."""
+    request = JsonParser(parts.schema).parse(msgspec.json.encode(rank_example(parts.schema)))
+    parts.service.rank(request, parts.stamps.clock.now_ms())
+
+
+def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
+    store = FileStore(config.store)
+    try:
+        schema_registry.register(store, schema)
+    except OSError as error:
+        raise SetupError(f"checkpoint store {config.store} can't be written: {error.strerror}; choose another store") from None
+    return store
+
+
+def _task(schema: Schema, name: str) -> int:
+    if not name:
+        return 0
+    if name not in schema.tasks:
+        raise ConfigError(f"expected order_task as one of {', '.join(schema.tasks)}, got {name!r}{nearest(name, schema.tasks)}")
+    return schema.tasks.index(name)
+
+
+def _watch(process: Process) -> None:
+    metrics, log_, rows, sender = process.parts.metrics, process.parts.log, process.rows, process.sender
+    metrics.watch("ready", "1 once the rows are here", lambda: float(rows.ready))
+    metrics.watch("log_backlog_records", "records that Kafka hasn't acknowledged", lambda: log_.backlog_records)
+    metrics.watch("log_backlog_bytes", "their bytes", lambda: log_.backlog_bytes)
+    metrics.watch("log_refused_records", "records that Kafka refused for what they are", lambda: sender.num_refused)
+    metrics.watch("log_damaged_records", "records that were damaged on disk", lambda: sender.num_damaged)
+    metrics.watch("replica_rows", "rows in the replica", lambda: rows.replica.num_rows)
+    metrics.watch("replica_lag", "row deltas in the topic that aren't applied", rows.lag)
+    metrics.watch("replica_applied", "row deltas and barriers applied", lambda: rows.num_applied)
+    metrics.watch("replica_refused", "records of the rows topic that couldn't be applied", lambda: rows.num_refused)
+    metrics.watch("replica_bootstraps", "times that all rows were read from the shards", lambda: rows.num_bootstraps)
+    metrics.watch("version_swaps", "dense versions installed", lambda: process.parts.service.versions.num_swaps)

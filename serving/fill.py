@@ -1,0 +1,123 @@
+"""Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
+
+What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
+computed here, as the replay driver computes them. A block that is complete as the client encoded it stays byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from roo.block import decode_block, encode_nro, encode_ro
+from roo.columns import Side, columns_of, missing_bits
+from roo.errors import WireError
+from roo.schema import Feature, Schema
+from serving.errors import RequestError
+from serving.request import RankRequest
+
+OF_THE_REQUEST = ("hour_of_day", "num_candidates", "position", "item_id")
+_DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
+
+
+class Filler:
+    """For one schema. Pure: hydrated values go in, blocks come out."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        sides: tuple[Side, ...] = ("ro", "nro")
+        self._sources: dict[Side, dict[str, str]] = {
+            side: {f.name: _source(f, side) for f in getattr(schema, side) if _source(f, side)} for side in sides
+        }
+        self._stateful: dict[Side, list[str]] = {
+            side: [name for name, source in self._sources[side].items() if source not in OF_THE_REQUEST] for side in sides
+        }
+
+    def open(self, request: RankRequest) -> None:
+        """Give the request values in place of blocks where a block lacks something that can be filled in."""
+        if request.blocks is None:
+            return
+        n = len(request.item_ids)
+        ro, nro = request.blocks
+        if self._lacks("ro", ro, 1) or self._lacks("nro", nro, n):
+            request.ro = decode_block(self.schema, "ro", ro or b"", 1)
+            columns = decode_block(self.schema, "nro", nro, n)
+            request.nro = {k: v for k, v in columns.items() if not _all_missing(v)}
+            request.blocks = None
+
+    def wants_hydration(self, request: RankRequest) -> bool:
+        """Whether some stateful feature is missing; call `open` first."""
+        if request.blocks is not None:
+            return False
+        if any(name not in request.ro for name in self._stateful["ro"]):
+            return True
+        return any(name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"])
+
+    def encode(
+        self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
+    ) -> tuple[bytes, bytes]:
+        """(RO block, NRO block), to score and to log.
+
+        Raises:
+            RequestError: 400 or 413 for what the blocks can't hold.
+        """
+        if request.blocks is not None:
+            return request.blocks[0] or b"", request.blocks[1]
+        n = len(request.item_ids)
+        own: dict[str, Any] = {
+            "hour_of_day": time_ms % _DAY_MS / _HOUR_MS,
+            "num_candidates": float(n),
+            "position": np.arange(request.first_position, request.first_position + n, dtype=np.float32),
+            "item_id": request.item_ids,
+        }
+        ro = self._complete("ro", request.ro, {**ro_online, **own})
+        nro = self._complete("nro", request.nro, {**nro_online, **own})
+        try:
+            return encode_ro(self.schema, ro), encode_nro(self.schema, nro, n)
+        except WireError as error:
+            raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
+
+    def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(given)
+        for name, source in self._sources[side].items():
+            fresh = online.get(source)
+            if out.get(name) is None:
+                out[name] = fresh
+            elif side == "nro" and fresh is not None and _some_missing(out[name]):
+                out[name] = _merged(out[name], fresh)
+        return out
+
+    def _lacks(self, side: Side, block: bytes | None, num_rows: int) -> bool:
+        """Whether a feature that can be filled in is missing in some row."""
+        wanted = self._sources[side]
+        if not wanted or num_rows == 0:
+            return False
+        if not block:
+            return True
+        columns, floats, lists = columns_of(block), self.schema.floats(side), self.schema.lists(side)
+        at = [i for i, f in enumerate(floats) if f.name in wanted]
+        if at and (not len(columns.floats) or np.isnan(columns.floats.reshape(num_rows, -1)[:, at]).any()):
+            return True
+        at = [i for i, f in enumerate(lists) if f.name in wanted]
+        return bool(at) and bool(missing_bits(columns, num_rows * len(lists)).reshape(num_rows, -1)[:, at].any())
+
+
+def _source(f: Feature, side: Side) -> str:
+    """The online name that fills the feature; a candidate's own id is what an ids feature named `item` means."""
+    return f.online or ("item_id" if side == "nro" and f.kind == "ids" and f.name == "item" else "")
+
+
+def _some_missing(column: Any) -> bool:
+    return bool(np.isnan(column).any()) if isinstance(column, np.ndarray) else None in column
+
+
+def _all_missing(column: Any) -> bool:
+    return bool(np.isnan(column).all()) if isinstance(column, np.ndarray) else all(v is None for v in column)
+
+
+def _merged(column: Any, fresh: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return np.where(np.isnan(column), fresh, column)
+    return [f if v is None else v for v, f in zip(column, fresh, strict=True)]

@@ -1,0 +1,43 @@
+"""Heartbeats: one to every partition of both event topics, so that event time advances where traffic is quiet.
+
+They take the same log as impressions and engagements and are stamped with the horizon of open requests: within this process
+none overtakes an event. Between processes the joiner's lateness bound holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from roo import roo_pb2 as pb
+from roo import wire
+from runtime.clock import Clock
+from runtime.topics import PARTITIONS
+from serving.feature_log import FeatureLog, LogFullError
+from serving.log_format import TOPICS, LogRecord
+from serving.stamps import Stamps
+
+logger = logging.getLogger("roostream.serving.log")
+
+
+def beat(log: FeatureLog, stamps: Stamps, producer: str) -> None:
+    """Raises LogFullError: some partitions had theirs; the next beat makes up for it."""
+    time_ms = stamps.horizon_ms()
+    value = wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms, producer=producer))
+    for topic in TOPICS:
+        for partition in range(PARTITIONS[topic]):
+            log.append(LogRecord(topic, partition, time_ms, b"", value))
+
+
+def run(log: FeatureLog, stamps: Stamps, producer: str, interval_ms: int, clock: Clock, stop: threading.Event) -> None:
+    """Every `interval_ms` until `stop`. A full log is said once; heartbeats come again when it has room."""
+    full = False
+    while not stop.is_set():
+        try:
+            beat(log, stamps, producer)
+            full = False
+        except LogFullError as error:
+            if not full:
+                logger.warning("no heartbeats for now: %s", error)
+            full = True
+        clock.sleep(interval_ms / 1000, stop)

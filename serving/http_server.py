@@ -1,0 +1,81 @@
+"""uvicorn in this process, started and stopped by us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from roo.errors import SetupError
+from runtime.rpc import parse_address
+
+log = logging.getLogger("roostream.serving")
+
+STOP_POLL_S = 0.1
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to runtime.program."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or []:
+            log.info("serving on http://%s:%d, /docs for its interface", *bound.getsockname()[:2])
+
+
+def bind(listen: str) -> socket.socket:
+    """A bound socket; port 0 draws one.
+
+    Raises:
+        SetupError: the port is taken, or the address isn't this machine's.
+    """
+    host, port = parse_address(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host.strip("[]"), port))
+    except OSError as error:
+        bound.close()
+        raise SetupError(f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another listen") from None
+    return bound
+
+
+def run(app: ASGIApp, bound: socket.socket, stop: threading.Event, drain_ms: int) -> None:
+    """Serve until `stop` is set; then accept nothing more, and finish what is in flight for at most `drain_ms`."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(-(-drain_ms // 1000), 1),
+    )
+    uvloop.run(_serve(_Server(config), bound, stop))
+
+
+async def _serve(server: uvicorn.Server, bound: socket.socket, stop: threading.Event) -> None:
+    async def watch() -> None:
+        while not stop.is_set():
+            await asyncio.sleep(STOP_POLL_S)
+        server.should_exit = True
+
+    watching = asyncio.create_task(watch())
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        watching.cancel()

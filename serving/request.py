@@ -1,0 +1,69 @@
+"""A parsed rank request, whatever form it came in."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+import numpy as np
+
+from roo.ids import MASK64, item_id, key_bytes
+from serving.errors import RequestError
+
+MAX_TEXT_BYTES = 64
+_LOWEST_ID = -(1 << 63)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class RankRequest:
+    """Values are as `roo.block.encode_*` takes them; absent = the client didn't give it."""
+
+    request_id: str
+    user_id: int  # uint64; 0 = unknown
+    session_id: int  # uint64
+    surface: str
+    item_ids: np.ndarray  # int64 [n]
+    ro: dict[str, Any]
+    nro: dict[str, Any]  # columns of n: float64 with NaN = missing, or lists with None = missing
+    append: bool  # adds candidates to an open request
+    first_position: int  # place of the first slot of this answer
+    model_version: str  # "" = the newest
+    blocks: tuple[bytes | None, bytes] | None = None  # RO and NRO as the client encoded them; then `ro` and `nro` are empty
+
+    @property
+    def key(self) -> bytes:
+        return key_bytes(self.user_id, self.session_id)
+
+
+def request_id_of(text: str, path: str) -> str:
+    """The client's, or a new one where it gave none."""
+    return text_of(text, path) if text else uuid.uuid4().hex
+
+
+def text_of(text: str, path: str) -> str:
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        raise RequestError(400, f"expected at most {MAX_TEXT_BYTES} bytes of UTF-8, got {len(text.encode())}", path)
+    return text
+
+
+def id_of(value: int | str, path: str) -> int:
+    """uint64: integers pass through, strings are hashed."""
+    if type(value) is int and not _LOWEST_ID <= value <= MASK64:
+        raise RequestError(400, f"expected a 64-bit integer or a string, got {value}", path)
+    return item_id(value)
+
+
+def ids_of(values: list[int | str], path: str) -> np.ndarray:
+    """int64 [n] of ids from outside."""
+    check_ids(values, path)
+    unsigned = [v & MASK64 if type(v) is int else item_id(v) for v in values]
+    return np.array(unsigned, dtype=np.uint64).view(np.int64)
+
+
+def check_ids(values: list[int | str], path: str) -> None:
+    """Raises RequestError 400 with the path of the first integer that has no 64-bit form."""
+    integers: list[int] = [v for v in values if type(v) is int]
+    if integers and not (min(integers) >= _LOWEST_ID and max(integers) <= MASK64):
+        for i, value in enumerate(values):
+            id_of(value, f"{path}[{i}]")

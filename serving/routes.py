@@ -1,0 +1,134 @@
+"""The two routes that carry traffic, straight on ASGI: no validation framework between the socket and the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from roo.errors import WireError
+from serving.binary import parse_impression
+from serving.body import JSON, PROTOBUF, ClientGoneError, read_body, respond
+from serving.engage import parse_engagements
+from serving.errors import RequestError
+from serving.feature_log import LogFullError
+from serving.gate import Gate
+from serving.log_format import LogRecord
+from serving.parse import JsonParser
+from serving.parts import Parts
+from serving.rank import Ranked
+from serving.request import RankRequest
+
+log = logging.getLogger("roostream.serving")
+
+RETRY_AFTER_S = 1
+
+
+class _Endpoint:
+    """Admission, errors, metrics and the answer, the same for both routes."""
+
+    route = ""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.gate = Gate(parts.config.max_in_flight)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin_s = time.perf_counter()
+        headers: dict[str, str] = {}
+        try:
+            with self.gate.admit():
+                status, body = 200, await self.answer(scope, receive)
+        except ClientGoneError:
+            return
+        except RequestError as error:
+            status, body, headers = error.status, msgspec.json.encode(error.body()), error.headers()
+        except Exception:
+            log.exception("a %s request failed: this is a defect of Roostream", self.route)
+            defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
+            status, body = 500, msgspec.json.encode(defect.body())
+        self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
+        await respond(send, status, body, headers)
+
+    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a 200. Raises RequestError, ClientGoneError."""
+        raise NotImplementedError
+
+    def append(self, records: list[LogRecord]) -> None:
+        """From the loop's thread: after it the answer goes out, whatever becomes of the deadline."""
+        try:
+            for record in records:
+                self.parts.log.append(record)
+        except LogFullError as error:
+            raise RequestError(503, str(error), "", RETRY_AFTER_S) from None
+        except WireError as error:
+            raise RequestError(413, str(error)) from None
+
+
+class RankEndpoint(_Endpoint):
+    """`POST /v1/rank`: parse → score in the scoring thread → log → answer."""
+
+    route = "rank"
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.json = JsonParser(parts.schema)
+
+    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+        config, stamps = self.parts.config, self.parts.stamps
+        stamp_ms = stamps.open()
+        try:
+            async with asyncio.timeout(config.deadline_ms / 1000):
+                body, media = await read_body(scope, receive, config.max_body_bytes)
+                request = self._parse(body, media, scope)
+                self._check_room(len(body))
+                ranked = await self._score(request, stamp_ms)
+            self.append([ranked.record])
+        except TimeoutError:
+            raise RequestError(504, f"not scored within {config.deadline_ms} ms; nothing was logged", "", RETRY_AFTER_S) from None
+        finally:
+            stamps.close(stamp_ms)
+        self.parts.metrics.candidates.inc(len(request.item_ids))
+        if ranked.degraded:
+            self.parts.metrics.degraded.inc()
+        return ranked.answer
+
+    def _parse(self, body: bytes, media: str, scope: Scope) -> RankRequest:
+        if media == JSON:
+            return self.json.parse(body)
+        if media == PROTOBUF:
+            return parse_impression(self.parts.schema, body, append=scope["query_string"] == b"append=true")
+        raise RequestError(415, f"expected content-type {JSON} or {PROTOBUF}, got {media!r}")
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse before scoring what could not be logged after it."""
+        if not self.parts.log.has_room(num_bytes):
+            raise RequestError(503, "the feature log is full: Kafka has not taken its records; try again", "", RETRY_AFTER_S)
+
+    def _score(self, request: RankRequest, stamp_ms: int) -> Awaitable[Ranked]:
+        """Cancelling it (the deadline) takes it out of the queue if it hasn't begun."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self.parts.executor, self.parts.service.rank, request, stamp_ms)
+
+
+class EngagementsEndpoint(_Endpoint):
+    """`POST /v1/engagements`: answered once the log has them."""
+
+    route = "engagements"
+
+    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+        body, media = await read_body(scope, receive, self.parts.config.max_body_bytes)
+        if media != JSON:
+            raise RequestError(415, f"expected content-type {JSON}, got {media!r}")
+        stamp_ms = self.parts.stamps.open()
+        try:
+            records, event_ids = parse_engagements(self.parts.schema, body, stamp_ms)
+            self.append(records)
+        finally:
+            self.parts.stamps.close(stamp_ms)
+        self.parts.metrics.engagements.inc(len(records))
+        return msgspec.json.encode({"accepted": len(records), "event_ids": event_ids})

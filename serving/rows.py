@@ -1,0 +1,132 @@
+"""Following rows: bootstrap from the shards, then deltas and barriers from the `rows` topic.
+
+1 Note where the topic ends.
+2 Stream all rows from the shards into the replica.
+3 Apply the topic from the noted place on. What the shards' answers already held is not newer, and the replica drops it.
+4 When deltas alone can't keep the replica up to date (a barrier says so, or the topic no longer has the next place): from 1
+  again. Requests go on with the rows that are here; a row never goes back to an older version (G4).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from roo import wire
+from roo.errors import RoostreamError, UnavailableError, WireError
+from roo.lookup import Lookup
+from roo.record import Record
+from runtime.backoff import Backoff
+from runtime.clock import Clock
+from runtime.transport import Transport
+from serving.row_topic import RowsGoneError, RowTopic
+
+log = logging.getLogger("roostream.serving.rows")
+
+POLL_S = 0.1
+
+
+class RowReplica(Protocol):
+    """`param_server.client.Replica`."""
+
+    @property
+    def needs_bootstrap(self) -> bool: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def apply(self, message: Any) -> bool:
+        """A RowDelta or Barrier; False if it wasn't newer. May set `needs_bootstrap`. RoostreamError: nothing changed."""
+
+    def bootstrap(self, transports: Sequence[Transport]) -> None:
+        """All rows of all shards. UnavailableError: call again."""
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
+
+
+class RowFollower:
+    """`run` is a thread; attributes may be read from others."""
+
+    def __init__(
+        self,
+        replica: RowReplica,
+        topic: RowTopic,
+        shards: Sequence[Transport],
+        observe: Callable[[str, float], None],
+        clock: Clock,
+    ) -> None:
+        self.replica, self.topic, self.shards, self.observe, self.clock = replica, topic, shards, observe, clock
+        self.ready = False  # True from the first complete bootstrap on
+        self.num_applied = self.num_refused = self.num_bootstraps = 0
+        self._backoff = Backoff(what="rows of the shards", clock=clock)
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop`."""
+        while not stop.is_set():
+            try:
+                self.bootstrap()
+                self._backoff.reached()
+                while not stop.is_set():
+                    self.step()
+            except RowsGoneError as error:
+                log.warning("rows are read from the shards again: %s", error)
+            except UnavailableError as error:
+                if self._stopped_while_waiting(error, stop):
+                    return
+
+    def bootstrap(self) -> None:
+        """Steps 1 to 3. UnavailableError: the rows that came are used; call again."""
+        offsets = self.topic.end_offsets()
+        self.replica.bootstrap(self.shards)
+        self.topic.start(offsets)
+        self.num_bootstraps += 1
+        self.ready = True
+        log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
+
+    def lag(self) -> int:
+        """Records of the topic that aren't applied yet; 0 before the bootstrap."""
+        return self.topic.lag() if self.ready else 0
+
+    def step(self) -> int:
+        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RowsGoneError (step 4)."""
+        records = self.topic.poll(POLL_S)
+        for record in records:
+            self._take(record)
+        if self.replica.needs_bootstrap:
+            raise RowsGoneError("deltas alone can't bring the replica up to date any more")
+        return len(records)
+
+    def _take(self, record: Record) -> None:
+        try:
+            kind, message = wire.decode(record.value)
+            if kind not in (wire.ROW_DELTA, wire.BARRIER):
+                raise WireError("unknown_type", f"expected a row delta or a barrier, got type {kind}")
+            applied = self.replica.apply(message)
+        except RoostreamError as error:
+            self.num_refused += 1
+            log.error("rows record at %d/%d refused: %s", record.partition, record.offset, error)
+            return
+        self.num_applied += applied
+        if applied and kind == wire.ROW_DELTA:
+            self._observe(message)
+
+    def _observe(self, delta: Any) -> None:
+        """Freshness in ms, now that the delta is servable."""
+        now_ms = self.clock.now_ms()
+        for stage, since_ms in (
+            ("trained_to_servable", delta.oldest_trained_ms),
+            ("engagement_to_servable", delta.oldest_engagement_ms),
+        ):
+            if since_ms > 0:
+                self.observe(stage, float(max(now_ms - since_ms, 0)))
+
+    def _stopped_while_waiting(self, error: UnavailableError, stop: threading.Event) -> bool:
+        try:
+            self._backoff.wait(error, stop)
+        except UnavailableError:
+            return True
+        return False

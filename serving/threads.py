@@ -1,0 +1,38 @@
+"""Background threads whose failure ends the process: the supervisor starts it anew, which is better than half of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("roostream.serving")
+
+
+class Crew:
+    """`stop` is set when one of the threads fails."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self.stop = stop
+        self.failed: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, target: Callable[..., object], *args: Any) -> None:
+        def body() -> None:
+            try:
+                target(*args)
+            except Exception:
+                log.exception("thread %s failed: this is a defect of Roostream; the process ends", name)
+                self.failed.append(name)
+                self.stop.set()
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self, timeout_s: float) -> list[str]:
+        """Wait for all, each at most `timeout_s`; the names of those that still run."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return [t.name for t in self._threads if t.is_alive()]

@@ -1,0 +1,8 @@
+"""Shared by the serving tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # serving_fakes.py: tests have no __init__.py

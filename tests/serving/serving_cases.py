@@ -1,0 +1,120 @@
+"""One schema with every kind of feature, and a serving process of which only the outside is faked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from models.config import ModelConfig
+from roo.schema import Schema, schema_from_dict
+from runtime.clock import Clock, FakeClock
+from serving.config import ServingConfig
+from serving.feature_log import FeatureLog
+from serving.metrics import ServingMetrics
+from serving.parts import Parts
+from serving.rank import Hydration, Policy, RankService
+from serving.scorer import Rows, Versions, first_version
+from serving.stamps import Stamps
+
+SCHEMA: Schema = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}, "topic": {"dim": 4}, "user": {"dim": 2}},
+        "ro": [
+            {"name": "hour", "online": "hour_of_day"},
+            {"name": "mood"},
+            {"name": "user", "kind": "ids", "table": "user"},
+            {"name": "likes", "kind": "weighted_ids", "table": "topic"},
+            {
+                "name": "history",
+                "kind": "sequence",
+                "table": "item",
+                "max_len": 5,
+                "columns": {"action": "ids", "time": "time_ms"},
+                "online": "history",
+            },
+            {"name": "num_candidates", "online": "num_candidates"},
+        ],
+        "nro": [
+            {"name": "item", "kind": "ids", "table": "item"},
+            {"name": "topics", "kind": "ids", "table": "topic"},
+            {"name": "age_h"},
+            {"name": "clicks", "online": "clicks_1h"},
+            {"name": "place", "online": "position"},
+        ],
+        "label": [{"name": "click", "action": "click"}, {"name": "dwell", "action": "read", "fold": "sum"}],
+        "limits": {"max_candidates": 20, "max_list": 10, "max_record_bytes": 4096},
+    }
+)
+MODEL = ModelConfig(request_layers=(8,), history_width=4, width=8, list_heads=2, deep_layers=(8,), task_layers=(4,))
+NOW_MS = 1_700_000_000_000
+
+HISTORY = {"item": [8, 3], "action": [1, 1], "time": [NOW_MS - 9000, NOW_MS - 60_000]}
+BODY: dict[str, Any] = {
+    "request_id": "r-1",
+    "user_id": 17,
+    "session_id": 4,
+    "ro": {"hour": 13.0, "mood": 0.5, "user": [17], "likes": {"ids": [1, 2], "weights": [0.5, 2]}, "history": HISTORY},
+    "candidates": [
+        {"item_id": 8, "nro": {"topics": [1, 2], "age_h": 2.5, "clicks": 3}},
+        {"item_id": "nine", "nro": {"topics": 7, "age_h": None, "clicks": 0}},
+        {"item_id": 10, "nro": {"clicks": 1}},
+    ],
+}
+
+
+def config_of(home: Path, **changes: Any) -> ServingConfig:
+    own = {"schema": home / "schema.toml", "store": home / "store", "home": home, "bootstrap": "127.0.0.1:1"}
+    return ServingConfig(**{**own, "log_bytes": 1 << 22, "segment_bytes": 1 << 20, "deadline_ms": 30_000, **changes})
+
+
+@dataclasses.dataclass
+class Built:
+    """A process without threads of its own."""
+
+    parts: Parts
+    waiting_for: list[str]
+
+    @property
+    def service(self) -> RankService:
+        return self.parts.service
+
+    def records(self) -> list[Any]:
+        """What the log holds."""
+        return [entry.record for entry in self.parts.log.read(self.parts.log.cursor, 1 << 30)]
+
+    def close(self) -> None:
+        self.parts.log.close()
+        self.parts.executor.shutdown()
+
+
+def build(
+    home: Path,
+    rows: Rows,
+    hydrator: Hydration | None = None,
+    *,
+    policy: Policy | None = None,
+    clock: Clock | None = None,
+    service: Callable[..., RankService] = RankService,
+    **settings: Any,
+) -> Built:
+    waiting_for: list[str] = []
+    parts = Parts(
+        config=config_of(home, **settings),
+        schema=SCHEMA,
+        service=service(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), rows, hydrator, policy),
+        log=FeatureLog.open(
+            home / "log",
+            max_bytes=settings.get("log_bytes", 1 << 22),
+            segment_bytes=settings.get("segment_bytes", 1 << 20),
+        ),
+        stamps=Stamps(clock or FakeClock(NOW_MS)),
+        metrics=ServingMetrics(CollectorRegistry()),
+        executor=ThreadPoolExecutor(1),
+        waiting_for=lambda: waiting_for,
+    )
+    return Built(parts, waiting_for)

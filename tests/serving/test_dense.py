@@ -1,0 +1,204 @@
+"""Following dense versions that the trainer commits: verified, whole, newest first."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_cases import MODEL, SCHEMA
+
+from models.build import build_model
+from runtime.checkpoint_store import FileStore
+from runtime.clock import FakeClock
+from serving.dense import DenseFollower
+from serving.scorer import Versions, first_version
+from trainer import dense as trainer_dense
+from trainer.manifest import Manifest, checksum_of, dense_name
+
+
+class Commits:
+    """A store into which versions are committed as the trainer does it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = FileStore(root)
+        self.versions = Versions(first_version(SCHEMA, MODEL, 0))
+        self.installed: list[str] = []
+        self.follower = DenseFollower(self.store, SCHEMA, self.versions, 0, lambda v, head: self.installed.append(head.version))
+
+    def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
+        """Every weight is `fill`."""
+        weights = {
+            f"model.{n}": np.full(t.shape, fill, np.float32) for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
+        }
+        data = trainer_dense.encode(weights | changes.pop("tensors", {}), {"seq": str(seq)})
+        name = dense_name(seq, incarnation)
+        self.store.put(name, data)
+        manifest = Manifest(
+            seq=seq,
+            incarnation=incarnation,
+            previous={"seq": 0, "checksum": ""},
+            step=seq * 10,
+            watermark_ms=0,
+            schema=changes.pop("schema", f"{SCHEMA.fingerprint:016x}"),
+            seed=0,
+            num_shards=1,
+            num_buckets=64,
+            kafka={},
+            offsets={"samples": {0: 5}},
+            rows_end={},
+            shards={},
+            dense={"name": name, "bytes": len(data), "checksum": checksum_of(data)},
+            model=changes.pop("model", dataclasses.asdict(MODEL)),
+            time_ms=123,
+        )
+        assert not changes
+        assert self.store.create(manifest.name, manifest.encode())
+        return manifest
+
+    @property
+    def value(self) -> float:
+        return float(next(iter(self.versions.newest.model.parameters())).flatten()[0])
+
+
+@pytest.fixture
+def commits(tmp_path: Path) -> Commits:
+    return Commits(tmp_path / "store")
+
+
+def test_without_a_manifest_the_first_version_stays(commits: Commits) -> None:
+    assert not commits.follower.poll() and commits.versions.newest.name == "0-0"
+
+
+def test_each_commit_is_installed_once(commits: Commits) -> None:
+    commits.commit(1, fill=0.25)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.25
+    assert not commits.follower.poll()
+    commits.commit(2, incarnation=3, fill=0.75)
+    assert commits.follower.poll() and commits.versions.newest.name == "3-2" and commits.value == 0.75
+    assert commits.installed == ["1-1", "3-2"] and commits.versions.num_swaps == 2
+    assert commits.versions.named("1-1").name == "1-1"
+
+
+def test_after_a_pause_only_the_newest_is_loaded(commits: Commits) -> None:
+    for seq in (1, 2, 3):
+        commits.commit(seq)
+    assert commits.follower.poll() and commits.installed == ["1-3"]
+
+
+def _damage(store: FileStore, name: str) -> None:
+    raw = bytearray(store.get(name))
+    raw[len(raw) // 2] ^= 0x01
+    store.put(name, bytes(raw))
+
+
+@pytest.mark.parametrize("part", ["manifest", "dense"])
+def test_g5_what_is_damaged_is_passed_over_for_the_one_before_and_told_once(
+    commits: Commits, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    commits.commit(1, fill=0.25)
+    manifest = commits.commit(2, fill=0.75)
+    _damage(commits.store, manifest.name if part == "manifest" else manifest.dense["name"])
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.25
+    assert not commits.follower.poll()
+    assert caplog.text.count("dense version not taken") == 1 and "damaged" in caplog.text
+    commits.commit(3)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-3"
+
+
+def _good(model: dict[str, Any]) -> dict[str, Any]:
+    return {**dataclasses.asdict(MODEL), **model}
+
+
+CASES = [
+    ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "another schema"),
+    ({"model": _good({"width": 16})}, "expected the parameters of its model", "weights of another model"),
+    ({"model": _good({"depth": 16})}, "expected a manifest", "a model of another build"),
+    ({"fill": float("nan")}, "isn't finite; it is not served", "weights that no pass can use"),
+    ({"tensors": {"model.extra": np.ones(1, np.float32)}}, "expected the parameters", "a parameter too many"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), [c[:2] for c in CASES], ids=[c[2] for c in CASES])
+def test_what_cannot_be_served_leaves_the_version_in_use(
+    commits: Commits, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str
+) -> None:
+    commits.commit(1)
+    commits.follower.poll()
+    commits.commit(2, **changes)
+    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    assert text in caplog.text
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"\xff", b'{"body": {}, "checksum": 5}'], ids=repr)
+def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> None:
+    commits.commit(1)
+    commits.store.create("manifests/00000002", raw)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1"
+
+
+def test_a_manifest_of_another_format_is_told(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+    import json
+
+    body = {"format": 2}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    commits.store.create("manifests/00000001", json.dumps({"body": body, "checksum": checksum_of(canonical)}).encode())
+    assert not commits.follower.poll()
+    assert "expected manifest format 1, got 2; update serving" in caplog.text
+
+
+def test_a_dense_file_that_is_no_safetensors_is_passed_over(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = commits.commit(1)
+    raw = b"not tensors"
+    commits.store.put(manifest.dense["name"], raw)
+    changed = dataclasses.replace(manifest, seq=2, dense={**manifest.dense, "bytes": len(raw), "checksum": checksum_of(raw)})
+    commits.store.create(changed.name, changed.encode())
+    assert not commits.follower.poll()
+    assert "expected a safetensors file" in caplog.text
+
+
+def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Flaky(FileStore):
+        away = False
+
+        def list(self, prefix: str) -> list[str]:
+            if self.away:
+                raise OSError(5, "Input/output error")
+            return super().list(prefix)
+
+        def get(self, name: str) -> bytes:
+            if self.broken:
+                raise OSError(5, "Input/output error")
+            return super().get(name)
+
+        broken = False
+
+    commits = Commits(tmp_path)
+    store = Flaky(tmp_path)
+    commits.follower.store = store
+    commits.commit(1)
+    store.away = True
+    assert not commits.follower.poll() and not commits.follower.poll()
+    store.away, store.broken = False, True
+    assert not commits.follower.poll()
+    assert caplog.text.count("can't be read") == 1
+    store.broken = False
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1"
+
+
+def test_the_thread_polls_until_it_is_told_to_stop(commits: Commits) -> None:
+    stop = threading.Event()
+
+    class Rounds(FakeClock):
+        def sleep(self, seconds: float, stop_: threading.Event | None = None) -> bool:
+            if self.monotonic_s() > 3:
+                stop.set()
+            if self.monotonic_s() == 2:
+                commits.commit(1)
+            return super().sleep(seconds, stop_)
+
+    commits.follower.run(Rounds(), stop)
+    assert commits.installed == ["1-1"]

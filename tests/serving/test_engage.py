@@ -1,0 +1,84 @@
+"""Engagements over HTTP's body: stamped here, idempotent, refused whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from serving_cases import NOW_MS, SCHEMA
+
+from roo import wire
+from roo.ids import hash64, key_bytes
+from serving.engage import MAX_ENGAGEMENTS, parse_engagements
+from serving.errors import RequestError
+
+CLICK = {"request_id": "r-1", "user_id": 17, "session_id": 4, "surface": "front", "item_id": 8, "action": "click", "value": 2}
+
+
+def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
+    records, ids = parse_engagements(SCHEMA, body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms)
+    return [(r, *wire.decode(r.value)) for r in records], ids
+
+
+def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:
+    ((record, kind, message),), ids = parse({**CLICK, "event_id": 77, "time_ms": 5})
+    assert kind == wire.ENGAGEMENT and ids == [77] == [message.event_id]
+    assert (record.topic, record.partition, record.key) == ("engagements", -1, key_bytes(17, 4))
+    assert record.timestamp_ms == message.header.time_ms == NOW_MS and message.client_time_ms == 5
+    header = message.header
+    assert (header.request_id, header.user_id, header.session_id, header.surface) == ("r-1", 17, 4, "front")
+    assert header.schema == SCHEMA.fingerprint
+    assert (message.item_id, message.action, message.value) == (8, "click", 2.0)
+
+
+def test_many_come_in_one_body_and_ids_may_be_strings() -> None:
+    parsed, ids = parse([CLICK, {**CLICK, "user_id": 0, "item_id": "nine", "event_id": "e"}])
+    assert len(parsed) == 2 and ids[1] == hash64("e")
+    assert parsed[1][2].item_id == hash64("nine") and parsed[1][0].key == key_bytes(0, 4)
+    assert parse([]) == ([], [])
+
+
+def test_a_repeated_post_is_the_same_event_whenever_it_comes() -> None:
+    _, first = parse(CLICK)
+    _, again = parse(CLICK, NOW_MS + 5000)
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"request_id": "r-2"}, {"user_id": 18}, {"item_id": 9}, {"action": "read"}, {"value": 3}, {"time_ms": 9}],
+    ids=lambda c: next(iter(c)),
+)
+def test_another_event_has_another_id(change: dict[str, Any]) -> None:
+    assert parse(CLICK)[1] != parse({**CLICK, **change})[1]
+
+
+BAD = [
+    (b"{", "$", "truncated"),
+    ({**CLICK, "acton": "x"}, "$.acton", "did you mean 'action'"),
+    ([CLICK, {**CLICK, "itemid": 1}], "$[1].itemid", "did you mean 'item_id'"),
+    ([CLICK, {**CLICK, "action": ""}], "$[1].action", "expected 1 to 64 bytes"),
+    ({**CLICK, "action": "a" * 65}, "$.action", "at most 64 bytes"),
+    ({**CLICK, "request_id": ""}, "$.request_id", "expected 1 to 64 bytes"),
+    ({**CLICK, "value": 1e39}, "$.value", "finite 32-bit"),
+    ({**CLICK, "item_id": 2**64}, "$.item_id", "64-bit"),
+    ({**CLICK, "event_id": -(2**63) - 1}, "$.event_id", "64-bit"),
+    ({**CLICK, "user_id": 2**64}, "$.user_id", "64-bit"),
+    ({**CLICK, "time_ms": 2**63}, "$.time_ms", "64-bit"),
+    ({k: v for k, v in CLICK.items() if k != "action"}, "$", "missing required field `action`"),
+]
+
+
+@pytest.mark.parametrize(("body", "path", "text"), BAD, ids=[f"{c[1]} {c[2]}" for c in BAD])
+def test_a_bad_engagement_is_400_with_its_path(body: Any, path: str, text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(body)
+    assert (caught.value.status, caught.value.path) == (400, path)
+    assert text in str(caught.value)
+
+
+def test_too_many_are_413() -> None:
+    with pytest.raises(RequestError, match="at most 1000 engagements") as caught:
+        parse([CLICK] * (MAX_ENGAGEMENTS + 1))
+    assert caught.value.status == 413

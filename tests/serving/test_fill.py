@@ -1,0 +1,125 @@
+"""Completing a request: the client's values win, the rest is hydrated or computed, whole blocks stay as they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
+
+from roo import roo_pb2 as pb
+from roo.block import decode_block, encode_nro, encode_ro
+from serving.binary import parse_impression
+from serving.errors import RequestError
+from serving.fill import Filler
+from serving.parse import JsonParser
+from serving.request import RankRequest
+
+FILLER = Filler(SCHEMA)
+ONLINE_RO = {"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}
+
+
+def of_json(body: dict[str, Any]) -> RankRequest:
+    return JsonParser(SCHEMA).parse(json.dumps(body).encode())
+
+
+def of_blocks(ro: bytes | None, nro: bytes, n: int = 2) -> RankRequest:
+    return parse_impression(SCHEMA, pb.Impression(ro=ro, nro=nro, item_ids=range(n)).SerializeToString(), append=False)
+
+
+def features(request: RankRequest, ro_online: Any = None, nro_online: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    ro, nro = FILLER.encode(request, NOW_MS, ro_online or {}, nro_online or {})
+    return decode_block(SCHEMA, "ro", ro, 1), decode_block(SCHEMA, "nro", nro, len(request.item_ids))
+
+
+def test_what_the_client_gave_wins() -> None:
+    request = of_json(BODY)
+    assert not FILLER.wants_hydration(request)
+    ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 50, 50], np.float32)})
+    assert ro["hour"] == 13.0 and ro["history"] == HISTORY
+    assert nro["clicks"].tolist() == [3, 0, 1]
+
+
+def test_what_is_missing_is_hydrated_or_computed() -> None:
+    request = of_json({"candidates": [{"item_id": 5}, {"item_id": 6, "nro": {"clicks": 2}}]})
+    assert FILLER.wants_hydration(request)
+    ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
+    assert ro == {"hour": pytest.approx(22 + 13 / 60 + 20 / 3600), "num_candidates": 2.0, "history": ONLINE_RO["history"]}
+    assert nro["clicks"].tolist() == [50, 2], "candidate by candidate"
+    assert nro["place"].tolist() == [0, 1] and nro["item"] == [[5], [6]]
+    assert np.isnan(nro["age_h"]).all(), "what is kept nowhere stays missing"
+
+
+def test_a_later_page_has_later_positions() -> None:
+    _, nro = features(of_json({"candidates": [{"item_id": 5}, {"item_id": 6}], "append": True, "first_position": 20}))
+    assert nro["place"].tolist() == [20, 21]
+
+
+def test_whole_blocks_stay_byte_for_byte() -> None:
+    ro = encode_ro(SCHEMA, {"hour": 1.0, "num_candidates": 2.0, "history": HISTORY})
+    nro = encode_nro(SCHEMA, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}, 2)
+    request = of_blocks(ro, nro)
+    FILLER.open(request)
+    assert not FILLER.wants_hydration(request)
+    assert FILLER.encode(request, NOW_MS, ONLINE_RO, {}) == (ro, nro)
+
+
+@pytest.mark.parametrize(
+    ("ro", "nro"),
+    [
+        (None, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}),
+        ({"hour": 1.0, "num_candidates": 2.0}, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}),
+        ({"hour": 1.0, "num_candidates": 2.0, "history": HISTORY}, {"clicks": np.array([1.0, np.nan])}),
+        ({"hour": 1.0, "num_candidates": 2.0, "history": HISTORY}, {}),
+    ],
+    ids=["no RO block", "no history", "a missing float", "an empty NRO block"],
+)
+def test_blocks_that_lack_something_are_completed(ro: dict[str, Any] | None, nro: dict[str, Any]) -> None:
+    request = of_blocks(None if ro is None else encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 2))
+    FILLER.open(request)
+    assert FILLER.wants_hydration(request)
+    got_ro, got_nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
+    assert got_ro["history"] == (ro or {}).get("history", ONLINE_RO["history"])
+    given = nro.get("clicks", np.array([np.nan, np.nan]))
+    assert got_nro["clicks"].tolist() == np.where(np.isnan(given), [50, 51], given).tolist()
+    assert got_nro["item"] == [[0], [1]]
+
+
+def test_a_request_without_candidates_is_complete() -> None:
+    ro, nro = features(of_json({"candidates": []}), ONLINE_RO)
+    assert ro["num_candidates"] == 0 and nro["clicks"].tolist() == []
+
+
+BAD = [
+    (b"\xff\xff", "$", "expected a roo.Impression", 400),
+    (pb.Impression(header=pb.Header(schema=5)), "$.header.schema", "expected schema", 400),
+    (pb.Impression(header=pb.Header(request_id="x" * 65)), "$.header.request_id", "at most 64 bytes", 400),
+    (pb.Impression(scores=[1.0]), "$.scores", "serving sets it", 400),
+    (pb.Impression(positions=[1]), "$.positions", "serving sets it", 400),
+    (pb.Impression(item_ids=[1] * 21), "$.candidates", "at most 20 candidates", 413),
+    (pb.Impression(ro=b"\xff"), "$.ro", "expected a Block", 400),
+    (pb.Impression(ro=pb.Block(floats=[1.0]).SerializeToString()), "$.ro", "expected 3 floats", 400),
+    (pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"clicks": [1.0, 2.0]}, 2)), "$.nro", "expected 3 floats", 400),
+]
+
+
+@pytest.mark.parametrize(("message", "path", "text", "status"), BAD, ids=[c[1] + " " + c[2] for c in BAD])
+def test_a_bad_impression_is_refused_with_its_path(message: Any, path: str, text: str, status: int) -> None:
+    body = message if isinstance(message, bytes) else message.SerializeToString()
+    with pytest.raises(RequestError, match=text) as caught:
+        parse_impression(SCHEMA, body, append=False)
+    assert (caught.value.status, caught.value.path) == (status, path)
+
+
+def test_a_list_beyond_the_cap_is_413() -> None:
+    block = pb.Block(floats=[1, 1, 1], lengths=[11, 0, 0], ids=range(11)).SerializeToString()
+    with pytest.raises(RequestError, match="at most 10 entries") as caught:
+        parse_impression(SCHEMA, pb.Impression(ro=block).SerializeToString(), append=False)
+    assert caught.value.status == 413
+
+
+def test_hydrated_values_that_no_block_can_hold_are_told() -> None:
+    with pytest.raises(RequestError, match="finite"):
+        features(of_json({"candidates": [{"item_id": 5}]}), {}, {"clicks_1h": np.array([np.inf], np.float32)})

@@ -1,0 +1,83 @@
+"""Event time at the edge: heartbeats never overtake what an open request will log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roo import wire
+from runtime.clock import FakeClock
+from serving import heartbeat
+from serving.feature_log import FeatureLog
+from serving.log_format import LogRecord
+from serving.stamps import Stamps
+
+
+@pytest.fixture
+def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
+    log = FeatureLog.open(tmp_path / "log", segment_bytes=4096, max_bytes=8192)
+    yield log
+    log.close()
+
+
+def beats(log: FeatureLog) -> list[LogRecord]:
+    return [e.record for e in log.read(log.cursor, 1 << 20) if e.record is not None]
+
+
+def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) -> None:
+    clock = FakeClock(5000)
+    heartbeat.beat(feature_log, Stamps(clock), "serving-1")
+    records = beats(feature_log)
+    assert [(r.topic, r.partition) for r in records] == [
+        *(("impressions", p) for p in range(4)),
+        *(("engagements", p) for p in range(4)),
+    ]
+    kind, message = wire.decode(records[0].value)
+    assert kind == wire.HEARTBEAT and records[0].timestamp_ms == 5000 and records[0].key == b""
+    assert message.time_ms == 5000 and message.producer == "serving-1"  # type: ignore[attr-defined]
+
+
+def test_a_heartbeat_is_no_younger_than_the_oldest_open_request(feature_log: FeatureLog) -> None:
+    clock = FakeClock(5000)
+    stamps = Stamps(clock)
+    first = stamps.open()
+    clock.advance(0.5)
+    second = stamps.open()
+    assert (first, second) == (5000, 5500)
+    clock.advance(0.5)
+    assert stamps.horizon_ms() == 5000
+    stamps.close(first)
+    assert stamps.horizon_ms() == 5500
+    stamps.close(second)
+    assert stamps.horizon_ms() == 6000
+
+
+def test_a_clock_that_goes_back_is_held(feature_log: FeatureLog) -> None:
+    clock = FakeClock(5000)
+    stamps = Stamps(clock)
+    stamps.close(stamps.open())
+    clock.jump(-3000)
+    stamp = stamps.open()
+    assert stamp == 5000 and stamps.horizon_ms() == 5000
+    stamps.close(stamp)
+    assert stamps.horizon_ms() == 5000
+
+
+def test_a_full_log_pauses_heartbeats_and_says_so_once(feature_log: FeatureLog, caplog: pytest.LogCaptureFixture) -> None:
+    class Rounds(FakeClock):
+        """Stops the loop after some rounds."""
+
+        left = 40
+
+        def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+            self.left -= 1
+            if not self.left and stop is not None:
+                stop.set()
+            return super().sleep(seconds, stop)
+
+    heartbeat.run(feature_log, Stamps(Rounds()), "serving-1", 1000, Rounds(), threading.Event())
+    assert caplog.text.count("no heartbeats for now") == 1
+    assert feature_log.end.sequence > 8

@@ -1,0 +1,141 @@
+"""The JSON form of a rank request: what it means, and that every refusal names its field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_cases import BODY, SCHEMA
+
+from roo.ids import hash64, signed
+from serving.errors import RequestError
+from serving.openapi import rank_example
+from serving.parse import JsonParser
+from serving.request import RankRequest
+
+PARSER = JsonParser(SCHEMA)
+
+
+def parse(body: Any) -> RankRequest:
+    return PARSER.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """BODY with the field at `path` (dots; numbers are indices) set."""
+    body = copy.deepcopy(BODY)
+    at: Any = body
+    *steps, last = [int(p) if p.isdecimal() else p for p in path.split(".")]
+    for step in steps:
+        at = at[step]
+    at[last] = value
+    return body
+
+
+def test_rows_become_columns_with_missing_values() -> None:
+    request = parse(BODY)
+    assert request.item_ids.tolist() == [8, signed(hash64("nine")), 10]
+    assert request.nro["topics"] == [[1, 2], [7], None]
+    np.testing.assert_array_equal(request.nro["age_h"], [2.5, np.nan, np.nan])
+    np.testing.assert_array_equal(request.nro["clicks"], [3, 0, 1])
+    assert set(request.nro) == {"topics", "age_h", "clicks"}, "what nobody gave is absent"
+    assert request.ro["history"]["item"] == [8, 3] and request.ro["likes"] == {"ids": [1, 2], "weights": [0.5, 2.0]}
+    assert "num_candidates" not in request.ro
+    assert (request.user_id, request.session_id, request.request_id, request.append) == (17, 4, "r-1", False)
+
+
+def test_the_columnar_form_says_the_same() -> None:
+    columns = {"item_id": [8, "nine", 10], "topics": [[1, 2], 7, None], "age_h": [2.5, None, None], "clicks": [3, 0, 1]}
+    by_row, columnar = parse(BODY), parse(changed("candidates", columns))
+    np.testing.assert_array_equal(by_row.item_ids, columnar.item_ids)
+    assert by_row.nro["topics"] == columnar.nro["topics"]
+    for name in ("age_h", "clicks"):
+        np.testing.assert_array_equal(by_row.nro[name], columnar.nro[name])
+
+
+def test_exactly_one_id_a_row_is_an_array() -> None:
+    request = parse({"candidates": [{"item_id": i, "nro": {"topics": t}} for i, t in enumerate([[5], 6, "seven"])]})
+    assert request.nro["topics"].tolist() == [5, 6, signed(hash64("seven"))]
+
+
+def test_little_is_needed() -> None:
+    request = parse({"candidates": []})
+    assert len(request.item_ids) == 0 and request.ro == {} and request.nro == {}
+    assert request.user_id == request.session_id == 0
+    assert len(request.request_id) == 32 and request.request_id != parse({"candidates": []}).request_id
+
+
+def test_ids_are_64_bit_integers_or_strings() -> None:
+    request = parse({"user_id": "ann", "session_id": -1, "candidates": {"item_id": [2**64 - 1, -1, "x"]}})
+    assert request.user_id == hash64("ann") and request.session_id == 2**64 - 1
+    assert request.item_ids.tolist() == [-1, -1, signed(hash64("x"))]
+
+
+def test_a_sequence_may_call_its_ids_ids() -> None:
+    history = {"ids": [8], "action": [1], "time": [5]}
+    assert parse(changed("ro.history", history)).ro["history"] == {"item": [8], "action": [1], "time": [5]}
+
+
+def test_the_documented_example_is_taken() -> None:
+    assert len(parse(rank_example(SCHEMA)).item_ids) == 2
+
+
+BAD = [
+    (b"", "$", "truncated", "no body"),
+    (b"{", "$", "truncated", "half a body"),
+    (b"\xff{}", "$", "malformed", "not JSON"),
+    ([], "$", "Expected `object`", "another shape"),
+    ({}, "$", "missing required field `candidates`", "nothing to rank"),
+    (changed("candidates", 3), "$.candidates", "Expected `object | array`", "no list"),
+    (changed("candidates.1.item_id", None), "$.candidates[1].item_id", "Expected `int | str`", "no id"),
+    (changed("candidates.1.item_id", 1.5), "$.candidates[1].item_id", "Expected `int | str`", "a float isn't an id"),
+    (changed("candidates.2.item_id", 2**64), "$.candidates[2].item_id", "64-bit", "beyond 64 bits"),
+    (changed("candidates.1.nro.age_h", "old"), "$.candidates[1].nro.age_h", "Expected `float | null`", "text for a float"),
+    (changed("candidates.1.nro.age_h", True), "$.candidates[1].nro.age_h", "Expected `float | null`", "a bool is no number"),
+    (changed("candidates.2.nro.age_h", 1e39), "$.candidates[2].nro.age_h", "finite 32-bit", "infinite as float32"),
+    (changed("candidates.2.nro.topics", [1, 2**70]), "$.candidates[2].nro.topics[1]", "64-bit", "an id in a list"),
+    (changed("candidates.0.nro.aeg_h", 1), "$.candidates[0].nro.aeg_h", "did you mean 'age_h'", "a misspelt feature"),
+    (changed("candidates.0.itemid", 1), "$.candidates[0].itemid", "did you mean 'item_id'", "a misspelt field"),
+    (changed("ro.histroy", {}), "$.ro.histroy", "did you mean 'history'", "a misspelt RO feature"),
+    (changed("ro.history.actoin", []), "$.ro.history.actoin", "did you mean 'action'", "a misspelt column"),
+    (changed("ro.likes.weight", []), "$.ro.likes.weight", "did you mean 'weights'", "a misspelt part"),
+    (changed("ro.history.time", [1, "x"]), "$.ro.history.time[1]", "Expected `int`", "text for a time"),
+    (changed("ro.history.time", [1, 2**63]), "$.ro.history.time", "64-bit", "a time beyond 64 bits"),
+    (changed("ro.history.time", [1]), "$.ro.history", "equal length, got item 2, action 2, time 1", "unequal columns"),
+    (changed("ro.history.ids", [1, 2]), "$.ro.history", "got them 2 times", "ids under both names"),
+    (changed("ro.likes.weights", [1e39, 1]), "$.ro.likes.weights[0]", "finite 32-bit", "an infinite weight"),
+    (changed("ro.likes.weights", [1]), "$.ro.likes", "equal length", "a weight is missing"),
+    (changed("ro.mood", -1e39), "$.ro.mood", "finite 32-bit", "an infinite RO float"),
+    (changed("ro", None), "$.ro", "Expected `object`", "null isn't an object"),
+    (changed("user_id", 2**64), "$.user_id", "64-bit", "a user beyond 64 bits"),
+    (changed("request_id", "ä" * 33), "$.request_id", "at most 64 bytes", "66 bytes"),
+    (changed("surface", "s" * 65), "$.surface", "at most 64 bytes", "a long surface"),
+    (changed("first_position", -1), "$.first_position", "from 0 on", "no such place"),
+    (changed("userid", 1), "$.userid", "did you mean 'user_id'", "an unknown field"),
+    (changed("candidates", {"item_id": [1, 2], "age_h": [1]}), "$.candidates.age_h", "expected 2 values", "a short column"),
+    (changed("candidates", {"item_id": [1], "ageh": [1]}), "$.candidates.ageh", "did you mean 'age_h'", "unknown column"),
+    (changed("candidates", {"item_id": [1, 2**64]}), "$.candidates.item_id[1]", "64-bit", "an id of a column"),
+    (changed("candidates", {"item_id": [1], "age_h": [1e39]}), "$.candidates.age_h[0]", "finite", "an infinite float"),
+]
+
+
+@pytest.mark.parametrize(("body", "path", "text"), [c[:3] for c in BAD], ids=[c[3] for c in BAD])
+def test_a_bad_field_is_400_with_its_path(body: Any, path: str, text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(body)
+    assert (caught.value.status, caught.value.path) == (400, path)
+    assert text in str(caught.value)
+
+
+def test_more_candidates_or_entries_than_the_schema_takes_is_413() -> None:
+    for body, path in (
+        ({"candidates": [{"item_id": 1}] * 21}, "$.candidates"),
+        ({"candidates": {"item_id": [1] * 21}}, "$.candidates"),
+        (changed("candidates.1.nro.topics", [1] * 11), "$.candidates[1].nro.topics"),
+        (changed("ro.history.item", [1] * 11), "$.ro.history.item"),
+    ):
+        with pytest.raises(RequestError, match="expected at most") as caught:
+            parse(body)
+        assert (caught.value.status, caught.value.path) == (413, path)

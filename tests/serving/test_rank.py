@@ -1,0 +1,197 @@
+"""From request to answer and impression: what is scored is what is logged, and what training gives (G9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_fakes import FakeHydrator, FakeRows
+
+from models.build import build_model
+from models.inputs import build_inputs
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import decode_block
+from roo.decode import Decoder
+from roo.ids import hash64, key_bytes
+from roo.lookup import build_lookup
+from roo.record import Record
+from serving.errors import RequestError
+from serving.parse import JsonParser
+from serving.rank import Policy, Ranked, RankService
+from serving.scorer import Versions, build_version, first_version, probabilities
+
+HYDRATED = FakeHydrator({"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}, {"clicks_1h": 50.0})
+
+
+def perturbed(seed: int) -> dict[str, torch.Tensor]:
+    """Weights of a model that isn't new."""
+    generator = torch.Generator().manual_seed(seed)
+    state = build_model(SCHEMA, MODEL, 0).state_dict()
+    return {name: t + 0.3 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Iterator[Built]:
+    torch.set_num_threads(1)
+    built = build(tmp_path, FakeRows(SCHEMA), HYDRATED)
+    built.service.versions.install(build_version("1-7", SCHEMA, MODEL, 0, perturbed(1)))
+    yield built
+    built.close()
+
+
+def rank(service: RankService, **changes: Any) -> tuple[Ranked, dict[str, Any], pb.Impression]:
+    request = JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode())
+    ranked = service.rank(request, NOW_MS)
+    kind, message = wire.decode(ranked.record.value)
+    assert kind == wire.IMPRESSION and isinstance(message, pb.Impression)
+    return ranked, json.loads(ranked.answer), message
+
+
+def sample_of(impression: pb.Impression) -> Record:
+    """What the joiner makes of an impression: its blocks byte for byte."""
+    n = len(impression.item_ids)
+    sample = pb.Sample(header=impression.header, ro=impression.ro, item_ids=impression.item_ids, labels=[0.0] * 2 * n)
+    sample.parts.add(nro=impression.nro, num_rows=n)
+    return Record("samples", 0, 0, 0, b"", wire.encode(wire.SAMPLE, sample))
+
+
+def test_the_answer_and_the_impression_say_the_same(built: Built) -> None:
+    ranked, answer, impression = rank(built.service)
+    scores = np.array([[s["click"], s["dwell"]] for s in answer["scores"]], np.float32)
+    assert answer["request_id"] == "r-1" and answer["model_version"] == "1-7" and answer["degraded"] is False
+    assert answer["order"] == np.argsort(-scores[:, 0]).tolist()
+    assert [answer["order"].index(i) for i in range(3)] == list(impression.positions)
+    np.testing.assert_array_equal(np.array(impression.scores, np.float32).reshape(3, 2), scores)
+    assert list(impression.item_ids) == [8, hash64("nine"), 10] and not impression.propensities
+    header = impression.header
+    assert (header.request_id, header.user_id, header.time_ms) == ("r-1", 17, NOW_MS)
+    assert (header.model_version, header.schema) == ("1-7", SCHEMA.fingerprint)
+    assert ranked.record[:4] == ("impressions", -1, NOW_MS, key_bytes(17, 4))
+
+
+def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same_bits(built: Built) -> None:
+    for changes in ({}, {"ro": {}}, {"candidates": BODY["candidates"][:1]}, {"user_id": 0}):
+        _, _, impression = rank(built.service, **changes)
+        decoded = Decoder(SCHEMA, lambda _: SCHEMA).decode([sample_of(impression)])
+        assert not decoded.rejects
+        lookup = build_lookup(decoded.batch)
+        rows = built.service.rows.gather(lookup)
+        model = build_model(SCHEMA, MODEL, 0)
+        model.load_state_dict(perturbed(1))
+        logits = model(build_inputs(decoded.batch, lookup, rows, train=True)).detach().numpy()
+        served = np.array(impression.scores, np.float32).reshape(-1, 2)
+        np.testing.assert_array_equal(probabilities(logits), served)
+        version = built.service.versions.newest
+        items = np.array(impression.item_ids, np.uint64).view(np.int64)
+        scored = version.score(built.service.rows, impression.ro, impression.nro, items, NOW_MS)
+        np.testing.assert_array_equal(scored, logits)
+
+
+def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:
+    _, answer, impression = rank(built.service, ro={}, candidates=[{"item_id": 5}])
+    assert decode_block(SCHEMA, "ro", impression.ro, 1)["history"]["item"] == [99]
+    assert decode_block(SCHEMA, "nro", impression.nro, 1)["clicks"].tolist() == [50]
+    assert answer["degraded"] is False
+
+
+def test_redis_away_is_degraded_not_refused(tmp_path: Path) -> None:
+    hydrator = FakeHydrator()
+    hydrator.away = True
+    built = build(tmp_path, FakeRows(SCHEMA), hydrator)
+    _, answer, impression = rank(built.service, ro={})
+    assert answer["degraded"] is True and "history" not in decode_block(SCHEMA, "ro", impression.ro, 1)
+    _, answer, _ = rank(built.service)
+    assert answer["degraded"] is False and hydrator.num_reads == 1, "a complete request asks nobody"
+    built.service.rows_ready = lambda: False
+    assert rank(built.service)[1]["degraded"] is True
+    built.close()
+
+
+def test_before_the_first_commit_the_initial_weights_are_served(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    _, answer, impression = rank(built.service)
+    assert answer["model_version"] == impression.header.model_version == "0-0"
+    assert all(abs(s["click"] - 0.1) < 1e-6 for s in answer["scores"]), "the prior"
+    built.close()
+
+
+def test_a_page_that_adds_candidates_is_scored_with_and_logged_without_request_features(built: Built) -> None:
+    _, whole, first = rank(built.service)
+    _, answer, added = rank(built.service, append=True)
+    assert first.HasField("ro") and not added.HasField("ro")
+    assert answer["scores"] == whole["scores"] and added.nro == first.nro
+    _, _, second = rank(built.service, append=True, first_position=3)
+    assert sorted(second.positions) == [3, 4, 5]
+
+
+def test_a_request_without_candidates_is_answered_and_logged(built: Built) -> None:
+    _, answer, impression = rank(built.service, candidates=[])
+    assert answer["scores"] == answer["order"] == [] and not impression.item_ids
+
+
+def test_exploration_is_logged_with_its_propensities(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), policy=Policy(exploration=0.5, task=1, seed=3))
+    orders = set()
+    for i in range(20):
+        _, answer, impression = rank(built.service, request_id=f"r{i}")
+        orders.add(tuple(answer["order"]))
+        assert len(impression.propensities) == 3 and min(impression.propensities) > 0
+        assert [answer["order"].index(c) for c in range(3)] == list(impression.positions)
+    assert len(orders) > 1
+    assert rank(built.service, request_id="r1")[1] == rank(built.service, request_id="r1")[1]
+    built.close()
+
+
+def test_a_named_version_is_used_while_it_is_held(built: Built) -> None:
+    assert rank(built.service, model_version="0-0")[1]["model_version"] == "0-0"
+    built.service.versions.install(build_version("1-8", SCHEMA, MODEL, 0, perturbed(2)))
+    assert rank(built.service, model_version="1-7")[1]["model_version"] == "1-7"
+    with pytest.raises(RequestError, match="0-0 isn't held; expected one of 1-8, 1-7") as caught:
+        rank(built.service, model_version="0-0")
+    assert (caught.value.status, caught.value.path) == (404, "$.model_version")
+    with pytest.raises(RequestError, match="expected a model version as") as caught:
+        rank(built.service, model_version="latest")
+    assert caught.value.status == 400
+
+
+def test_an_impression_beyond_the_record_cap_is_413(built: Built) -> None:
+    schema = dataclasses.replace(SCHEMA, limits=dataclasses.replace(SCHEMA.limits, max_record_bytes=1536))
+    service = RankService(schema, Versions(first_version(schema, MODEL, 0)), built.service.rows)
+    rank(service)
+    messages = set()
+    for length in range(40, 140):
+        lists = [list(range(length // 20 + (i < length % 20))) for i in range(20)]
+        try:
+            rank(service, candidates={"item_id": list(range(20)), "topics": lists})
+        except RequestError as error:
+            assert error.status == 413
+            messages.add(str(error).partition(", got")[0])
+    assert messages == {"expected an impression of at most 1536 bytes", "expected at most 1536 bytes"}
+
+
+def test_a_score_that_is_not_finite_is_never_answered(built: Built) -> None:
+    weights = {name: torch.full_like(t, float("inf")) for name, t in perturbed(1).items()}
+    service = RankService(SCHEMA, Versions(build_version("1-9", SCHEMA, MODEL, 0, weights)), built.service.rows)
+    with pytest.raises(RequestError, match="not finite") as caught:
+        rank(service)
+    assert caught.value.status == 500
+
+
+def test_blocks_of_another_shape_are_refused_by_the_decoder(built: Built) -> None:
+    version = first_version(SCHEMA, MODEL, 0)
+    with pytest.raises(RequestError) as caught:
+        version.score(built.service.rows, b"", pb.Block(floats=[1.0]).SerializeToString(), np.zeros(1, np.int64), NOW_MS)
+    assert caught.value.status == 400
+
+
+def test_a_version_wants_the_weights_of_its_model() -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        build_version("1-1", SCHEMA, MODEL, 0, {"x": torch.zeros(1)})

@@ -1,0 +1,352 @@
+"""The HTTP interface: every answer, every refusal, and what the log holds after each."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_fakes import FakeHydrator, FakeRows
+from starlette.testclient import TestClient
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import encode_nro, encode_ro
+from serving.app import build_app
+from serving.heartbeat import beat
+from serving.log_format import LogRecord
+from serving.rank import Ranked, RankService
+from serving.request import RankRequest
+from serving.scorer import build_version, probabilities
+
+Client = Callable[..., tuple[TestClient, Built]]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    opened: list[Built] = []
+
+    def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
+        built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
+        opened.append(built)
+        return TestClient(build_app(built.parts)), built
+
+    yield open_client
+    for built in opened:
+        built.close()
+
+
+class Waiting(RankService):
+    """Scores when `go` is set."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.go, self.begun = threading.Event(), threading.Semaphore(0)
+
+    def rank(self, request: RankRequest, time_ms: int) -> Ranked:
+        self.begun.release()
+        assert self.go.wait(30)
+        return super().rank(request, time_ms)
+
+
+def error_of(answer: Any) -> dict[str, str]:
+    return answer.json()["error"]
+
+
+def test_a_request_is_scored_logged_and_answered(client: Client) -> None:
+    http, built = client()
+    answer = http.post("/v1/rank", json=BODY)
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    assert answer.json()["order"] and len(answer.json()["scores"]) == 3
+    (record,) = built.records()
+    kind, impression = wire.decode(record.value)
+    assert kind == wire.IMPRESSION and record.timestamp_ms == NOW_MS
+    assert impression.header.request_id == "r-1"  # type: ignore[attr-defined]
+
+
+def test_compressed_and_binary_bodies_say_the_same(client: Client) -> None:
+    http, built = client()
+    raw = json.dumps(BODY).encode()
+    plain = http.post("/v1/rank", content=raw, headers={"content-type": "application/json; charset=utf-8"}).json()
+    for encoding, body in (("gzip", gzip.compress(raw)), ("deflate", zlib.compress(raw))):
+        assert http.post("/v1/rank", content=body, headers={"content-encoding": encoding}).json() == plain
+    logged = wire.decode(built.records()[0].value)[1]
+    assert isinstance(logged, pb.Impression)
+    message = pb.Impression(header=logged.header, ro=logged.ro, nro=logged.nro, item_ids=logged.item_ids)
+    message.header.model_version = ""
+    binary = http.post("/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"})
+    assert binary.json() == plain
+    assert built.records()[3].value == built.records()[0].value, "the blocks went through byte for byte"
+    url = "/v1/rank?append=true"
+    assert http.post(url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}).is_success
+    assert not wire.decode(built.records()[4].value)[1].HasField("ro")
+
+
+def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) -> None:
+    http, built = client(max_body_bytes=4096)
+    large = b" " * 5000
+    bomb = gzip.compress(bytes(1 << 20))
+    cases: list[tuple[dict[str, Any], int, str, str]] = [
+        ({"json": {**BODY, "candidates": [{"item_id": 1, "nro": {"age_h": "x"}}]}}, 400, "$.candidates[0].nro.age_h", "float"),
+        ({"content": b"{"}, 400, "$", "truncated"),
+        ({"content": b"zz", "headers": {"content-encoding": "gzip"}}, 400, "", "expected a gzip body"),
+        ({"content": gzip.compress(b"{}")[:-4], "headers": {"content-encoding": "gzip"}}, 400, "", "cut"),
+        ({"json": {**BODY, "model_version": "9-9"}}, 404, "$.model_version", "isn't held"),
+        ({"content": large}, 413, "", "at most 4096 bytes"),
+        ({"content": iter([large])}, 413, "", "at most 4096 bytes"),
+        ({"content": bomb, "headers": {"content-encoding": "gzip"}}, 413, "", "at most 4096 bytes"),
+        ({"json": {"candidates": {"item_id": [1] * 21}}}, 413, "$.candidates", "at most 20 candidates"),
+        ({"content": b"", "headers": {"content-encoding": "br"}}, 415, "", "gzip, deflate or none"),
+        ({"content": b"", "headers": {"content-type": "text/csv"}}, 415, "", "expected content-type"),
+    ]
+    codes = {400: "bad_request", 404: "unknown_model_version", 413: "too_large", 415: "unsupported_media_type"}
+    for arguments, status, path, text in cases:
+        answer = http.post("/v1/rank", **arguments)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"], error.get("path", "")) == (status, codes[status], path), arguments
+        assert text in error["message"]
+    assert not built.records()
+    assert http.get("/v1/rank").status_code == 405
+
+
+def test_engagements_are_logged_before_they_are_answered(client: Client) -> None:
+    http, built = client()
+    click = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
+    one = http.post("/v1/engagements", json=click)
+    assert one.status_code == 200 and one.json()["accepted"] == 1
+    many = http.post("/v1/engagements", json=[click, {**click, "item_id": 9}])
+    assert many.json()["accepted"] == 2 and many.json()["event_ids"][0] == one.json()["event_ids"][0]
+    assert [r.topic for r in built.records()] == ["engagements"] * 3
+    bad = http.post("/v1/engagements", json=[click, {**click, "item_id": None}])
+    assert bad.status_code == 400 and error_of(bad)["path"] == "$[1].item_id"
+    other = http.post("/v1/engagements", content=b"", headers={"content-type": "application/x-protobuf"})
+    assert other.status_code == 415
+    assert len(built.records()) == 3
+
+
+def test_g7_a_full_log_is_503_with_retry_after_and_recovers(client: Client) -> None:
+    http, built = client(segment_bytes=1 << 20, log_bytes=1 << 21)
+    parts = built.parts
+    for size in (100_000, 5_000):
+        while parts.log.has_room(size):
+            parts.log.append(LogRecord("impressions", -1, NOW_MS, b"userkey!", bytes(size)))
+    for route, body in (("/v1/rank", {**BODY, "ro": {}}), ("/v1/engagements", [_click(i) for i in range(1000)])):
+        for _ in range(100):
+            answer = http.post(route, json=body)
+            if answer.status_code != 200:
+                break
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "feature log is full" in error_of(answer)["message"]
+    parts.log.acknowledge(parts.log.read(parts.log.cursor, 1 << 20)[-1].after)
+    assert http.post("/v1/rank", json=BODY).status_code == 200
+
+
+def _click(i: int) -> dict[str, Any]:
+    return {"request_id": "r-1", "item_id": i, "action": "click"}
+
+
+def _request() -> RankRequest:
+    from serving.parse import JsonParser
+
+    return JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
+
+
+def test_a_defect_is_500_without_a_traceback_to_the_client(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def gather(self, lookup: Any) -> Any:
+            raise ZeroDivisionError("secret")
+
+    http, _ = client(rows=Broken())
+    answer = http.post("/v1/rank", json=BODY)
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert "defect of Roostream" in caplog.text
+
+
+def test_ready_only_when_nothing_is_waited_for_but_always_alive(client: Client) -> None:
+    http, built = client()
+    built.waiting_for.append("rows of the shards")
+    built.service.rows_ready = lambda: False
+    answer = http.get("/readyz")
+    assert answer.status_code == 503 and answer.json()["waiting_for"] == ["rows of the shards"]
+    assert http.get("/healthz").json() == {"status": "ok"}
+    assert http.post("/v1/rank", json=BODY).json()["degraded"] is True
+    built.waiting_for.clear()
+    assert http.get("/readyz").json() == {"ready": True, "waiting_for": [], "model_version": "0-0"}
+
+
+def test_metrics_count_answers_by_route_and_status(client: Client) -> None:
+    http, _ = client(hydrator=FakeHydrator())
+    http.post("/v1/rank", json=BODY)
+    http.post("/v1/rank", content=b"{")
+    text = http.get("/metrics").text
+    assert 'roostream_serving_requests_total{route="rank",status="200"} 1.0' in text
+    assert 'roostream_serving_requests_total{route="rank",status="400"} 1.0' in text
+    assert 'roostream_serving_latency_ms{quantile="0.99",stage="rank"}' in text
+    assert "roostream_serving_candidates_total 3.0" in text and "roostream_serving_in_flight 0.0" in text
+
+
+def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client) -> None:
+    http, _ = client()
+    document = http.get("/openapi.json").json()
+    assert {"/v1/rank", "/v1/engagements", "/healthz", "/readyz", "/metrics"} <= set(document["paths"])
+    for route in ("/v1/rank", "/v1/engagements"):
+        operation = document["paths"][route]["post"]
+        example = operation["requestBody"]["content"]["application/json"]["example"]
+        assert http.post(route, json=example).status_code == 200
+        assert {"400", "413", "429", "503"} <= set(operation["responses"])
+    assert "age_h" in json.dumps(document["paths"]["/v1/rank"])
+    assert http.get("/docs").status_code == 200
+
+
+def _async_client(built: Built) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(build_app(built.parts)), base_url="http://serving")
+
+
+def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, max_in_flight=4)
+    service = built.service
+    assert isinstance(service, Waiting)
+
+    async def go() -> None:
+        async with _async_client(built) as http:
+            admitted = [asyncio.create_task(http.post("/v1/rank", json={**BODY, "request_id": f"a{i}"})) for i in range(4)]
+            await asyncio.to_thread(service.begun.acquire)
+            while not all_admitted(built):
+                await asyncio.sleep(0.001)
+            shed = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(20)))
+            assert {a.status_code for a in shed} == {429} and {a.headers["retry-after"] for a in shed} == {"1"}
+            assert (await http.post("/v1/engagements", json=_click(1))).status_code == 200, "clicks have a gate of their own"
+            service.go.set()
+            assert [a.status_code for a in await asyncio.gather(*admitted)] == [200] * 4
+            assert (await http.post("/v1/rank", json=BODY)).status_code == 200
+
+    asyncio.run(go())
+    assert sum(r.topic == "impressions" for r in built.records()) == 5
+    built.close()
+
+
+def all_admitted(built: Built) -> bool:
+    return built.parts.metrics.registry.get_sample_value("roostream_serving_in_flight") == 4
+
+
+def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=50)
+    service = built.service
+    assert isinstance(service, Waiting)
+
+    async def go() -> None:
+        async with _async_client(built) as http:
+            late = await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(3)))
+            assert {a.status_code for a in late} == {504} and error_of(late[0])["code"] == "deadline_exceeded"
+
+    asyncio.run(go())
+    service.go.set()
+    built.parts.executor.shutdown()
+    assert not built.records()
+    assert service.begun._value == 1, "what was still queued was never scored"
+    assert built.parts.stamps.horizon_ms() == NOW_MS
+    built.close()
+
+
+def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting)
+    service, clock = built.service, built.parts.stamps.clock
+    assert isinstance(service, Waiting)
+
+    async def go() -> None:
+        async with _async_client(built) as http:
+            working = asyncio.create_task(http.post("/v1/rank", json=BODY))
+            await asyncio.to_thread(service.begun.acquire)
+            clock.advance(5.0)  # type: ignore[attr-defined]
+            beat(built.parts.log, built.parts.stamps, "p")
+            service.go.set()
+            await working
+            beat(built.parts.log, built.parts.stamps, "p")
+
+    asyncio.run(go())
+    times = [(r.partition, r.timestamp_ms) for r in built.records() if r.topic == "impressions"]
+    assert times == [*((p, NOW_MS) for p in range(4)), (-1, NOW_MS), *((p, NOW_MS + 5000) for p in range(4))]
+    built.close()
+
+
+def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> None:
+    """Each version has its own bias: an answer's scores must be those of the version that it names."""
+    built = build(tmp_path, FakeRows(SCHEMA), max_in_flight=1000)
+    versions = [build_version(f"1-{i}", SCHEMA, MODEL, i, {}) for i in range(1, 7)]
+    for i, version in enumerate(versions):
+        for name, parameter in version.model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.data.add_(0.1 * (i + 1) + 0.01 * len(name))
+    request = _request()
+    expected = {v.name: _scores(built, v, request) for v in (built.service.versions.newest, *versions)}
+    assert len({tuple(map(tuple, s)) for s in expected.values()}) == len(expected)
+    stop = threading.Event()
+
+    def swap() -> None:
+        at = 0
+        while not stop.is_set():
+            built.service.versions.install(versions[at % len(versions)])
+            at += 1
+
+    async def go() -> list[Any]:
+        async with _async_client(built) as http:
+            return [a.json() for a in await asyncio.gather(*(http.post("/v1/rank", json=BODY) for _ in range(60)))]
+
+    swapper = threading.Thread(target=swap)
+    swapper.start()
+    try:
+        answers = asyncio.run(go())
+    finally:
+        stop.set()
+        swapper.join()
+    seen = set()
+    for answer in answers:
+        seen.add(answer["model_version"])
+        assert [[s["click"], s["dwell"]] for s in answer["scores"]] == expected[answer["model_version"]]
+    assert len(seen) > 1
+    logged = {r[1].header.model_version for r in (wire.decode(r.value) for r in built.records())}  # type: ignore[attr-defined]
+    assert logged == seen
+    built.close()
+
+
+def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float]]:
+    ro, nro = built.service.filler.encode(request, NOW_MS, {}, {})
+    return probabilities(version.score(built.service.rows, ro, nro, request.item_ids, NOW_MS)).tolist()
+
+
+def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    app, sent = build_app(built.parts), []
+
+    async def go() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/rank", "headers": [], "query_string": b""}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app(scope, receive, send)
+
+    asyncio.run(go())
+    assert not sent and not built.records()
+    built.close()
+
+
+def test_binary_requests_are_hydrated_too(client: Client) -> None:
+    http, built = client(hydrator=FakeHydrator({}, {"clicks_1h": 7.0}))
+    message = pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"age_h": np.ones(1)}, 1), ro=encode_ro(SCHEMA, {"mood": 1.0}))
+    answer = http.post("/v1/rank", content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"})
+    assert answer.status_code == 200
+    logged = wire.decode(built.records()[0].value)[1]
+    assert isinstance(logged, pb.Impression) and len(logged.nro) > len(message.nro)

@@ -1,0 +1,176 @@
+"""Following rows with the real replica: shards and the topic are in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_cases import NOW_MS, SCHEMA
+from serving_fakes import FakeRowTopic
+
+from param_server.client import Replica, initial_rows
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.ids import bucket_of
+from roo.lookup import Lookup, StackLookup
+from runtime.clock import FakeClock
+from runtime.topics import NUM_BUCKETS
+from runtime.transport import Answer, InMemoryTransport
+from serving.row_topic import RowsGoneError
+from serving.rows import RowFollower
+
+ITEM = SCHEMA.table_by_name["item"]
+
+
+class Shard:
+    """Answers `scan` with the rows that it is given: id → value of all columns."""
+
+    def __init__(self, rows: dict[int, float], version: tuple[int, int] = (1, 1)) -> None:
+        self.rows, self.version, self.num_scans = rows, version, 0
+
+    def __call__(self, method: str, header: dict[str, Any], arrays: Any) -> Answer:
+        assert method == "scan"
+        self.num_scans += 1
+        ids = np.array(sorted(self.rows) if header["stack"] == ITEM.stack else [], np.int64)
+        rows = np.array([[self.rows[i]] * self._dim(header["stack"]) for i in ids.tolist()], np.float32)
+        buckets = [[b, *self.version, 0] for b in range(NUM_BUCKETS)]
+        columns = [np.full(len(ids), ITEM.id, np.uint32), ids, rows.reshape(len(ids), self._dim(header["stack"]))]
+        return {"cursor": -1, "incarnation": self.version[0], "buckets": buckets}, columns
+
+    def _dim(self, stack: str) -> int:
+        return SCHEMA.stacks[stack][0].dim
+
+
+def delta(item: int, value: float, sequence: int, incarnation: int = 1, **times: int) -> bytes:
+    message = pb.RowDelta(
+        schema=SCHEMA.fingerprint,
+        stack=ITEM.stack,
+        bucket=bucket_of(item, ITEM.id, NUM_BUCKETS),
+        incarnation=incarnation,
+        sequence=sequence,
+        table_id=ITEM.id,
+        dim=ITEM.dim,
+        ids=[item],
+        rows=[value] * ITEM.dim,
+        **times,  # type: ignore[arg-type]
+    )
+    return wire.encode(wire.ROW_DELTA, message)
+
+
+def barrier(item: int, incarnation: int, rebootstrap: bool) -> bytes:
+    bucket = bucket_of(item, ITEM.id, NUM_BUCKETS)
+    message = pb.Barrier(stack=ITEM.stack, bucket=bucket, incarnation=incarnation, rebootstrap=rebootstrap)
+    return wire.encode(wire.BARRIER, message)
+
+
+class Stage:
+    """A follower over one shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.topic, self.clock = shard, FakeRowTopic(), FakeClock(NOW_MS)
+        self.transport = InMemoryTransport(shard)
+        self.observed: list[tuple[str, float]] = []
+        self.replica = Replica(SCHEMA, 0)
+        self.follower = RowFollower(self.replica, self.topic, [self.transport], self._observe, self.clock)
+
+    def _observe(self, stage: str, ms: float) -> None:
+        self.observed.append((stage, ms))
+
+    def value(self, item: int) -> np.ndarray:
+        entry = StackLookup(np.array([ITEM.id], np.uint32), np.array([item], np.int64), {})
+        return self.replica.gather(Lookup({ITEM.stack: entry}))[ITEM.stack][0]
+
+
+def test_rows_come_from_the_shards_and_then_from_the_topic() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.topic.add(delta(8, 0.1, 1))  # before the bootstrap: the shard's answer holds it
+    assert not stage.follower.ready and stage.follower.lag() == 0
+    stage.follower.bootstrap()
+    assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
+    initial = initial_rows(0, np.array([ITEM.id], np.uint32), np.array([9], np.int64), ITEM.dim, ITEM.init_scale)
+    np.testing.assert_array_equal(stage.value(9), initial[0])
+    stage.topic.add(delta(8, 0.75, 2))
+    stage.topic.add(delta(9, 0.25, 2))
+    assert stage.follower.lag() == 2 and stage.follower.step() == 2
+    assert stage.value(8).tolist() == [0.75] * 4 and stage.value(9).tolist() == [0.25] * 4
+    assert stage.follower.lag() == 0 and stage.follower.num_applied == 2
+
+
+def test_g4_an_older_delta_changes_nothing() -> None:
+    stage = Stage(Shard({8: 0.5}, version=(1, 5)))
+    stage.follower.bootstrap()
+    stage.topic.add(delta(8, 0.1, 4))
+    stage.follower.step()
+    assert stage.value(8).tolist() == [0.5] * 4 and stage.follower.num_applied == 0 and not stage.observed
+
+
+def test_freshness_is_observed_when_a_delta_becomes_servable() -> None:
+    stage = Stage(Shard({}))
+    stage.follower.bootstrap()
+    stage.topic.add(delta(8, 0.1, 2, oldest_trained_ms=NOW_MS - 700, oldest_engagement_ms=NOW_MS - 21_000))
+    stage.topic.add(delta(8, 0.2, 3))
+    stage.follower.step()
+    assert stage.observed == [("trained_to_servable", 700.0), ("engagement_to_servable", 21_000.0)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\x63\x01", wire.encode(wire.HEARTBEAT, pb.Heartbeat()), delta(8, float("nan"), 2), delta(8, 1, 2)[:-3]],
+    ids=["empty", "unknown type", "not for rows", "not finite", "cut"],
+)
+def test_g5_a_bad_record_is_counted_and_the_partition_moves_on(value: bytes) -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.follower.bootstrap()
+    stage.topic.add(value)
+    stage.topic.add(delta(8, 0.75, 3))
+    stage.follower.step()
+    assert stage.follower.num_refused == 1 and stage.value(8).tolist() == [0.75] * 4
+
+
+def test_a_barrier_that_says_so_reads_all_rows_again_while_requests_go_on() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.follower.bootstrap()
+    stage.topic.add(barrier(8, 2, rebootstrap=True))
+    with pytest.raises(RowsGoneError):
+        stage.follower.step()
+    assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
+    stage.shard.rows, stage.shard.version = {8: 0.375}, (2, 1)
+    stage.follower.bootstrap()
+    assert stage.value(8).tolist() == [0.375] * 4 and stage.follower.num_bootstraps == 2
+    assert stage.follower.step() == 0
+
+
+def run_until(stage: Stage, done: Callable[[], bool]) -> None:
+    """The follower's own loop, stopped by its topic when `done` holds."""
+    stop = threading.Event()
+    stage.topic.on_poll = lambda: stop.set() if done() else None
+    stage.follower.run(stop)
+
+
+def test_shards_and_kafka_away_at_the_start_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.topic.away = 3
+    stage.transport.fail_next("scan")
+    stage.transport.fail_next("scan", "after")
+    run_until(stage, lambda: stage.follower.ready)
+    assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
+    assert "waiting for rows of the shards" in caplog.text
+
+
+def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.topic.gone = 1
+    run_until(stage, lambda: stage.follower.num_bootstraps == 2)
+    assert stage.follower.num_bootstraps == 2
+
+
+def test_the_thread_ends_while_it_waits() -> None:
+    stage = Stage(Shard({}))
+    stop = threading.Event()
+    stage.topic.away = 1 << 30
+    stage.topic.on_away = stop.set
+    stage.follower.run(stop)
+    assert not stage.follower.ready

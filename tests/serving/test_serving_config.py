@@ -1,0 +1,51 @@
+"""Settings of serving: wrong ones are one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_cases import config_of
+
+from roo.config import load
+from roo.errors import ConfigError
+from serving.config import FeaturesConfig, ServingConfig
+
+BAD = [
+    ({"listen": "0.0.0.0:80"}, "expected listen on a loopback address"),
+    ({"listen": "example.org:80"}, "expected listen on a loopback address"),
+    ({"listen": "8080"}, "'8080'"),
+    ({"exploration": 1.5}, "expected exploration in 0.0..1.0, got 1.5"),
+    ({"max_in_flight": 0}, "expected max_in_flight"),
+    ({"log_bytes": 1 << 20}, "expected log_bytes in 2097152"),
+    ({"shards": ("nowhere",)}, "'nowhere'"),
+    ({"bootstrap": "kafka"}, "'kafka'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD, ids=[c[1] for c in BAD])
+def test_a_wrong_setting_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
+        config_of(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:80", "127.8.8.8:1", "[::1]:80"])
+def test_loopback_needs_no_leave(tmp_path: Path, listen: str) -> None:
+    assert config_of(tmp_path, listen=listen).listen == listen
+    assert config_of(tmp_path, listen="0.0.0.0:80", insecure=True).insecure
+
+
+def test_both_programs_load_from_toml(tmp_path: Path) -> None:
+    own = tmp_path / "serving.toml"
+    own.write_text(
+        'schema = "s.toml"\nstore = "st"\nbootstrap = "a:1,b:2"\nhome = "h"\n'
+        'shards = ["c:3"]\nheartbeat = "2s"\nlog_bytes = "1GiB"\n'
+    )
+    config = load(ServingConfig, own, program="serving", environ={})
+    assert (config.heartbeat_ms, config.log_bytes, config.shards, config.home) == (2000, 1 << 30, ("c:3",), Path("h"))
+    own.write_text('schema = "s.toml"\nbootstrap = "a:1"\nredis = "redis://h:1/0"\n')
+    assert load(FeaturesConfig, own, program="features", environ={}).metrics_port == 0
+    own.write_text("exploraton = 0.1\n")
+    with pytest.raises(ConfigError, match="did you mean 'exploration'"):
+        load(ServingConfig, own, environ={})

@@ -1,0 +1,157 @@
+"""The whole serving process, real uvicorn on an ephemeral port, with Kafka, Redis and the shard away."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from serving_cases import BODY, SCHEMA
+
+from roo import wire
+from roo.config import load
+from roo.errors import ConfigError, SetupError
+from roo.schema_registry import to_toml
+from serving.config import ServingConfig
+from serving.feature_log import FeatureLog
+from serving.process import serve
+from serving.threads import Crew
+
+ROOT = Path(__file__).parents[2]
+_RUN = """
+import sys
+from roo.config import load
+from serving.config import ServingConfig
+from serving.main import run_serving
+code = run_serving(load(ServingConfig, sys.argv[1]))
+assert not [m for m in ("torchrec", "pyflink", "pandas") if m in sys.modules]
+sys.exit(code)
+"""
+
+
+def write_config(home: Path, /, **changes: object) -> Path:
+    (home / "schema.toml").write_text(to_toml(SCHEMA))
+    own: dict[str, object] = {
+        "listen": "127.0.0.1:0",
+        "schema": str(home / "schema.toml"),
+        "store": str(home / "store"),
+        "home": str(home),
+        "bootstrap": "127.0.0.1:1",
+        "shards": ["127.0.0.1:1"],
+        "redis": "redis://127.0.0.1:1/0",
+        "drain_ms": 300,
+        **changes,
+    }
+    path = home / "serving.toml"
+    path.write_text(
+        "".join(f"{k} = {str(v).replace(chr(39), chr(34)) if isinstance(v, list) else repr(v)}\n" for k, v in own.items())
+    )
+    return path
+
+
+class Running:
+    """A serving process and its log."""
+
+    def __init__(self, config: Path) -> None:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", _RUN, str(config)]
+        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
+        self.lines: list[str] = []
+        self.url = ""
+
+    def __iter__(self) -> Iterator[str]:
+        assert self.child.stderr is not None
+        for line in self.child.stderr:
+            self.lines.append(line)
+            yield line
+
+    def wait_for_address(self) -> str:
+        for line in self:
+            if found := re.search(r"serving on (http://\S+),", line):
+                return found[1]
+        raise AssertionError("".join(self.lines))
+
+    def end(self) -> int:
+        drain = threading.Thread(target=lambda: [None for _ in self])
+        drain.start()
+        code = self.child.wait(60)
+        drain.join()
+        assert self.child.stderr is not None
+        self.child.stderr.close()
+        return code
+
+
+def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order(tmp_path: Path) -> None:
+    running = Running(write_config(tmp_path))
+    with httpx2.Client(base_url=running.wait_for_address(), timeout=30) as http:
+        assert http.get("/healthz").status_code == 200
+        ready = http.get("/readyz")
+        assert ready.status_code == 503 and ready.json()["waiting_for"] == ["rows of the shards"]
+        answer = http.post("/v1/rank", json={**BODY, "ro": {}})
+        assert answer.status_code == 200
+        assert answer.json()["degraded"] is True and answer.json()["model_version"] == "0-0"
+        click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
+        assert http.post("/v1/engagements", json=click).json()["accepted"] == 1
+        metrics = http.get("/metrics").text
+        assert "roostream_serving_ready 0.0" in metrics and 'model_version{version="0-0"} 1.0' in metrics
+        assert "roostream_serving_replica_rows 0.0" in metrics and "roostream_serving_log_backlog_records" in metrics
+    running.child.send_signal(signal.SIGTERM)
+    assert running.end() == 0, "".join(running.lines)
+    text = "".join(running.lines)
+    assert "waiting for rows of the shards" in text and "records of the log stay for the next start" in text
+    assert "Traceback" not in text
+    assert list((tmp_path / "store" / "schemas").iterdir()), "the schema is registered"
+    log = FeatureLog.open(tmp_path / "log")
+    kinds = [wire.decode(e.record.value)[0] for e in log.read(log.cursor, 1 << 30) if e.record]
+    assert kinds.count(wire.IMPRESSION) == kinds.count(wire.ENGAGEMENT) == 1
+    assert kinds.count(wire.HEARTBEAT) >= 8 and kinds.count(wire.HEARTBEAT) % 8 == 0
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"order_task": "clik"}, ConfigError, "did you mean 'click'"),
+        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store can't be written"),
+        ({"home": "/proc/home"}, SetupError, "feature log /proc/home/log can't be used"),
+        ({"listen": "taken"}, SetupError, "stop what uses it or choose another listen"),
+        ({"model": "absent.toml"}, ConfigError, "absent.toml: no such file"),
+    ],
+    ids=["a task", "a store", "a home", "a port", "a model"],
+)
+def test_what_a_user_got_wrong_is_one_sentence(
+    tmp_path: Path, changes: dict[str, object], error: type[Exception], text: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        if "listen" in changes:
+            changes = {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
+        with pytest.raises(error, match=text):
+            serve(load(ServingConfig, write_config(tmp_path, **changes), environ={}), threading.Event())
+
+
+def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    stop = threading.Event()
+    crew = Crew(stop)
+    crew.start("good", lambda: None)
+    crew.start("bad", lambda: 1 / 0)
+    assert stop.wait(10) and crew.join(10) == []
+    assert crew.failed == ["bad"] and "thread bad failed" in caplog.text
+
+
+def test_a_thread_that_does_not_end_is_named() -> None:
+    release = threading.Event()
+    crew = Crew(threading.Event())
+    crew.start("slow", release.wait)
+    assert crew.join(0.01) == ["slow"]
+    release.set()
+    assert crew.join(10) == []
