@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import decode_block
+from roo.counters import Counters
+from roo.record import Record
+from roo.schema import schema_from_dict
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS
+from traffic.edge import Edge
+from traffic.events import Action, Request
+from traffic.seed import seed
+
+T0 = 1_700_000_000_000
+SCHEMA = schema_from_dict(
+    {
+        "tables": {"item": {"dim": 4}},
+        "ro": [
+            {"name": "basket"},
+            {"name": "gap", "online": "gap_s"},
+            {"name": "past", "kind": "sequence", "table": "item", "columns": {"time": "time_ms"}, "online": "history"},
+        ],
+        "nro": [
+            {"name": "item", "kind": "ids", "table": "item"},
+            {"name": "price"},
+            {"name": "views", "online": "views_24h"},
+            {"name": "clicks", "online": "clicks_24h"},
+        ],
+        "label": [{"name": "click", "action": "click"}],
+    }
+)
+
+
+def request(number: int, seconds: float, items: tuple[int, ...] = (1, 2), **more: object) -> Request:
+    return Request(f"r{number}", 5, 0, T0 + round(seconds * 1000), np.array(items, dtype=np.int64), **more)  # type: ignore[arg-type]
+
+
+def click(number: int, seconds: float, item: int = 1) -> Action:
+    return Action(f"r{number}", 5, 0, T0 + round(seconds * 1000), 77 + number, item, "click", 1.0)
+
+
+def impression(record: Record) -> pb.Impression:
+    message = wire.decode(record.value)[1]
+    assert isinstance(message, pb.Impression)
+    return message
+
+
+def features(record: Record) -> tuple[dict, dict]:
+    message = impression(record)
+    return decode_block(SCHEMA, "ro", message.ro, 1), decode_block(SCHEMA, "nro", message.nro, len(message.item_ids))
+
+
+def test_features_are_of_the_events_before_the_request_and_never_of_itself() -> None:
+    edge = Edge(SCHEMA)
+    ro, nro = features(edge.record(request(1, 0)))
+    assert ro == {"past": {"item": [], "time": []}} and nro["views"].tolist() == [0, 0]
+    edge.record(click(1, 1))
+    ro, nro = features(edge.record(request(2, 1, (1, 3))))
+    assert ro["gap"] == 1.0 and ro["past"] == {"item": [1], "time": [T0 + 1000]}
+    assert nro["views"] == pytest.approx([1, 0], rel=1e-3) and nro["clicks"] == pytest.approx([1, 0], rel=1e-3)
+
+
+def test_requests_of_the_same_moment_see_each_other_in_order() -> None:
+    edge = Edge(SCHEMA)
+    edge.record(request(1, 0))
+    assert features(edge.record(request(2, 0)))[1]["views"].tolist() == [1, 1]
+
+
+def test_a_label_delay_hides_what_is_too_fresh() -> None:
+    edge = Edge(SCHEMA, label_delay_ms=60_000)
+    edge.record(request(1, 0))
+    edge.record(click(1, 1))
+    assert features(edge.record(request(2, 59.999)))[1]["views"].tolist() == [0, 0]
+    _, nro = features(edge.record(request(3, 60.999)))
+    assert nro["views"] == pytest.approx([1, 1], rel=1e-2) and nro["clicks"].tolist() == [0, 0]
+    assert features(edge.record(request(4, 61)))[1]["clicks"] == pytest.approx([1, 0], rel=1e-2)
+
+
+def test_frozen_counters_stand_still_from_the_freeze_on() -> None:
+    edge = Edge(SCHEMA, freeze_at_ms=T0 + 10_000)
+    for event in (request(1, 0), click(1, 9.999), request(2, 10), click(2, 11)):
+        edge.record(event)
+    _, nro = features(edge.record(request(3, 20)))
+    assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3) and nro["views"] == pytest.approx([1, 1], rel=1e-3)
+
+
+def test_what_the_log_gives_wins_over_what_is_counted() -> None:
+    given = request(1, 0, ro={"basket": 2.0, "gap": 9.0}, nro={"views": [7.0, 8.0], "price": [1.5, None]})
+    ro, nro = features(Edge(SCHEMA).record(given))
+    assert ro["basket"] == 2.0 and ro["gap"] == 9.0
+    assert nro["views"].tolist() == [7, 8] and nro["price"][0] == 1.5 and np.isnan(nro["price"][1])
+    assert nro["item"] == [[1], [2]]
+
+
+def test_a_page_that_only_adds_candidates_has_no_request_features() -> None:
+    assert not impression(Edge(SCHEMA).record(request(1, 0, ro=None))).HasField("ro")
+
+
+def test_records_carry_topic_key_and_event_time() -> None:
+    edge = Edge(SCHEMA)
+    shown, clicked = edge.record(request(1, 0)), edge.record(click(1, 2))
+    assert (shown.topic, clicked.topic) == (IMPRESSIONS, ENGAGEMENTS)
+    assert shown.key == clicked.key == (5).to_bytes(8, "little") and shown.partition == clicked.partition
+    assert (shown.timestamp_ms, clicked.timestamp_ms) == (T0, T0 + 2000)
+    message = wire.decode(clicked.value)[1]
+    assert isinstance(message, pb.Engagement)
+    assert (message.header.request_id, message.event_id, message.item_id) == ("r1", 78, 1)
+    assert message.header.schema == SCHEMA.fingerprint
+
+
+def test_seeding_in_bulk_is_the_same_as_one_click_after_the_other() -> None:
+    rng = np.random.default_rng(0)
+    n = 3000
+    users_N, items_N = rng.integers(1, 12, n), rng.integers(1, 60, n)
+    times_N = T0 + np.sort(rng.integers(0, 40_000_000, n) // 1000 * 1000)
+    users_N[1::50], items_N[1::50], times_N[1::50] = users_N[::50], items_N[::50], times_N[::50]  # the same click again
+    bulk, single = Counters(SCHEMA), Counters(SCHEMA)
+    seed(bulk, users_N, items_N, times_N)
+    for user, item, time_ms in zip(users_N.tolist(), items_N.tolist(), times_N.tolist(), strict=True):
+        single.apply_engagement(user, item, "click", 1.0, time_ms)
+    everything = np.arange(70)
+    assert bulk.dump_items(everything[1:60]) == single.dump_items(everything[1:60])
+    for user in range(1, 12):
+        (ro_a, nro_a), (ro_b, nro_b) = (c.read(user, everything, T0 + 50_000_000) for c in (bulk, single))
+        assert ro_a == ro_b
+        for name in nro_a:
+            assert np.array_equal(nro_a[name], nro_b[name], equal_nan=True), name

@@ -1,0 +1,210 @@
+"""EB-NeRD's parquet files as events: any of its weeks and sizes, several files at once.
+
+behaviors.parquet, a row a request: `impression_id`, `impression_time`, `user_id`, `session_id`, `article_ids_inview`,
+`article_ids_clicked`; optional: `article_id` (the page; null = front page), `device_type`, `is_sso_user`,
+`is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet, a row a user: `user_id`,
+`article_id_fixed`, `impression_time_fixed`.
+
+The data has no times of clicks, so: a click is at request + 1 s. A `read` of the first clicked article, with
+`next_read_time` as its value, is when the reading ended, click + `next_read_time`, or when the join window ends if that
+is earlier: a reader who goes on counts with the seconds that the data says. Naive times are UTC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from roo.errors import ConfigError, SchemaError, nearest
+from roo.ids import hash64
+from roo.schema import Schema
+from traffic.events import Action, Event, Request, in_time_order
+
+CLICK_DELAY_MS = 1000
+RO_OFFERED = ("user", "device", "page", "front_page", "sso", "subscriber", "gender", "age", "postcode")
+NRO_OFFERED = ("item",)
+_ROWS = 4096
+
+_REQUIRED: dict[str, pa.DataType] = {
+    "impression_id": pa.int64(),
+    "impression_time": pa.timestamp("ms"),
+    "user_id": pa.int64(),
+    "session_id": pa.int64(),
+    "article_ids_inview": pa.large_list(pa.int64()),
+    "article_ids_clicked": pa.large_list(pa.int64()),
+}
+_OPTIONAL: dict[str, pa.DataType] = {
+    "article_id": pa.int64(),
+    "device_type": pa.int64(),
+    "is_sso_user": pa.float32(),
+    "is_subscriber": pa.float32(),
+    "gender": pa.float32(),
+    "age": pa.float32(),
+    "postcode": pa.float32(),
+    "next_read_time": pa.float32(),
+}
+_HISTORY: dict[str, pa.DataType] = {
+    "user_id": pa.int64(),
+    "article_id_fixed": pa.large_list(pa.int64()),
+    "impression_time_fixed": pa.large_list(pa.timestamp("ms")),
+}
+_FLOATS = {
+    "sso": "is_sso_user",
+    "subscriber": "is_subscriber",
+    "gender": "gender",
+    "age": "age",
+    "postcode": "postcode",
+}
+
+
+def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator[Event]:
+    """Every request and action of the files, in event time; requests of the same time by impression id. Requests carry
+    those of the offered features that `schema` declares.
+
+    Memory: the columns in use, in Arrow's compact form (some 100 bytes a request), and one slice as Python objects.
+
+    Raises:
+        ConfigError: a file isn't parquet, or lacks a column, or has one of another kind; names file and column. Before
+            the first event.
+        SchemaError: the schema declares a feature that is neither online nor offered here.
+    """
+    _check_offered(schema)
+    names = frozenset(f.name for f in (*schema.ro, *schema.nro))
+    table = pa.concat_tables([_read(path, _REQUIRED, _OPTIONAL) for path in behaviors])
+    keys = [("impression_time", "ascending"), ("impression_id", "ascending")]
+    order = pc.sort_indices(table, sort_keys=keys)
+    return in_time_order(_groups(table, order, names, window_ms))
+
+
+def histories(paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """User ids, item ids and times in ms of every earlier click, int64 [N] each, in time order over all users.
+
+    Raises as `events`.
+    """
+    parts: list[list[np.ndarray]] = [[np.zeros(0, dtype=np.int64)] * 3]
+    for path in paths:
+        for batch in _read(path, _HISTORY, {}).combine_chunks().to_batches(max_chunksize=1 << 20):
+            items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
+            counts = [len(x) for x in items]
+            if counts != [len(x) for x in times]:
+                raise ConfigError(
+                    f"{path}: columns article_id_fixed and impression_time_fixed: expected equal lengths in every row, got others"
+                )
+            parts.append([np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)])
+    users_N, items_N, times_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order_N = np.argsort(times_N, kind="stable")
+    return users_N[order_N], items_N[order_N], times_N[order_N]
+
+
+def num_requests(behaviors: Sequence[str]) -> int:
+    """Rows of the files, from their footers; raises as `events`."""
+    return sum(_open(path).metadata.num_rows for path in behaviors)
+
+
+def _groups(table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int) -> Iterator[tuple[Request, list[Action]]]:
+    for start in range(0, len(order), _ROWS):
+        slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
+        columns: dict[str, Any] = {
+            name: slice_[name].to_pylist() for name in (*_OPTIONAL, "impression_id", "user_id", "session_id")
+        }
+        times = slice_["impression_time"].cast(pa.int64()).to_pylist()
+        shown, clicked = (_rows(slice_[name].combine_chunks()) for name in ("article_ids_inview", "article_ids_clicked"))
+        for k, time_ms in enumerate(times):
+            row = {name: values[k] for name, values in columns.items()}
+            request = _request(row, time_ms, shown[k], names)
+            yield request, _actions(request, clicked[k].tolist(), row["next_read_time"], window_ms)
+
+
+def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: frozenset[str]) -> Request:
+    page = row["article_id"]
+    ro: dict[str, object] = {name: row[column] for name, column in _FLOATS.items()}
+    ro |= {"user": [row["user_id"]], "front_page": float(page is None)}
+    if row["device_type"] is not None:
+        ro["device"] = [row["device_type"]]
+    if page is not None:
+        ro["page"] = [page]
+    return Request(
+        request_id=str(row["impression_id"]),
+        user_id=row["user_id"],
+        session_id=row["session_id"],
+        time_ms=time_ms,
+        items_n=items_n,
+        ro={name: value for name, value in ro.items() if name in names},
+        nro={"item": items_n} if "item" in names else {},
+    )
+
+
+def _actions(request: Request, clicked: list[int], read_s: float | None, window_ms: int) -> list[Action]:
+    def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
+        event_id = hash64(f"{request.request_id}/{name}/{number}")
+        return Action(request.request_id, request.user_id, request.session_id, time_ms, event_id, item, name, value)
+
+    click_ms = request.time_ms + CLICK_DELAY_MS
+    out = [action("click", n, item, click_ms, 1.0) for n, item in enumerate(clicked)]
+    if clicked and read_s is not None and np.isfinite(read_s) and read_s >= 0:
+        end_ms = min(click_ms + round(read_s * 1000), request.time_ms + window_ms)
+        out.append(action("read", 0, clicked[0], end_ms, read_s))
+    return out
+
+
+def _rows(column: pa.Array) -> list[np.ndarray]:
+    """A list column's rows as int64 views; a null row is empty, a null element is refused by Arrow."""
+    values = column.values
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.int64())
+    flat, offsets = values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[a:b] if ok else flat[:0] for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
+
+
+def _open(path: str) -> pq.ParquetFile:
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: no such file; expected EB-NeRD's parquet")
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{path}: expected a parquet file, got something else ({str(error).splitlines()[0]})") from None
+
+
+def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
+    """The columns in our types; an absent optional one is all null."""
+    file = _open(path)
+    there = file.schema_arrow.names
+    for name in required:
+        if name not in there:
+            raise ConfigError(
+                f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
+            )
+    raw = file.read([name for name in (*required, *optional) if name in there])
+    columns = []
+    for name, kind in (required | optional).items():
+        columns.append(_cast(path, name, raw[name], kind) if name in there else pa.nulls(len(raw), kind))
+    return pa.table(dict(zip(required | optional, columns, strict=True)))
+
+
+def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if name in _REQUIRED and column.null_count:
+        raise ConfigError(
+            f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"
+        )
+    try:
+        return column.cast(kind, safe=False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise ConfigError(f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?") from None
+
+
+def _check_offered(schema: Schema) -> None:
+    """Raises SchemaError for a declared feature that is neither online nor among RO_OFFERED / NRO_OFFERED."""
+    for features, names in ((schema.ro, RO_OFFERED), (schema.nro, NRO_OFFERED)):
+        for feature in features:
+            if not feature.online and feature.name not in names:
+                raise SchemaError(
+                    f"feature {feature.name!r}: expected an online feature or one that EB-NeRD offers ({', '.join(names)}), "
+                    f"got neither{nearest(feature.name, names)}; remove it or give it online = …"
+                )

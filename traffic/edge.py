@@ -1,0 +1,102 @@
+"""The edge of a replay: turns what a log says into the records that serving would have produced.
+
+Online features come from `roo.counters`, the same code as the feature updater's: before a request at time T is read, every
+event with time + label delay ≤ T has been applied, and nothing else. Memory: the counters, and the events that wait for
+their delay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import encode_nro, encode_ro
+from roo.counters import Counters
+from roo.ids import key_bytes, unsigned
+from roo.record import Record
+from roo.schema import Feature, Schema
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from traffic.events import Action, Event, Request
+from traffic.partition import partition_of
+
+
+class Edge:
+    """Not thread-safe; feed events in time order. One state: the counters."""
+
+    def __init__(self, schema: Schema, *, label_delay_ms: int = 0, freeze_at_ms: int = 0) -> None:
+        self.schema = schema
+        self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
+        self.counters = Counters(schema)
+        self._sources = {side: [(f.name, s) for f in getattr(schema, side) if (s := _source(f, side))] for side in ("ro", "nro")}
+        self._waiting: list[tuple[int, int, Event]] = []
+        self._arrival = 0
+
+    def record(self, event: Event) -> Record:
+        """The event's record; its offset is unknown, -1. WireError if the log's features don't fit the schema."""
+        value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
+        self._arrival += 1
+        heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
+        topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
+        key = key_bytes(event.user_id, event.session_id)
+        return Record(topic, partition_of(key, PARTITIONS[topic]), -1, event.time_ms, key, value)
+
+    def _impression(self, request: Request) -> bytes:
+        self._apply_until(request.time_ms)
+        num_rows = len(request.items_n)
+        ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms)
+        message = pb.Impression(
+            header=self._header(request),
+            item_ids=request.items_n.view(np.uint64).tolist(),
+            nro=encode_nro(self.schema, self._merge("nro", request.nro, {**nro, "item_id": request.items_n}), num_rows),
+            positions=request.positions or range(num_rows),
+            propensities=request.propensities,
+            weight=request.weight,
+        )
+        if request.ro is not None:
+            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro))
+        return wire.encode(wire.IMPRESSION, message)
+
+    def _engagement(self, action: Action) -> bytes:
+        message = pb.Engagement(
+            header=self._header(action),
+            event_id=unsigned(action.event_id),
+            item_id=unsigned(action.item_id),
+            action=action.action,
+            value=action.value,
+        )
+        return wire.encode(wire.ENGAGEMENT, message)
+
+    def _header(self, event: Event) -> pb.Header:
+        return pb.Header(
+            request_id=event.request_id,
+            user_id=unsigned(event.user_id),
+            session_id=unsigned(event.session_id),
+            surface=event.surface,
+            time_ms=event.time_ms,
+            schema=self.schema.fingerprint,
+        )
+
+    def _merge(self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
+        """What the log gives wins, a column that it gives is taken whole; then what is counted."""
+        counted = {name: online.get(source) for name, source in self._sources[side]}
+        return counted | {name: value for name, value in given.items() if value is not None}
+
+    def _apply_until(self, time_ms: int) -> None:
+        if self.freeze_at_ms:
+            time_ms = min(time_ms, self.freeze_at_ms - 1)
+        while self._waiting and self._waiting[0][0] <= time_ms:
+            event = heapq.heappop(self._waiting)[2]
+            if isinstance(event, Request):
+                self.counters.apply_impression(event.user_id, event.items_n, event.time_ms)
+            else:
+                self.counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
+
+
+def _source(feature: Feature, side: str) -> str:
+    """As serving has it: an ids feature named `item` is the candidate's own id unless the schema says otherwise."""
+    return feature.online or ("item_id" if side == "nro" and feature.kind == "ids" and feature.name == "item" else "")

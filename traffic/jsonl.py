@@ -1,0 +1,213 @@
+"""A generic log: one impression or engagement a line, as docs/bring-your-own-data.md says, and a schema TOML.
+
+Lines may come in any order; they are replayed by time. A file is read twice: once for the times (16 bytes a line are
+kept), once in time order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from roo.errors import ConfigError, RoostreamError, nearest
+from roo.ids import hash64, item_id, signed
+from roo.schema import Schema
+from traffic.events import Action, Event, Request
+
+Id = int | str
+
+
+class LogError(RoostreamError):
+    """A line that can't be used; says file and line."""
+
+
+class Impression(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True):
+    """`candidates`: rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`."""
+
+    request_id: str
+    time: int | str
+    candidates: list[dict[str, Any]] | dict[str, list[Any]]
+    user_id: Id = 0
+    session_id: Id = 0
+    surface: str = ""
+    ro: dict[str, Any] | None = msgspec.field(default_factory=dict)
+    positions: list[int] = []
+    propensities: list[float] = []
+    weight: float = 1.0
+
+
+class Engagement(msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True):
+    """Names its request by `request_id` and the same user and session."""
+
+    request_id: str
+    time: int | str
+    item_id: Id
+    action: str
+    user_id: Id = 0
+    session_id: Id = 0
+    event_id: Id = 0
+    value: float = 0.0
+    surface: str = ""
+
+
+class _Timed(msgspec.Struct):
+    time: int | str
+    type: str = ""
+
+
+_DECODER = msgspec.json.Decoder(Impression | Engagement)
+_TIMES = msgspec.json.Decoder(_Timed)
+
+
+class JsonlLog:
+    """`events()` replays the files; with `skip_bad`, `num_skipped` counts the lines left out and `first_skipped` tells why."""
+
+    def __init__(self, paths: Sequence[str], schema: Schema, *, skip_bad: bool = False) -> None:
+        self.paths, self.schema, self.skip_bad = tuple(paths), schema, skip_bad
+        self.num_skipped, self.first_skipped = 0, ""
+        self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
+
+    def events(self) -> Iterator[Event]:
+        """In event time; an impression before an engagement of the same time, else in the order of files and lines.
+
+        Raises:
+            LogError: a bad line, unless `skip_bad`; `path:line: what, expected, got`.
+            ConfigError: a file can't be read.
+        """
+        self.num_skipped, self.first_skipped = 0, ""
+        times, places = self._scan()
+        files = [_open(path) for path in self.paths]
+        try:
+            for k in np.argsort(times, kind="stable").tolist():
+                number, line, offset = places[3 * k], places[3 * k + 1], places[3 * k + 2]
+                if files[number].tell() != offset:
+                    files[number].seek(offset)
+                event = self._event(files[number].readline(), f"{self.paths[number]}:{line}")
+                if event is not None:
+                    yield event
+        finally:
+            for file in files:
+                file.close()
+
+    def _scan(self) -> tuple[np.ndarray, array[int]]:
+        """Sort keys (twice the time in ms, odd for engagements) and (file, line, offset) of every usable line."""
+        times, places = array("q"), array("q")
+        for number, path in enumerate(self.paths):
+            with _open(path) as file:
+                offset = 0
+                for line, raw in enumerate(file, 1):
+                    if raw.strip():
+                        key = self._sort_key(raw, f"{path}:{line}")
+                        if key is not None:
+                            times.append(key)
+                            places.extend((number, line, offset))
+                    offset += len(raw)
+        return np.array(times, dtype=np.int64), places
+
+    def _sort_key(self, raw: bytes, where: str) -> int | None:
+        try:
+            head = _TIMES.decode(raw)
+            return 2 * time_ms(head.time) + (head.type != "impression")
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._refuse(where, error)
+            return None
+
+    def _event(self, raw: bytes, where: str) -> Event | None:
+        try:
+            line = _DECODER.decode(raw)
+            return self._request(line, where) if isinstance(line, Impression) else _action(line, where)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._refuse(where, error)
+            return None
+
+    def refuse(self, event: Event, error: Exception) -> None:
+        """The event's features don't fit the schema: as for a bad line."""
+        self._refuse(event.where, error)
+
+    def _refuse(self, where: str, error: Exception) -> None:
+        message = f"{where}: {error}; correct the line, or use --skip-bad to leave such lines out"
+        if not self.skip_bad:
+            raise LogError(message) from None
+        self.num_skipped += 1
+        self.first_skipped = self.first_skipped or message
+
+    def _request(self, line: Impression, where: str) -> Request:
+        columns = _columns(line.candidates)
+        if "item_id" not in columns:
+            raise ValueError("candidates: expected an item_id for each, got none")
+        items = [_signed_id(i) for i in columns.pop("item_id")]
+        for side, given in (("ro", line.ro or {}), ("nro", columns)):
+            for name in given:
+                if name not in self._names[side]:
+                    raise ValueError(
+                        f"unknown {side} feature {name!r}{nearest(name, self._names[side])}; declare it in the schema"
+                    )
+        for name, column in (*columns.items(), ("positions", line.positions), ("propensities", line.propensities)):
+            if column and len(column) != len(items):
+                raise ValueError(f"{name}: expected {len(items)} values, one a candidate, got {len(column)}")
+        return Request(
+            request_id=_request_id(line.request_id),
+            user_id=item_id(line.user_id),
+            session_id=item_id(line.session_id),
+            time_ms=time_ms(line.time),
+            items_n=np.array(items, dtype=np.int64),
+            ro=line.ro,
+            nro=columns,
+            surface=line.surface,
+            positions=line.positions,
+            propensities=line.propensities,
+            weight=line.weight,
+            where=where,
+        )
+
+
+def time_ms(value: int | str) -> int:
+    """ms since 1970, or an ISO 8601 time (naive = UTC) → ms. ValueError if it is neither, or before 1970."""
+    if isinstance(value, str):
+        moment = datetime.datetime.fromisoformat(value)
+        value = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
+    if not 0 < value < 1 << 53:
+        raise ValueError(f"time: expected ms since 1970 or an ISO 8601 time, got {value}")
+    return value
+
+
+def _action(line: Engagement, where: str) -> Action:
+    user, session, item = item_id(line.user_id), item_id(line.session_id), item_id(line.item_id)
+    at_ms = time_ms(line.time)
+    event_id = item_id(line.event_id) if line.event_id else hash64(f"{user}/{line.request_id}/{item}/{line.action}/{at_ms}")
+    request_id = _request_id(line.request_id)
+    return Action(request_id, user, session, at_ms, event_id, item, line.action, line.value, line.surface, where)
+
+
+def _columns(candidates: list[dict[str, Any]] | dict[str, list[Any]]) -> dict[str, list[Any]]:
+    if isinstance(candidates, dict):
+        return dict(candidates)
+    names = dict.fromkeys(name for row in candidates for name in row)
+    for n, row in enumerate(candidates):
+        if "item_id" not in row:
+            raise ValueError(f"candidates[{n}]: expected an item_id, got {', '.join(row) or 'nothing'}")
+    return {name: [row.get(name) for row in candidates] for name in names} or {"item_id": []}
+
+
+def _signed_id(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"item_id: expected an integer or a string, got {value!r}")
+    return signed(item_id(value))
+
+
+def _request_id(text: str) -> str:
+    if not 0 < len(text.encode()) <= 64:
+        raise ValueError(f"request_id: expected 1 to 64 bytes, got {len(text.encode())}")
+    return text
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror}); expected a JSONL log") from None
