@@ -1,0 +1,55 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+
+VENV := $(CURDIR)/.venv
+HOME_DIR ?= .roostream
+ARGS ?=
+
+# The environment comes first on PATH everywhere: Flink's thread mode starts whatever `python3` PATH names.
+export PATH := $(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(VENV)
+export OMP_NUM_THREADS := 1
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help setup demo test check e2e chaos bench reset format lock
+
+help:  ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup:  ## everything that is needed, from a bare CPython 3.11 or 3.12
+	@PYTHON="$(PYTHON)" infra/setup.sh
+
+demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=120: ends by itself)
+	@roostream demo --home $(HOME_DIR) $(ARGS)
+
+test: setup  ## all tests but the long ones; what CI runs
+	@pytest -q -m "not chaos and not slow" $(ARGS)
+
+check: setup  ## format, lint, types, layering, sizes
+	@ruff format --check .
+	@ruff check .
+	@mypy
+	@pytest -q tests/contract
+
+e2e: setup  ## the long runs: a full week, two stacks side by side
+	@pytest -q -m slow tests/e2e $(ARGS)
+
+chaos: setup  ## kill -9 of every process of a running stack
+	@pytest -q -m chaos tests/chaos $(ARGS)
+
+bench: setup  ## every benchmark; its rows as a table
+	@shopt -s nullglob; files=(benchmarks/bench_*.py); (($${#files[@]})) || echo "benchmarks/ holds none yet"; \
+	for file in "$${files[@]}"; do python "$$file"; done
+
+reset: setup  ## delete the demo's home: data, checkpoints, logs
+	@roostream reset --home $(HOME_DIR) --yes
+
+format: setup  ## format and sort imports
+	@ruff format .
+	@ruff check --fix .
+
+lock: setup  ## resolve pyproject.toml anew; read the diff of requirements.lock
+	@.tools/bin/uv lock
+	@.tools/bin/uv export --quiet --frozen --all-extras --no-emit-project --no-annotate --no-header -o requirements.lock

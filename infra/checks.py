@@ -1,0 +1,40 @@
+"""What a machine must have before a stack starts; each lack is one sentence."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from roo.errors import SetupError
+
+DISK_BYTES = 10 * 10**9
+MEMORY_BYTES = 8 * 10**9
+
+
+def require_python(version: tuple[int, int] = sys.version_info[:2]) -> None:
+    if not (3, 11) <= version < (3, 13):
+        raise SetupError(f"expected Python 3.11 or 3.12 (Flink has packages for no others), got {version[0]}.{version[1]}")
+
+
+def require_disk(place: Path, least_bytes: int = DISK_BYTES, what: str = "a stack") -> None:
+    """`place` or the nearest folder above it that exists must have room."""
+    folder = next(p for p in (place, *place.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < least_bytes:
+        raise SetupError(
+            f"{what} needs {least_bytes / 1e9:.0f} GB of free disk in {folder}, got {free / 1e9:.1f} GB; "
+            "free some, or choose another place"
+        )
+
+
+def require_memory(least_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
+    total = memory_bytes(meminfo.read_text(encoding="utf-8"))
+    if total < least_bytes:
+        raise SetupError(f"a stack needs a machine with {least_bytes / 1e9:.0f} GB of memory, got {total / 1e9:.1f} GB")
+
+
+def memory_bytes(meminfo: str) -> int:
+    """The machine's memory by the text of /proc/meminfo."""
+    line = next(x for x in meminfo.splitlines() if x.startswith("MemTotal:"))
+    return int(line.split()[1]) * 1024

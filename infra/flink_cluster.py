@@ -1,0 +1,167 @@
+"""Flink as child processes: a job manager and task managers of one slot each (the Python lock is one a JVM)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra import flink_rest, ports
+from infra.build import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
+from infra.child import Program
+from infra.home import Home
+from infra.kafka_broker import log4j_properties
+from infra.options import StackOptions
+from roo.errors import SetupError
+
+JOB_MANAGER = "flink-jm"
+_OPENED = (
+    "--add-exports=java.rmi/sun.rmi.registry=ALL-UNNAMED",
+    "--add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
+    *(
+        f"--add-opens=java.base/{package}=ALL-UNNAMED"
+        for package in (
+            *("java.lang", "java.net", "java.io", "java.nio", "sun.nio.ch", "java.lang.reflect", "java.text", "java.time"),
+            *("java.util", "java.util.concurrent", "java.util.concurrent.atomic", "java.util.concurrent.locks"),
+        )
+    ),
+)
+
+
+def task_manager(index: int) -> str:
+    return f"flink-tm-{index}"
+
+
+def pyflink_home() -> Path:
+    """Raises SetupError if PyFlink is not installed."""
+    spec = importlib.util.find_spec("pyflink")
+    if spec is None or spec.origin is None:
+        raise SetupError("apache-flink is not installed; run `make setup`")
+    return Path(spec.origin).parent
+
+
+def configuration(folder: Path, options: StackOptions, rpc_port: int, rest_port: int) -> dict[str, str]:
+    """Flink's settings. Memory is told part by part: a JVM that is started without Flink's scripts derives none of it."""
+    python = f"{sys.prefix}/bin/python3"
+    return {
+        "env.java.opts.all": " ".join(_OPENED),
+        "jobmanager.bind-host": ports.HOST,
+        "jobmanager.rpc.address": ports.HOST,
+        "jobmanager.rpc.port": str(rpc_port),
+        "jobmanager.memory.process.size": "1024m",
+        "jobmanager.memory.jvm-metaspace.size": "192m",
+        "taskmanager.bind-host": ports.HOST,
+        "taskmanager.host": ports.HOST,
+        "taskmanager.numberOfTaskSlots": "1",
+        "taskmanager.cpu.cores": "1.0",
+        "taskmanager.memory.task.heap.size": "640m",
+        "taskmanager.memory.task.off-heap.size": "0m",
+        "taskmanager.memory.framework.heap.size": "128m",
+        "taskmanager.memory.framework.off-heap.size": "128m",
+        "taskmanager.memory.managed.size": "128m",
+        "taskmanager.memory.network.min": "64m",
+        "taskmanager.memory.network.max": "64m",
+        "taskmanager.memory.jvm-metaspace.size": "256m",
+        "taskmanager.memory.jvm-overhead.min": "192m",
+        "taskmanager.memory.jvm-overhead.max": "192m",
+        "rest.address": ports.HOST,
+        "rest.bind-address": ports.HOST,
+        "rest.port": str(rest_port),
+        "parallelism.default": str(options.num_task_managers),
+        "heartbeat.interval": "2000",
+        "heartbeat.timeout": "10000",
+        "restart-strategy.type": "exponential-delay",
+        "restart-strategy.exponential-delay.initial-backoff": "500 ms",
+        "restart-strategy.exponential-delay.max-backoff": "5 s",
+        "restart-strategy.exponential-delay.reset-backoff-threshold": "1 min",
+        "execution.checkpointing.dir": (folder / "checkpoints").as_uri(),
+        "execution.checkpointing.savepoint-dir": (folder / "savepoints").as_uri(),
+        "execution.checkpointing.num-retained": "2",
+        "execution.checkpointing.externalized-checkpoint-retention": "RETAIN_ON_CANCELLATION",
+        "io.tmp.dirs": str(folder / "tmp"),
+        "python.executable": python,
+        "python.client.executable": python,
+        **options.flink,
+    }
+
+
+class Cluster:
+    """Folders, configuration and programs of one local cluster."""
+
+    def __init__(self, home: Home, options: StackOptions, java: Path, rpc_port: int, rest_port: int) -> None:
+        self.home, self.options, self.java, self.rpc_port, self.rest_port = home, options, java, rpc_port, rest_port
+        self.folder = home.root / "flink"
+        self.conf, self.lib, self.tmp = self.folder / "conf", self.folder / "lib", self.folder / "tmp"
+        self.url = f"http://{ports.HOST}:{rest_port}"
+
+    def environment(self) -> dict[str, str]:
+        """What Flink's client needs, too."""
+        home = pyflink_home()
+        return {
+            "FLINK_HOME": str(home),
+            "_FLINK_HOME_DETERMINED": "1",
+            "FLINK_CONF_DIR": str(self.conf),
+            "FLINK_LIB_DIR": str(self.lib),
+            "FLINK_OPT_DIR": str(home / "opt"),
+            "FLINK_PLUGINS_DIR": str(self.folder / "plugins"),
+            "FLINK_LOG_DIR": str(self.tmp),
+        }
+
+    def make(self) -> None:
+        """Write the folders anew; checkpoints and savepoints stay."""
+        shutil.rmtree(self.tmp, ignore_errors=True)
+        shutil.rmtree(self.lib, ignore_errors=True)
+        for folder in (self.conf, self.lib, self.tmp, self.folder / "plugins"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for jar in self._jars():
+            os.symlink(jar, self.lib / jar.name)
+        settings = configuration(self.folder, self.options, self.rpc_port, self.rest_port)
+        (self.conf / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8")
+        for name in ("log4j-console", "log4j-cli", "log4j"):
+            level = "WARN" if name == "log4j-cli" else "INFO"  # what the client prints shall begin with what went wrong
+            (self.conf / f"{name}.properties").write_text(log4j_properties(level), encoding="utf-8")
+
+    def _jars(self) -> list[Path]:
+        home = pyflink_home()
+        jars = [*(home / "lib").glob("*.jar"), *(home / "opt").glob("flink-python-*.jar"), *CONNECTOR_JARS.glob("*.jar")]
+        jars += KAFKA_JARS.glob("zstd-jni-*.jar")  # every producer of ours compresses with it; the connector's jar lacks it
+        return [*jars, OPERATOR_JAR] if OPERATOR_JAR.exists() else jars
+
+    def programs(self, env: Mapping[str, str], tm_ports: list[int]) -> list[Program]:
+        return [self._job_manager(env), *(self._task_manager(env, i, port) for i, port in enumerate(tm_ports))]
+
+    def _job_manager(self, env: Mapping[str, str]) -> Program:
+        return Program(
+            name=JOB_MANAGER,
+            command=self._java("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "384m", "192m"),
+            log=self.home.log(JOB_MANAGER),
+            env=env,
+            ready=lambda: flink_rest.overview(self.url) is not None,
+            stop_timeout_s=10.0,
+            place=self.home.root,
+        )
+
+    def _task_manager(self, env: Mapping[str, str], index: int, port: int) -> Program:
+        name = task_manager(index)
+        main = self._java(
+            "org.apache.flink.runtime.taskexecutor.TaskManagerRunner", "768m", "256m", "-XX:MaxDirectMemorySize=192m"
+        )
+        return Program(
+            name=name,
+            # The same id after a restart lets the job manager drop the dead one at once, before its heartbeat times out.
+            command=(*main, f"-Dtaskmanager.resource-id={name}", f"-Dtaskmanager.rpc.port={port}"),
+            log=self.home.log(name),
+            env=env,
+            ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in flink_rest.task_managers(self.url),
+            stop_timeout_s=10.0,
+            place=self.home.root,
+        )
+
+    def _java(self, main: str, heap: str, metaspace: str, *more: str) -> tuple[str, ...]:
+        memory = (f"-Xms{heap}", f"-Xmx{heap}", f"-XX:MaxMetaspaceSize={metaspace}", "-XX:+UseSerialGC", *more)
+        log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-console.properties"
+        folders = (f"-Djava.io.tmpdir={self.tmp}", "-cp", f"{self.lib}/*")
+        return (str(self.java), *memory, *_OPENED, log4j, *folders, main, "--configDir", str(self.conf))

@@ -1,0 +1,92 @@
+"""Pinned jars (`jars.sha256`: sha256, bytes, group:artifact:version), fetched by a Maven client and verified.
+
+A jar gets its name in `build/jars/` only after its checksum was right, so what lies there needs no second look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.build import COMPILER_JARS, CONNECTOR_JARS, JARS, KAFKA_JARS
+from roo.errors import ConfigError, SetupError
+
+LIST = Path(__file__).with_name("jars.sha256")
+_FOLDER_OF_GROUP = {"org.apache.flink": CONNECTOR_JARS.name, "org.eclipse.jdt": COMPILER_JARS.name}  # all others: the broker's
+
+
+class Jar(NamedTuple):
+    sha256: str
+    num_bytes: int
+    group: str
+    artifact: str
+    version: str
+
+    def path(self, root: Path = JARS) -> Path:
+        return root / _FOLDER_OF_GROUP.get(self.group, KAFKA_JARS.name) / f"{self.artifact}-{self.version}.jar"
+
+
+Fetch = Callable[[Jar, Path], Path]
+"""(jar, cache folder) → the downloaded file; raises OSError if it can't be had."""
+
+
+def read_list(path: Path = LIST) -> list[Jar]:
+    """Raises ConfigError on a line of another form."""
+    jars = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            sha256, size, name = line.split()
+            group, artifact, version = name.split(":")
+            jars.append(Jar(sha256, int(size), group, artifact, version))
+        except ValueError:
+            raise ConfigError(f"{path}:{number}: expected 'sha256 bytes group:artifact:version', got {line!r}") from None
+    return jars
+
+
+def missing(jars: list[Jar], root: Path = JARS) -> list[Jar]:
+    return [j for j in jars if not (j.path(root).exists() and j.path(root).stat().st_size == j.num_bytes)]
+
+
+def fetch_all(
+    jars: list[Jar], root: Path = JARS, fetch: Fetch | None = None, fetched: Callable[[Jar], None] = lambda _: None
+) -> None:
+    """Download and verify `jars`; `fetched` is called after each.
+
+    **If it fails:** the jars that were fetched stay; a second call fetches the others.
+
+    Raises:
+        SetupError: one can't be downloaded, or its checksum is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="roostream-jars-") as cache:
+        for jar in jars:
+            _place(jar.path(root), jar.sha256, (fetch or from_maven)(jar, Path(cache)))
+            fetched(jar)
+
+
+def from_maven(jar: Jar, cache: Path) -> Path:
+    """The default way: Maven's central repository, or what the Maven client's own configuration names instead."""
+    from jgo.maven import MavenContext
+
+    context = MavenContext(repo_cache=cache, local_repos=[], timeout=60)
+    try:
+        return Path(context.project(jar.group, jar.artifact).at_version(jar.version).artifact().resolve())
+    except Exception as error:  # the client raises its own and its HTTP library's
+        reason = (str(error).splitlines() or ["?"])[0]
+        raise SetupError(
+            f"{jar.artifact}-{jar.version}.jar can't be downloaded ({reason[:160]}); check the network and run it again"
+        ) from None
+
+
+def _place(path: Path, sha256: str, file: Path) -> None:
+    got = hashlib.sha256(file.read_bytes()).hexdigest()
+    if got != sha256:
+        raise SetupError(f"{path.name}: expected sha256 {sha256}, got {got}; the download is damaged, run it again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    shutil.copyfile(file, temporary)
+    os.replace(temporary, path)

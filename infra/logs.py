@@ -1,0 +1,43 @@
+"""Log files of children: bounded in size, and their last lines for when one dies.
+
+A child writes straight to its file, opened for appending, so nobody has to read a pipe and nothing stops when the supervisor is
+slow. Rotation copies the file aside and truncates it in place: lines written between the two are lost, which a log can bear.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+
+def rotate(path: Path, most_bytes: int) -> bool:
+    """Move `path` to `path.1` if it is larger than `most_bytes`; whether it did.
+
+    **If it fails** (OSError: disk full): the file is truncated without a copy, which is what a full disk needs.
+    """
+    try:
+        if path.stat().st_size <= most_bytes:
+            return False
+    except FileNotFoundError:
+        return False
+    older = path.with_name(f"{path.name}.1")
+    try:
+        shutil.copyfile(path, older)
+    except OSError:
+        with contextlib.suppress(OSError):
+            older.unlink(missing_ok=True)
+    os.truncate(path, 0)
+    return True
+
+
+def last_lines(path: Path, count: int = 15, since: int = 0, most_bytes: int = 16_384) -> list[str]:
+    """The newest `count` lines after byte `since` (the file's size at some moment; ignored if it was rotated since then)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(size - most_bytes, since if since <= size else 0, 0))
+            return file.read().decode("utf-8", "replace").splitlines()[-count:]
+    except OSError:
+        return []

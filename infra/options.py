@@ -1,0 +1,63 @@
+"""What a local stack is made of: settings that `up`, `demo`, replays and tests choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roo.config import setting
+from roo.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_HOME = Path(".roostream")
+DEMO_SCHEMA = ROOT / "traffic" / "schemas" / "demo.toml"
+_PREFIX = re.compile(r"^([a-z0-9][a-z0-9._-]{0,30})?$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackOptions:
+    """One stack; everything has a default, the demo's settings are `demo()`."""
+
+    schema: Path = setting(DEMO_SCHEMA, "schema TOML of every program")
+    prefix: str = setting("", "of topic names and Redis keys")
+    replay: bool = setting(False, "topics keep and accept old event times")
+    num_shards: int = setting(2, "shard processes")
+    num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism")
+    seed: int = setting(0, "of initial rows, model and exploration")
+    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records")
+    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records")
+    log_bytes: int = setting(16 << 20, "size at which a log file is rotated (one older file is kept)")
+    java: str = setting("", "path of a java ≥ 17; empty = the runtime that set-up installed")
+    kafka: str = setting("", "host:port of a broker to use instead of an own one")
+    redis: str = setting("", "host:port of a Redis to use instead of an own one")
+    ports: Mapping[str, int] = setting(
+        help="port name → fixed port instead of a drawn one, for example serving = 8080", factory=dict
+    )
+    flink: Mapping[str, str] = setting(help="Flink configuration keys beyond ours", factory=dict)
+    overrides: Mapping[str, Mapping[str, Any]] = setting(help="program → keys of its TOML", factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.match(self.prefix):
+            raise ConfigError(f"prefix: expected up to 31 of a-z 0-9 . _ - , got {self.prefix!r}")
+        for name, least in (("num_shards", 1), ("num_task_managers", 1), ("log_bytes", 1 << 16)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+    @property
+    def settle_ms(self) -> int:
+        """How long an event can wait before the auditor calls it overdue: window, orphan timeout, and a minute."""
+        return 2 * int(self.overrides.get("joiner", {}).get("window_ms", 600_000)) + 60_000
+
+
+def demo(**changes: Any) -> StackOptions:
+    """The demo's stack: short window, quick commits, exploration on."""
+    overrides: dict[str, Mapping[str, Any]] = {
+        "joiner": {"window_ms": 20_000, "lateness_ms": 1_000},
+        "shard": {"publish_interval_ms": 1_000},
+        "controller": {"commit_interval_ms": 10_000},
+        "serving": {"exploration": 0.05},
+    }
+    return StackOptions(overrides={**overrides, **changes.pop("overrides", {})}, **changes)

@@ -1,0 +1,96 @@
+"""How a stack stops: a written order, a time limit for each step, and a count of what was cut off.
+
+1 simulated traffic      no new requests
+2 serving                answers what is in flight, brings its log to Kafka
+3 the joiner's job       a savepoint, from which the next start goes on
+4 commit                 what was trained until now
+5 worker, 6 controller, 7 shards, 8 features, 9 Redis, 10 Flink, 11 Kafka
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from infra import flink_rest
+from infra.home import Home
+from infra.places import Endpoints
+from infra.supervisor import Supervisor
+from roo.errors import RoostreamError
+from runtime.rpc import SocketTransport
+
+log = logging.getLogger("roostream.stack")
+_SAVEPOINT_S = 30.0
+_COMMIT_S = 15.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stopped:
+    """What a stop cut off: programs that were killed after their time limit, and steps that failed."""
+
+    killed: list[str] = dataclasses.field(default_factory=list)
+    missed: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_cut_off(self) -> int:
+        return len(self.killed) + len(self.missed)
+
+    def __str__(self) -> str:
+        if not self.num_cut_off:
+            return "everything stopped in order, nothing was cut off"
+        return f"stopped; cut off: {', '.join([*self.killed, *self.missed])}"
+
+
+def stop(supervisor: Supervisor, at: Endpoints, home: Home) -> Stopped:
+    """End all programs of a stack, in order; never raises for a step that fails, the next one follows."""
+    stopped = Stopped()
+    supervisor.halting = True
+    names = list(supervisor.slots)
+
+    def end(*kinds: str) -> None:
+        chosen = [n for n in names if n.startswith(kinds)]
+        if chosen:
+            log.info("stopping %s", ", ".join(chosen))
+            stopped.killed += supervisor.stop(chosen)
+
+    end("simulate")  # 1
+    end("serving")  # 2
+    end("joiner")  # 3: it watches the job; the job itself is ended by the savepoint
+    if _ready(supervisor, "flink-jm"):
+        _attempt("savepoint", stopped, lambda: _savepoint(at.flink, home.root / "flink"))
+    if _ready(supervisor, "controller") and _ready(supervisor, "worker"):
+        _attempt("commit", stopped, lambda: _commit(at.controller))  # 4
+    for kinds in (("worker",), ("controller",), ("shard-",), ("features",), ("redis",), ("flink-",), ("kafka",)):  # 5 to 11
+        end(*kinds)
+    return stopped
+
+
+def _ready(supervisor: Supervisor, name: str) -> bool:
+    slot = supervisor.slots.get(name)
+    return slot is not None and slot.state == "ready"
+
+
+def _attempt(what: str, stopped: Stopped, step: Callable[[], None]) -> None:
+    try:
+        step()
+    except RoostreamError as error:
+        log.warning("%s: %s; the next start goes on from the one before", what, error)
+        stopped.missed.append(what)
+
+
+def _savepoint(url: str, flink: Path) -> None:
+    job = flink_rest.live_job(url)
+    if job is not None:
+        log.info("taking a savepoint of the joiner's job")
+        flink_rest.stop_with_savepoint(url, job["jid"], (flink / "savepoints").as_uri(), _SAVEPOINT_S)
+
+
+def _commit(controller: str) -> None:
+    log.info("committing what was trained")
+    transport = SocketTransport(controller)
+    try:
+        transport.call("commit", {"timeout_s": _COMMIT_S}, timeout_s=_COMMIT_S + 5)
+    finally:
+        transport.close()

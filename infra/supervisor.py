@@ -1,0 +1,213 @@
+"""The supervisor: keeps the wanted programs running. One thread starts, watches and restarts every child.
+
+waiting (for what it needs, or for its next try) → starting → ready
+at its end: stopped (asked to) · ended (by itself, not one that is restarted) · failed (died too often)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from infra import child, logs
+from infra.child import Child, Program
+from infra.restart import RestartPolicy, Restarts
+from roo.errors import RoostreamError, UnavailableError
+
+log = logging.getLogger("roostream.stack")
+_TICK_S = 0.1
+_ROTATE_EVERY_S = 5.0
+_PROBE_EVERY_S = 0.25
+
+State = Literal["waiting", "starting", "ready", "stopping", "stopped", "ended", "failed"]
+RUNNING = ("starting", "ready", "stopping")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Slot:
+    """A program and what is known of it. Written by the supervisor's thread only."""
+
+    program: Program
+    restarts: Restarts
+    state: State = "waiting"
+    child: Child | None = None
+    due_s: float = 0.0  # waiting: not before; starting: next probe; stopping: when it is killed
+    exit_code: int | None = None
+    killed: bool = False  # it did not stop within its limit
+
+
+class Supervisor:
+    """`want`, `stop` and `wait` from any thread; the rest happens in its own. `changed` is called after every change."""
+
+    def __init__(self, changed: Callable[[], None], policy: RestartPolicy | None = None, log_bytes: int = 16 << 20) -> None:
+        self.changed, self.policy, self.log_bytes = changed, policy or RestartPolicy(), log_bytes
+        self.slots: dict[str, Slot] = {}
+        self.halting = False  # set while the stack stops: a death is noted, nothing is started
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._rotate_at_s = 0.0
+
+    def open(self) -> Supervisor:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the thread; children that still run are killed. Idempotent."""
+        if self._thread.is_alive():
+            self._asked.put(None)
+            self._thread.join()
+
+    def want(self, programs: Sequence[Program]) -> None:
+        """Start these, each when what it needs is ready; those that run already stay as they are."""
+        self._ask(self._want, programs)
+
+    def stop(self, names: Sequence[str]) -> list[str]:
+        """End these side by side, each within its time limit, and keep them ended; the names of those that had to be killed."""
+        slots = [self.slots[n] for n in names if n in self.slots]
+        self._ask(self._begin_stop, slots)
+        limit_s = max((s.program.stop_timeout_s for s in slots), default=0.0) + 10.0
+        self.wait(lambda: all(s.state not in RUNNING for s in slots), limit_s)
+        return [s.program.name for s in slots if s.killed]
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done()`, which is looked at after every change; False if the time passed."""
+        with self._condition:
+            return self._condition.wait_for(done, timeout_s)
+
+    def _ask(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Run `work` of each item in the supervisor's thread, and wait for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            for item in items:
+                work(item)
+            done.set()
+
+        self._asked.put(run)
+        while not done.wait(1.0):
+            if not self._thread.is_alive():
+                raise UnavailableError("the stack has been stopped; start a new one")
+
+    # From here on: the supervisor's thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._asked.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._tick(time.monotonic())
+                continue
+            if work is None:
+                return self._kill_all()
+            work()
+
+    def _tick(self, now_s: float) -> None:
+        for slot in list(self.slots.values()):
+            if slot.child is not None and (code := slot.child.exit_code()) is not None:
+                self._died(slot, code, now_s)
+            elif slot.state == "waiting" and not self.halting and now_s >= slot.due_s and self._has_what_it_needs(slot):
+                self._start(slot, now_s)
+            elif slot.state == "starting" and now_s >= slot.due_s:
+                self._probe(slot, now_s)
+            elif slot.state == "stopping" and now_s >= slot.due_s and not slot.killed:
+                self._kill_late(slot)
+        if now_s >= self._rotate_at_s:
+            self._rotate_at_s = now_s + _ROTATE_EVERY_S
+            for slot in self.slots.values():
+                logs.rotate(slot.program.log, self.log_bytes)
+
+    def _want(self, program: Program) -> None:
+        slot = self.slots.get(program.name)
+        if slot is None:
+            self._set(Slot(program=program, restarts=Restarts(policy=self.policy)), "waiting")
+        elif slot.state not in RUNNING and slot.state != "waiting":
+            slot.program, slot.due_s = program, 0.0
+            slot.restarts.forgive()
+            self._set(slot, "waiting")
+
+    def _has_what_it_needs(self, slot: Slot) -> bool:
+        return all(n not in self.slots or self.slots[n].state == "ready" for n in slot.program.needs)
+
+    def _start(self, slot: Slot, now_s: float) -> None:
+        slot.killed, slot.exit_code, slot.due_s = False, None, now_s
+        try:
+            slot.child = child.start(slot.program, now_s)
+        except (OSError, RoostreamError) as error:
+            log.error("%s can't be started: %s", slot.program.name, error)
+            return self._retry(slot, 0.0, now_s)
+        self._set(slot, "starting")
+
+    def _probe(self, slot: Slot, now_s: float) -> None:
+        slot.due_s = now_s + _PROBE_EVERY_S
+        try:
+            if not slot.program.ready():
+                return
+            slot.program.on_ready()
+        except RoostreamError as error:
+            log.warning("%s is not ready yet: %s", slot.program.name, error)
+            return
+        self._set(slot, "ready")
+
+    def _died(self, slot: Slot, code: int, now_s: float) -> None:
+        assert slot.child is not None
+        name, lived_s, asked = slot.program.name, now_s - slot.child.started_s, slot.state == "stopping"
+        lines = logs.last_lines(slot.program.log, 8, since=slot.child.log_start)
+        slot.child, slot.exit_code = None, code
+        if asked or self.halting:
+            return self._set(slot, "stopped")
+        if not slot.program.restarted:
+            return self._set(slot, "ended")
+        log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
+        for line in lines:
+            log.error("    | %s", line)
+        self._retry(slot, lived_s, now_s)
+
+    def _retry(self, slot: Slot, lived_s: float, now_s: float) -> None:
+        delay_s = slot.restarts.died(lived_s)
+        if delay_s is None:
+            log.error(
+                "%s died %d times in a row; it stays down until it is asked for", slot.program.name, slot.restarts.deaths_in_a_row
+            )
+            return self._set(slot, "failed")
+        log.warning("%s will be started again%s", slot.program.name, f" in {delay_s:.1f} s" if delay_s else "")
+        slot.due_s = now_s + delay_s
+        self._set(slot, "waiting")
+
+    def _begin_stop(self, slot: Slot) -> None:
+        if slot.child is None:
+            if slot.state == "waiting":
+                self._set(slot, "stopped")
+            return
+        slot.due_s = time.monotonic() + slot.program.stop_timeout_s
+        slot.child.send(slot.program.stop_signal)
+        self._set(slot, "stopping")
+
+    def _kill_late(self, slot: Slot) -> None:
+        assert slot.child is not None
+        log.warning("%s did not stop within %.0f s and is killed", slot.program.name, slot.program.stop_timeout_s)
+        slot.killed = True
+        slot.child.kill()
+
+    def _kill_all(self) -> None:
+        for slot in self.slots.values():
+            if slot.child is not None:
+                slot.child.kill()
+                slot.exit_code, slot.child = slot.child.process.wait(), None
+                self._set(slot, "stopped")
+
+    def _set(self, slot: Slot, state: State) -> None:
+        with self._condition:
+            self.slots[slot.program.name] = slot
+            slot.state = state
+            self._condition.notify_all()
+        self.changed()
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,21 @@
+"""Compile every numba kernel once, so that no program does it while it serves. `python -m infra.warm`"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+
+MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm")
+
+
+def main() -> int:
+    for name in MODULES:
+        started_s = time.monotonic()
+        importlib.import_module(name).warm()
+        print(f"  {name}: {time.monotonic() - started_s:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

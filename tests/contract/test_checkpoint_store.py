@@ -1,0 +1,82 @@
+"""What every checkpoint store promises; `create` is the commit of everything."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roo.errors import CheckpointError
+from runtime.checkpoint_store import CheckpointStore, FileStore
+from tests.trainer.memory_store import MemoryStore
+
+STORES: dict[str, Callable[[Path], CheckpointStore]] = {"file": FileStore, "memory": lambda path: MemoryStore()}
+
+
+@pytest.fixture(params=list(STORES))
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    return STORES[request.param](tmp_path)
+
+
+def test_create_is_exclusive_and_changes_nothing_where_the_name_exists(store: CheckpointStore) -> None:
+    assert store.create("manifests/00000001", b"first")
+    assert not store.create("manifests/00000001", b"second")
+    assert store.get("manifests/00000001") == b"first"
+
+
+def test_of_many_that_create_one_name_exactly_one_wins(store: CheckpointStore) -> None:
+    if isinstance(store, MemoryStore):
+        pytest.skip("it stands in for a store within one thread")
+    won: list[int] = []
+    ready = threading.Barrier(8)
+
+    def claim(n: int) -> None:
+        ready.wait()
+        if store.create("incarnations/00000001", b"%d" % n):
+            won.append(n)
+
+    threads = [threading.Thread(target=claim, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and store.get("incarnations/00000001") == b"%d" % won[0]
+
+
+def test_put_replaces(store: CheckpointStore) -> None:
+    store.put("dense/1", b"a")
+    store.put("dense/1", b"b")
+    assert store.get("dense/1") == b"b"
+
+
+def test_names_are_listed_below_their_prefix_sorted(store: CheckpointStore) -> None:
+    for name in ("manifests/2", "manifests/1", "dense/1"):
+        store.put(name, b"")
+    assert store.list("manifests") == ["manifests/1", "manifests/2"]
+    assert store.list("incarnations") == []
+
+
+def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="dense/9 is absent"):
+        store.get("dense/9")
+    store.delete("dense/9")
+    store.put("dense/9", b"x")
+    store.delete("dense/9")
+    assert store.list("dense") == []
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "manifests/../../up", "Manifests/1", "a//b", ".hidden"])
+def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="expected a name like"):
+        FileStore(tmp_path).put(name, b"")
+
+
+def test_unfinished_files_are_never_listed_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.create("manifests/1", b"x")
+    store.create("manifests/1", b"y")
+    (tmp_path / "manifests" / ".unfinished").write_bytes(b"half")
+    assert store.list("manifests") == ["manifests/1"]
+    assert sorted(p.name for p in (tmp_path / "manifests").iterdir()) == [".unfinished", "1"]

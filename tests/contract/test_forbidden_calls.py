@@ -1,0 +1,74 @@
+"""Nothing in the product runs code that came as data, or hides an error."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("roo", "runtime", "joiner", "models", "trainer", "param_server", "serving", "traffic", "infra", "benchmarks")
+MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "telnetlib"}
+CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "os.system", "os.popen", "yaml.load", "numpy.fromregex"}
+SILENT = "silently swallowed exception"
+
+
+def complaints(source: str) -> list[tuple[int, str]]:
+    """(line, what) of everything forbidden in a Python source."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, a.name) for a in node.names if a.name.split(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            found.append((node.lineno, str(node.module)))
+        elif isinstance(node, ast.Call):
+            found += [(node.lineno, what) for what in _call(node)]
+        elif isinstance(node, ast.ExceptHandler) and _is_silent(node):
+            found.append((node.lineno, SILENT))
+    return found
+
+
+def _call(node: ast.Call) -> list[str]:
+    name = ast.unparse(node.func)
+    wrong = [name] if name in CALLS else []
+    for keyword in node.keywords:
+        is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        if keyword.arg in ("allow_pickle", "shell") and not is_false:
+            wrong.append(f"{name}({keyword.arg}=…)")
+    return wrong
+
+
+def _is_silent(node: ast.ExceptHandler) -> bool:
+    broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException", "ImportError")
+    return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_product_calls_nothing_forbidden(folder: str) -> None:
+    paths = [p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts]
+    wrong = [f"{p.relative_to(ROOT)}:{line}: {what}" for p in paths for line, what in complaints(p.read_text(encoding="utf-8"))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from cloudpickle import dumps",
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import numpy as np\nnp.load('x', allow_pickle=flag)",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "try:\n    import x\nexcept ImportError:\n    pass",
+        "try:\n    f()\nexcept:\n    pass",
+    ],
+)
+def test_the_scan_finds_what_it_looks_for(source: str) -> None:
+    assert complaints(source)
+
+
+@pytest.mark.parametrize("source", ["import numpy as np\nnp.load('x', allow_pickle=False)", "model.eval()", "re.compile('x')"])
+def test_the_scan_leaves_harmless_calls_alone(source: str) -> None:
+    assert not complaints(source)

@@ -1,0 +1,141 @@
+"""Every transport carries calls, arrays and errors the same way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roo import errors
+from roo.errors import RoostreamError, TransportError, WireError
+from runtime.rpc import RpcServer, SocketTransport
+from runtime.transport import Header, InMemoryTransport, Transport
+
+
+class Peer:
+    """A handler that does what the header's method says."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.both = threading.Barrier(2, timeout=10)
+
+    def __call__(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        self.seen.append(method)
+        match method:
+            case "raise":
+                raise getattr(errors, header["error"])(*header["args"])
+            case "defect":
+                raise ZeroDivisionError("oops")
+            case "meet":
+                self.both.wait()
+            case "double":
+                return {}, [a * a.dtype.type(2) for a in arrays]
+        return header, arrays
+
+
+@pytest.fixture
+def peer() -> Peer:
+    return Peer()
+
+
+@pytest.fixture(params=["in memory", "socket"])
+def transport(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Transport]:
+    if request.param == "in memory":
+        yield InMemoryTransport(peer)
+        return
+    server = RpcServer(peer).start()
+    over_tcp = SocketTransport(server.address)
+    yield over_tcp
+    over_tcp.close()
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, 5), (0, 16), (1000, 33)])
+def test_arrays_come_back_as_they_went(transport: Transport, dtype: str, shape: tuple[int, ...]) -> None:
+    array = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
+    header, (back, again) = transport.call("echo", {"a": 1, "b": ["x", None, {"c": 2.5}]}, [array, array])
+    assert header == {"a": 1, "b": ["x", None, {"c": 2.5}]}
+    assert back.dtype == array.dtype and back.shape == shape and back.tobytes() == again.tobytes() == array.tobytes()
+
+
+def test_a_call_without_arrays_is_answered_without(transport: Transport) -> None:
+    assert transport.call("echo", {}) == ({}, [])
+
+
+def test_answers_may_be_written_to(transport: Transport) -> None:
+    _, (back,) = transport.call("double", {}, [np.ones(4, np.float32)])
+    back += 1
+    assert back.tolist() == [3, 3, 3, 3]
+
+
+def test_what_the_peer_does_to_an_answer_later_is_not_seen(transport: Transport) -> None:
+    mine = np.ones(4, np.float32)
+    _, (back,) = transport.call("echo", {}, [mine])
+    mine[:] = 9
+    assert back.tolist() == [1, 1, 1, 1]
+
+
+ERRORS = [name for name in dir(errors) if isinstance(c := getattr(errors, name), type) and issubclass(c, RoostreamError)]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_of_ours_arrives_as_itself_with_its_sentence(transport: Transport, name: str) -> None:
+    args: list[Any] = ["non_finite", "what happened"] if name == "WireError" else ["what happened"]
+    with pytest.raises(getattr(errors, name)) as caught:
+        transport.call("raise", {"error": name, "args": args})
+    assert type(caught.value).__name__ == name and str(caught.value) == "what happened"
+    assert not isinstance(caught.value, WireError) or caught.value.reason == "non_finite"
+
+
+def test_a_defect_of_the_peer_arrives_as_a_transport_error_and_the_next_call_works(transport: Transport) -> None:
+    with pytest.raises(TransportError, match="defect: the peer failed: ZeroDivisionError"):
+        transport.call("defect", {})
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1}
+
+
+def test_calls_from_several_threads_run_at_once(transport: Transport, peer: Peer) -> None:
+    threads = [threading.Thread(target=transport.call, args=("meet", {})) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert peer.seen == ["meet", "meet"] and not peer.both.broken
+
+
+def test_many_threads_get_their_own_answers(transport: Transport) -> None:
+    wrong: list[int] = []
+
+    def ask(n: int) -> None:
+        for _ in range(20):
+            _, (back,) = transport.call("double", {"n": n}, [np.full(1000, n, np.int64)])
+            if (back != 2 * n).any():
+                wrong.append(n)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+
+
+def test_a_closed_transport_fails_as_a_call_does(transport: Transport) -> None:
+    close: Callable[[], None] = transport.close
+    close()
+    close()
+    with pytest.raises(TransportError):
+        transport.call("echo", {})
+
+
+@pytest.mark.parametrize(("when", "acted"), [("before", []), ("after", ["echo"])])
+def test_injected_faults_of_memory_come_before_or_after_the_peer_acts(peer: Peer, when: str, acted: list[str]) -> None:
+    transport = InMemoryTransport(peer)
+    transport.fail_next("echo", when)
+    with pytest.raises(TransportError, match=f"injected fault {when} the call"):
+        transport.call("echo", {})
+    assert peer.seen == acted
+    assert transport.call("echo", {}) == ({}, [])

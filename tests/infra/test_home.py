@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra import control
+from infra.home import Home
+from roo.errors import SetupError
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path / "home")
+    home.make()
+    yield home
+    home.unlock()
+
+
+def test_two_supervisors_do_not_share_a_home(home: Home) -> None:
+    home.lock()
+    with pytest.raises(SetupError, match="a stack runs already"):
+        Home(home.root).lock()
+    assert Home(home.root).is_locked()
+    home.unlock()
+    assert not Home(home.root).is_locked()
+
+
+def test_a_stack_file_that_is_damaged_or_of_another_format_counts_as_none(home: Home) -> None:
+    assert home.read_stack() is None
+    home.stack_json.write_text("{")
+    assert home.read_stack() is None
+    home.stack_json.write_text(json.dumps({"format": 99}))
+    assert home.read_stack() is None
+    home.write_stack({"programs": {}})
+    assert home.read_stack() == {"format": 1, "programs": {}}
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_asking_for_a_stack_that_does_not_run_is_one_sentence(tmp_path: Path, make: bool) -> None:
+    home = Home(tmp_path / "other")
+    if make:
+        home.make()
+    with pytest.raises(SetupError, match="roostream up"):
+        home.running_stack()
+
+
+def test_leftovers_are_ended_only_if_their_command_line_names_the_home(home: Home) -> None:
+    sleep = "import time; time.sleep(60)"
+    ours = subprocess.Popen((sys.executable, "-c", sleep, f"{home.root}/conf/x.toml"))
+    others = subprocess.Popen((sys.executable, "-c", sleep))
+    try:
+        home.write_stack({"programs": {"a": {"pid": ours.pid}, "b": {"pid": others.pid}, "c": {"pid": None}}})
+        assert home.end_leftovers(timeout_s=5.0) == [ours.pid]
+        assert ours.wait(5) != 0
+        assert others.poll() is None
+    finally:
+        for process in (ours, others):
+            process.kill()
+            process.wait()
+
+
+def test_a_folder_that_is_no_home_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(SetupError, match="no home"):
+        control.wipe(tmp_path)
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_running_home_is_not_deleted(home: Home) -> None:
+    home.write_stack({"programs": {}})
+    home.lock()
+    with pytest.raises(SetupError, match="a stack runs already"):
+        control.wipe(home.root)
+    home.unlock()
+    assert control.wipe(home.root) == 0
+    assert not home.root.exists()
+    assert control.wipe(home.root) == 0

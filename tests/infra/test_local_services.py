@@ -1,0 +1,64 @@
+"""Kafka, Redis and Flink as the stack runs them: started, killed, stopped, and started again on other ports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra import flink_rest
+from infra.stack import Stack
+from roo.errors import SetupError
+from runtime import kafka
+from runtime.topics import PARTITIONS, SAMPLES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+WAIT_S = 120.0
+
+
+def produce(stack: Stack, value: bytes) -> None:
+    client = kafka.producer(stack.endpoints.kafka)
+    kafka.send(client, SAMPLES, key=b"k", value=value, timestamp_ms=1_700_000_000_000)
+    assert client.flush(WAIT_S) == 0
+
+
+def consume(stack: Stack) -> list[bytes]:
+    from confluent_kafka import TopicPartition
+
+    client = kafka.consumer(stack.endpoints.kafka, "test")
+    client.assign([TopicPartition(SAMPLES, p, 0) for p in range(PARTITIONS[SAMPLES])])
+    expected = sum(kafka.end_offsets(client, SAMPLES, range(PARTITIONS[SAMPLES])).values())
+    found: list[bytes] = []
+    for _ in range(int(WAIT_S)):
+        found += [m.value() for m in client.consume(100, timeout=1.0) if m.error() is None]
+        if len(found) >= expected:
+            break
+    client.close()
+    return found
+
+
+def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_path: Path) -> None:
+    with Stack(tmp_path / "home") as stack:
+        stack.start(["kafka", "redis", "flink"])
+        stack.wait_ready("all", WAIT_S)
+        first_ports = stack.endpoints
+        produce(stack, b"before")
+        for name in ("redis", "kafka", "flink-tm-0", "flink-jm"):
+            pid = stack.kill(name)
+            stack.wait_ready(name, WAIT_S)
+            assert stack.pid(name) not in (None, pid)
+            assert stack.restarts(name) == 1
+        produce(stack, b"after a kill")
+        assert sorted(consume(stack)) == [b"after a kill", b"before"]
+        with pytest.raises(SetupError, match="a stack runs already"):
+            Stack(stack.home.root).open()
+        pids = [stack.pid(n) for n in ("kafka", "redis", "flink-jm", "flink-tm-0")]
+        assert stack.stop().num_cut_off == 0
+    assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
+
+    with Stack(tmp_path / "home") as stack:
+        stack.start(["kafka", "flink"])
+        stack.wait_ready("all", WAIT_S)
+        assert stack.endpoints.kafka != first_ports.kafka
+        assert sorted(consume(stack)) == [b"after a kill", b"before"]
+        assert flink_rest.task_managers(stack.endpoints.flink) == {"flink-tm-0"}

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from infra import ports
+from infra.ports import HOST, Ports
+from roo.errors import SetupError
+
+
+@pytest.fixture
+def drawn() -> Iterator[Ports]:
+    drawn = Ports()
+    yield drawn
+    drawn.release()
+
+
+def test_drawn_ports_differ_and_stay_below_the_kernels_range(drawn: Ports) -> None:
+    found = [drawn.draw() for _ in range(30)]
+    assert len(set(found)) == 30
+    assert all(ports.LOWEST <= p < ports.HIGHEST for p in found)
+
+
+def test_two_stacks_never_hold_the_same_port(drawn: Ports) -> None:
+    port, other = drawn.draw(), Ports()
+    with pytest.raises(SetupError, match="taken"):
+        other.take("serving", port)
+    drawn.release()
+    assert other.take("serving", port) == port
+    other.release()
+
+
+def test_a_port_on_which_something_listens_is_told_in_one_sentence(drawn: Ports) -> None:
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(SetupError, match=f"port {port} for serving is taken; choose another one"):
+            drawn.take("serving", port)
+        assert ports.answers(f"{HOST}:{port}")
+    assert not ports.answers(f"{HOST}:{port}")
+
+
+def test_a_url_responds_only_with_success() -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/good" else 503)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer((HOST, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://{HOST}:{server.server_port}"
+        assert ports.responds(f"{url}/good")
+        assert not ports.responds(f"{url}/bad")
+        server.shutdown()
+        thread.join()
+    assert not ports.responds(f"{url}/good", timeout_s=0.2)

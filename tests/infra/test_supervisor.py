@@ -1,0 +1,190 @@
+"""The supervisor with small real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.child import Program
+from infra.restart import RestartPolicy
+from infra.supervisor import Supervisor
+from roo.errors import UnavailableError
+
+WAIT_S = 20.0
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+
+
+class Bench:
+    """A supervisor and programs that are snippets of Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        policy = RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=3)
+        self.supervisor = Supervisor(lambda: None, policy, log_bytes=1000).open()
+
+    def program(self, name: str, code: str, **settings: object) -> Program:
+        command = (sys.executable, "-I", "-S", "-c", code)
+        return Program(name=name, command=command, log=self.folder / f"{name}.log", env=dict(os.environ), **settings)  # type: ignore[arg-type]
+
+    def start(self, *programs: Program) -> None:
+        self.supervisor.want(programs)
+
+    def state(self, name: str) -> str:
+        return self.supervisor.slots[name].state
+
+    def pid(self, name: str) -> int:
+        child = self.supervisor.slots[name].child
+        return child.pid if child else 0
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert self.supervisor.wait(done, WAIT_S), {n: s.state for n, s in self.supervisor.slots.items()}
+
+    def wait_state(self, name: str, state: str) -> None:
+        self.wait(lambda: self.state(name) == state)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.supervisor.close()
+
+
+def test_a_killed_child_is_started_again(bench: Bench) -> None:
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+    before = bench.pid("a")
+    os.kill(before, signal.SIGKILL)
+    bench.wait(lambda: bench.state("a") == "ready" and bench.pid("a") not in (0, before))
+    assert bench.supervisor.slots["a"].restarts.total == 1
+
+
+def test_a_child_that_dies_again_and_again_is_given_up_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.start(bench.program("a", "import sys; print('no such thing'); sys.exit(3)"))
+    bench.wait_state("a", "failed")
+    assert bench.supervisor.slots["a"].restarts.total == 3
+    assert "a died (exit code 3)" in caplog.text
+    assert "| no such thing" in caplog.text
+    assert "it stays down" in caplog.text
+
+
+def test_a_program_given_up_starts_when_it_is_asked_for_again(bench: Bench) -> None:
+    bench.start(bench.program("a", "raise SystemExit(1)"))
+    bench.wait_state("a", "failed")
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+
+
+def test_a_program_waits_for_what_it_needs(bench: Bench) -> None:
+    is_up = False
+    bench.start(bench.program("b", SLEEP, needs=("a",)), bench.program("a", SLEEP, ready=lambda: is_up))
+    bench.wait_state("a", "starting")
+    assert bench.state("b") == "waiting"
+    is_up = True
+    bench.wait_state("b", "ready")
+
+
+def test_what_follows_readiness_is_tried_until_it_works(bench: Bench) -> None:
+    tries = []
+
+    def fail_once() -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise UnavailableError("not yet")
+
+    bench.start(bench.program("a", SLEEP, on_ready=fail_once))
+    bench.wait_state("a", "ready")
+    assert len(tries) == 2
+
+
+def test_a_child_that_does_not_stop_in_time_is_killed_and_counted(bench: Bench) -> None:
+    log = bench.folder / "a.log"
+    bench.start(
+        bench.program("a", STUBBORN, stop_timeout_s=0.3, ready=lambda: b"ready" in log.read_bytes()), bench.program("b", SLEEP)
+    )
+    bench.wait_state("a", "ready")
+    bench.wait_state("b", "ready")
+    assert bench.supervisor.stop(["a", "b"]) == ["a"]
+    assert bench.state("a") == bench.state("b") == "stopped"
+
+
+def test_a_stopped_program_stays_down_until_it_is_asked_for(bench: Bench) -> None:
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+    assert bench.supervisor.stop(["a"]) == []
+    assert bench.state("a") == "stopped"
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+
+
+def test_a_program_that_ends_by_itself_is_not_restarted(bench: Bench) -> None:
+    bench.start(bench.program("a", "raise SystemExit(7)", restarted=False))
+    bench.wait_state("a", "ended")
+    assert bench.supervisor.slots["a"].exit_code == 7
+
+
+def test_a_program_that_cannot_be_started_is_told_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def prepare() -> None:
+        raise OSError(28, "No space left on device")
+
+    bench.start(bench.program("a", SLEEP, prepare=prepare))
+    bench.wait_state("a", "failed")
+    assert "No space left on device" in caplog.text
+
+
+def test_a_log_does_not_grow_without_bound(bench: Bench) -> None:
+    code = "import time\nwhile True: print('x' * 500, flush=True); time.sleep(0.01)"
+    bench.start(bench.program("a", code))
+    older = bench.folder / "a.log.1"
+    deadline_s = time.monotonic() + WAIT_S
+    while not older.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert older.exists()
+
+
+def test_closing_leaves_nothing_running(bench: Bench) -> None:
+    bench.start(bench.program("a", STUBBORN), bench.program("b", SLEEP))
+    bench.wait_state("a", "ready")
+    bench.wait_state("b", "ready")
+    pids = [bench.pid("a"), bench.pid("b")]
+    bench.supervisor.close()
+    assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
+    with pytest.raises(UnavailableError, match="has been stopped"):
+        bench.start(bench.program("c", SLEEP))
+
+
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import os, time
+from pathlib import Path
+from infra.child import Program, start
+program = Program(name="a", command=("sleep", "600"), log=Path({str(tmp_path)!r}) / "a.log", env=dict(os.environ))
+child = start(program, 0.0)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen((sys.executable, "-c", code), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        time.sleep(0.3)  # the child asks for its end within its first lines
+        parent.kill()
+    deadline_s = time.monotonic() + WAIT_S
+    while _runs(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
