@@ -1,0 +1,53 @@
+"""EB-NeRD week 1 through both engines: every event accounted for, equal features, and what live training is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.replay import run
+from traffic.config import ReplayConfig
+
+WEEK = Path(__file__).resolve().parents[3] / "shared" / "data" / "ebnerd_week1"
+DAY_6 = "2023-05-23"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not WEEK.is_dir(), reason=f"evaluation data is not there: {WEEK.name} beside the project"),
+]
+
+
+def report_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    report = folder / "report.json"
+    files = {"behaviors": (str(WEEK / "behaviors.parquet"),), "history": (str(WEEK / "history.parquet"),)}
+    assert run(ReplayConfig(dataset="ebnerd", measure_from=DAY_6, report=str(report), **files, **settings)) == 0
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return report_of(tmp_path_factory.mktemp("live"), engine="stack")
+
+
+def test_every_event_of_the_week_is_accounted_for(live: dict[str, Any]) -> None:
+    counts = live["counts"]
+    assert live["accounted"]
+    assert (counts["requests"], counts["samples"], counts["candidates"]) == (24_724, 24_724, 278_139)
+    assert counts["actions"]["click"] == 24_888
+    assert counts["folded"] == counts["engagements"] and counts["pending"] == 0
+
+
+def test_one_process_gives_the_same_counts_and_features(live: dict[str, Any], tmp_path: Path) -> None:
+    local = report_of(tmp_path, engine="local")
+    assert local["counts"] == live["counts"]
+    assert local["features_digest"] == live["features_digest"]
+
+
+def test_live_training_is_worth_more_than_a_frozen_model(live: dict[str, Any], tmp_path: Path) -> None:
+    measured, frozen = live["metrics"]["measured"], report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"]
+    assert measured["request_auc"] >= 0.75 and measured["ne"] <= 0.85
+    assert frozen["request_auc"] < measured["request_auc"] and frozen["ne"] > measured["ne"]
