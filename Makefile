@@ -31,7 +31,7 @@ check: setup  ## format, lint, types, layering, sizes
 	@ruff format --check .
 	@ruff check .
 	@mypy
-	@pytest -q tests/contract
+	@pytest -q -m "not e2e" tests/contract
 
 e2e: setup  ## the long runs: a full week, two stacks side by side
 	@pytest -q -m slow tests/e2e $(ARGS)
