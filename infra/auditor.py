@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
@@ -39,14 +39,16 @@ class Auditor:
         self._on_record = on_record
         self._clock = clock or SystemClock()
         self._consumer: Consumer | None = None
+        self._unread: set[tuple[str, int]] = set()  # partitions whose end hasn't been seen yet
 
     def poll(self, budget_s: float = 1.0) -> int:
-        """Read what is there, for at most about `budget_s`; the number of records. 0 = up to date, or Kafka is away.
+        """Read what is there, for at most about `budget_s`; the number of records. 0 = up to date, or Kafka is away: a first
+        call doesn't return before every partition's end has been seen, or the budget is over.
 
         Raises:
             UnavailableError: the topics can't be read at all (they don't exist, access is refused).
         """
-        consumer = self._consumer or self.open_with(self._open())
+        consumer = self._consumer or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:
             messages = consumer.consume(_AT_ONCE, timeout=0.1)
@@ -54,14 +56,17 @@ class Auditor:
                 if message.error() is None:
                     self._add(message)
                     count += 1
+                elif message.error().code() == KafkaError._PARTITION_EOF:
+                    self._unread.discard((message.topic(), message.partition()))
                 elif message.error().code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED):
                     raise UnavailableError(f"{message.topic()} can't be read: {message.error().str()}; is the prefix right?")
-            if not messages or self._clock.monotonic_s() >= until_s:
+            if (not messages and not self._unread) or self._clock.monotonic_s() >= until_s:
                 return count
 
-    def open_with(self, consumer: Consumer) -> Consumer:
-        """Use this client, which has its partitions assigned; `poll` opens one otherwise."""
-        self._consumer = consumer
+    def open_with(self, consumer: Consumer, unread: Iterable[tuple[str, int]] = ()) -> Consumer:
+        """Use this client, which has its partitions assigned and tells the end of the `unread` ones; `poll` opens one
+        otherwise."""
+        self._consumer, self._unread = consumer, set(unread)
         return consumer
 
     def sums(self, *, ended: bool = False) -> Sums:
@@ -75,10 +80,11 @@ class Auditor:
             self._consumer = None
 
     def _open(self) -> Consumer:
-        consumer = kafka.consumer(self.bootstrap, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}")
+        consumer = kafka.consumer(self.bootstrap, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", enable_partition_eof=True)
         start = 0  # offsets that retention has passed lead to the oldest one there is
-        consumer.assign([TopicPartition(name_of(self.prefix, t), p, start) for t in AUDITED for p in range(PARTITIONS[t])])
-        return consumer
+        places = [(name_of(self.prefix, t), p) for t in AUDITED for p in range(PARTITIONS[t])]
+        consumer.assign([TopicPartition(t, p, start) for t, p in places])
+        return self.open_with(consumer, places)
 
     def _add(self, message: object) -> None:
         topic = message.topic().removeprefix(self.prefix)  # type: ignore[attr-defined]

@@ -75,6 +75,15 @@ def test_it_reads_until_there_is_nothing_more() -> None:
     assert [(r.topic, r.partition, r.offset) for r in seen] == [("impressions", 1, n) for n in range(3)]
 
 
+def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
+    consumer = FakeConsumer(
+        [], [], [impression(0, "a")], [Message("x.impressions", None, 1, KafkaError(KafkaError._PARTITION_EOF))]
+    )
+    a = auditor(FakeConsumer())
+    a.open_with(consumer, [("x.impressions", 1)])
+    assert a.poll() == 1 and not consumer.batches
+
+
 def test_an_empty_value_is_an_input_that_can_not_be_read() -> None:
     a = auditor(FakeConsumer([Message("x.engagements", None)]))
     a.poll()
