@@ -1,0 +1,165 @@
+"""Runs a question: fresh processes a run, subjects in turns, medians with their spread.
+
+1 a run starts one process an environment
+2 each row's subjects are opened in their processes, then take turns: A B C, B C A, … so that noise hits all of them
+3 a subject's figure in a run is the median of its turns; a ratio divides two of them
+4 over the runs: median, least, most
+
+No clock here: stands have them (benchmarks/stand.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from benchmarks.peers import PeerUnavailable
+from benchmarks.question import Question, Row, Subject
+from benchmarks.stand import Slice
+from roo.errors import RoostreamError
+
+FORMAT = 1
+LEAST_RUNS = 3
+
+
+class AnyStand(Protocol):
+    """`Stand`, or a process of its own around one."""
+
+    def open(self, opens: str, arguments: list[Any], slice_s: float) -> int: ...
+
+    def slice(self, number: int) -> Slice: ...
+
+    def versions(self) -> dict[str, str]: ...
+
+    def close(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+Stands = Callable[[str], AnyStand]
+"""Environment → a fresh stand. PeerUnavailable where it can't be made."""
+
+
+def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The question's rows as the result has them, and the versions seen.
+
+    Raises:
+        RoostreamError: a subject of ours failed. A peer that fails or can't be had is told in its row.
+    """
+    turns: list[dict[str, _Turns]] = []
+    versions: dict[str, str] = {}
+    for run in range(runs):
+        say(f"{question.name}: run {run + 1} of {runs}")
+        stands = _Stands(start)
+        try:
+            turns.append({row.name: _run_row(row, question, stands) for row in question.rows})
+            versions |= stands.versions()
+        finally:
+            stands.end()
+    return {"rows": [_row(row, [run[row.name] for run in turns]) for row in question.rows], "versions": versions}
+
+
+class _Turns:
+    """One row in one run."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Slice]] = {}
+        self.unavailable: dict[str, str] = {}
+
+
+class _Stands:
+    """The processes of one run, started when first asked for."""
+
+    def __init__(self, start: Stands) -> None:
+        self._start = start
+        self._started: dict[str, AnyStand] = {}
+        self._failed: dict[str, str] = {}
+
+    def of(self, environment: str) -> AnyStand:
+        if environment in self._failed:
+            raise PeerUnavailable(self._failed[environment])
+        if environment not in self._started:
+            try:
+                self._started[environment] = self._start(environment)
+            except PeerUnavailable as error:
+                self._failed[environment] = str(error)
+                raise
+        return self._started[environment]
+
+    def close(self) -> None:
+        for stand in self._started.values():
+            stand.close()
+
+    def versions(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for environment, stand in self._started.items():
+            found |= {k: v for k, v in stand.versions().items() if not environment or k not in found}
+        return found
+
+    def end(self) -> None:
+        for stand in self._started.values():
+            stand.end()
+
+
+def _run_row(row: Row, question: Question, stands: _Stands) -> _Turns:
+    turns, opened = _Turns(), []
+    for subject in row.subjects:
+        try:
+            stand = stands.of(subject.environment)
+            opened.append((subject, stand, stand.open(subject.opens, list(subject.arguments), question.slice_s)))
+        except RoostreamError as error:
+            if subject.role in ("ours", "stage"):
+                raise
+            turns.unavailable[subject.name] = str(error)
+    for turn in range(question.rounds):
+        shift = turn % len(opened)
+        for subject, stand, number in opened[shift:] + opened[:shift]:
+            turns.of.setdefault(subject.name, []).append(stand.slice(number))
+    stands.close()
+    return turns
+
+
+def _row(row: Row, runs: Sequence[_Turns]) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "unit": row.unit,
+        "shows": row.shows,
+        "clock": row.clock,
+        "subjects": [_subject(subject, runs) for subject in row.subjects],
+        "ratios": [_ratio(row, other, runs) for other in row.subjects[1:] if all(other.name in run.of for run in runs)],
+    }
+
+
+def _subject(subject: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
+    """Microseconds a unit by both clocks; or why there are none."""
+    out: dict[str, Any] = {"name": subject.name, "role": subject.role}
+    missing = [run.unavailable[subject.name] for run in runs if subject.name in run.unavailable]
+    if missing:
+        return out | {"unavailable": missing[0]}
+    for clock in ("wall", "cpu"):
+        out[f"{clock}_us"] = spread([_median_us(run, subject.name, clock) for run in runs])
+    return out
+
+
+def _ratio(row: Row, other: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
+    """How many times as fast the row's first subject is as `other`."""
+    first = row.subjects[0].name
+    figures = [_median_us(run, other.name, row.clock) / max(_median_us(run, first, row.clock), 1e-9) for run in runs]
+    return {"of": first, "to": other.name, "times_as_fast": spread(figures)}
+
+
+def _median_us(run: _Turns, name: str, clock: str) -> float:
+    return statistics.median(cost_us(turn, clock) for turn in run.of[name])
+
+
+def cost_us(turn: Slice, clock: str) -> float:
+    """Microseconds a unit."""
+    return (turn.wall_s if clock == "wall" else turn.cpu_s) * 1e6 / turn.units
+
+
+def spread(figures: Sequence[float]) -> Mapping[str, Any]:
+    """Median, least and most, with the figures themselves; four significant digits."""
+    rounded = [float(f"{figure:.4g}") for figure in figures]
+    median = float(f"{statistics.median(rounded):.4g}")
+    return {"median": median, "least": min(rounded), "most": max(rounded), "runs": rounded}

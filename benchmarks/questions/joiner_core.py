@@ -1,0 +1,42 @@
+"""What does an event cost in the join, and does it depend on how much is remembered?"""
+
+from benchmarks.question import Question, Row, Subject
+
+_HERE = "benchmarks.workloads.join_events"
+_SIZE = (2_000, 500)
+
+
+def _one_event(what: str, remembered: int, engagements: int) -> Row:
+    return Row(
+        name=f"one engagement, {what}",
+        unit="events",
+        shows="cost",
+        clock="cpu",
+        subjects=(
+            Subject("join with its state's bytes", f"{_HERE}:one_event", (remembered, engagements)),
+            Subject("reading the event", f"{_HERE}:read_one", (), "limit"),
+        ),
+    )
+
+
+QUESTION = Question(
+    name="joiner-core",
+    asks="What does an event cost in the join, and does it depend on how much is remembered?",
+    rows=(
+        Row(
+            name="a stream of 20,000 events, 10 a request, 500 users",
+            unit="events",
+            clock="cpu",
+            subjects=(
+                Subject("state machine", f"{_HERE}:joined", _SIZE),
+                Subject("with reading the events", f"{_HERE}:read_and_joined", _SIZE, "stage"),
+                Subject("reading alone", f"{_HERE}:parsed", _SIZE, "limit"),
+            ),
+        ),
+        *(_one_event(f"{n} remembered requests of the user", n, 5) for n in (10, 50, 200, 500)),
+        *(_one_event(f"{n} engagements of its request", 1, n) for n in (10, 400, 4000)),
+    ),
+    means="""\
+One process, no Kafka, no Flink. The rows of one engagement are what the Flink operator does for it: take the state's bytes, join,
+give bytes back. They say whether an event costs what it touches or what is remembered.""",
+)

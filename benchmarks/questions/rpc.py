@@ -1,0 +1,39 @@
+"""How fast are calls between two of our programs on one machine?"""
+
+from typing import Any, Literal
+
+from benchmarks.question import Question, Row, Subject
+
+_BULK = 8 << 20
+
+
+def _row(name: str, function: str, *arguments: Any, unit: str, shows: Literal["rate", "cost"]) -> Row:
+    def at(module: str) -> str:
+        return f"benchmarks.workloads.{module}:{function}"
+
+    return Row(
+        name=name,
+        unit=unit,
+        shows=shows,
+        subjects=(
+            Subject("runtime.rpc", at("rpc_ours"), arguments),
+            Subject("grpcio, unary, bytes", at("rpc_grpc"), arguments, "peer", environment="grpcio"),
+            Subject("plain socket", at("rpc_socket"), arguments, "limit"),
+        ),
+    )
+
+
+QUESTION = Question(
+    name="rpc",
+    asks="How fast are calls between two of our programs on one machine?",
+    rows=(
+        _row("8 MiB to the peer, one call at a time", "send", _BULK, unit="MB", shows="rate"),
+        _row("8 MiB from the peer, one call at a time", "receive", _BULK, unit="MB", shows="rate"),
+        _row("64 bytes there and back, one call at a time", "small", unit="calls", shows="cost"),
+    ),
+    slice_s=0.2,
+    means="""\
+One connection over loopback, client and server in a process each, blocking calls. A bulk call is bound by the kernel's copies:
+the plain socket moves the same bytes with nothing around them. A small call is bound by two switches between processes and the
+Python around them.""",
+)

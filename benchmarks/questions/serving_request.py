@@ -1,0 +1,35 @@
+"""Where does the time of one rank request go, in process?"""
+
+from benchmarks.question import Question, Row, Subject
+
+_STAGE = "benchmarks.workloads.serving_request:stage"
+
+
+def _request(candidates: int) -> Row:
+    return Row(
+        name=f"a request of {candidates} candidates",
+        unit="requests",
+        shows="cost",
+        clock="cpu",
+        subjects=(
+            Subject("whole", _STAGE, ("whole", candidates)),
+            Subject("parse", _STAGE, ("parse", candidates), "stage"),
+            Subject("parse, fill, encode blocks", _STAGE, ("parse_and_encode", candidates), "stage"),
+            Subject("blocks to batch", _STAGE, ("decode", candidates), "stage"),
+            Subject("look up keys", _STAGE, ("look_up", candidates), "stage"),
+            Subject("gather rows", _STAGE, ("gather", candidates), "stage"),
+            Subject("gather, tensors", _STAGE, ("to_tensors", candidates), "stage"),
+            Subject("forward pass alone", _STAGE, ("forward", candidates), "limit"),
+        ),
+    )
+
+
+QUESTION = Question(
+    name="serving-request",
+    asks="Where does the time of one rank request go, in process?",
+    rows=(_request(20), _request(200)),
+    means="""\
+The demo schema; HTTP, Redis and Kafka left out, rows in the replica. "whole" is the body's bytes to the answer's bytes and the
+record for the log. The stages are timed alone and don't add up to the whole: ordering, the impression and the answer are not
+among them. The limit is the model's forward pass on inputs that are there already.""",
+)

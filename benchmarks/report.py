@@ -1,0 +1,112 @@
+"""Pages from results: docs/benchmarks/NAME.md from docs/benchmarks/json/NAME*.json, in one fixed form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import FORMAT
+from benchmarks.question import Question
+from roo.errors import ConfigError
+
+MADE = "<!-- Made by `roostream bench report`; don't edit. -->"
+
+
+def write_pages(known: Mapping[str, Question], folder: Path) -> list[Path]:
+    """Make every page of `folder` anew; the pages."""
+    made = pages(known, folder / "json")
+    for name, text in made.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in made]
+
+
+def pages(known: Mapping[str, Question], results: Path) -> dict[str, str]:
+    """File name → text, for every question that has results, and an index.
+
+    Raises:
+        ConfigError: a result of another format, or of a question that isn't there.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(results.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("format") != FORMAT or result.get("question") not in known:
+            raise ConfigError(f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew")
+        found.setdefault(result["question"], []).append(result)
+    made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
+    return {"README.md": _index(known, found), **made}
+
+
+def page(question: Question, results: Sequence[Mapping[str, Any]]) -> str:
+    """What, hardware, commit, command, table; what it means. Newest result last."""
+    parts = [MADE, f"# {question.name}", question.asks, "## What it means", question.means]
+    for result in sorted(results, key=lambda r: (r["taken"], r["commit"]["describe"])):
+        parts += [f"## Taken {result['taken']} at {commit_of(result)}", _circumstances(result)]
+        for row in result["rows"]:
+            parts += [f"### {row['name']}", table(row)]
+    return "\n\n".join(parts) + "\n"
+
+
+def commit_of(result: Mapping[str, Any]) -> str:
+    return result["commit"]["describe"] + (", with changes that are not committed" if result["commit"]["dirty"] else "")
+
+
+def _circumstances(result: Mapping[str, Any]) -> str:
+    here = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
+    load = f"load average before: {here['load_before']}"
+    return "\n".join(
+        (
+            f"- hardware: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}",
+            f"- {load}: **the machine was busy with other work**; trust ratios, not speeds" if here["busy"] else f"- {load}",
+            f"- versions: {versions}",
+            f"- command: `{result['command']}`",
+        )
+    )
+
+
+def table(row: Mapping[str, Any]) -> str:
+    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's."""
+    unit, rate = row["unit"], row["shows"] == "rate"
+    clock = "CPU time" if row["clock"] == "cpu" else "wall time"
+    figure = f"{unit}/s" if rate else f"µs a {unit.removesuffix('s')}"
+    lines = [f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"]
+    lines.append("|---|---:|---|---:|---|")
+    ratios = {ratio["to"]: ratio["times_as_fast"] for ratio in row["ratios"]}
+    for subject in row["subjects"]:
+        name = subject["name"] if subject["role"] in ("ours", "stage") else f"{subject['name']} ({subject['role']})"
+        if "unavailable" in subject:
+            lines.append(f"| {name} | peer unavailable: {subject['unavailable']} | | | |")
+            continue
+        cost = subject[f"{row['clock']}_us"]
+        ends = sorted(_shown(cost[end], rate) for end in ("least", "most"))
+        ratio = ratios.get(subject["name"])
+        compared = f"{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}" if ratio else " | "
+        lines.append(
+            f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
+        )
+    return "\n".join(lines)
+
+
+def _shown(cost_us: float, rate: bool) -> float:
+    return 1e6 / max(cost_us, 1e-9) if rate else cost_us
+
+
+def _number(value: float) -> str:
+    """Three significant digits, thousands apart."""
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}".replace(",", " ")
+    return f"{value:.3g}"
+
+
+def _index(known: Mapping[str, Question], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    lines = [
+        MADE,
+        "# Benchmarks",
+        "`roostream bench NAME` asks one of these questions again; `roostream bench list` names them.",
+        "",
+    ]
+    rows = [f"| [{name}]({name}.md) | {known[name].asks} |" for name in known if name in found]
+    rows += [f"| {name} | {known[name].asks} (no result yet) |" for name in known if name not in found]
+    return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(["| question | |", "|---|---|", *rows]) + "\n"

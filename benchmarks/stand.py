@@ -1,0 +1,96 @@
+"""The process in which subjects are timed: opens them, and times a slice of one when it is told to.
+
+Standard library only, since it also runs in the environments of peers. As a program it talks JSON, a line a call:
+`{"call": "open", …}` → `{"value": …}` or `{"error": "…"}`. Whatever subjects print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.question import Work
+
+_MOST_STEPS = 1 << 24
+
+
+class Slice(NamedTuple):
+    """What one turn took."""
+
+    units: float
+    wall_s: float
+    cpu_s: float  # of this process, all threads
+
+
+class Stand:
+    """`open` subjects by number, `slice` one at a time, `close` all. Clocks give seconds."""
+
+    def __init__(self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time) -> None:
+        self._wall, self._cpu = wall, cpu
+        self._opened = contextlib.ExitStack()
+        self._works: list[tuple[Work, int]] = []  # with the steps of a slice
+
+    def open(self, opens: str, arguments: list[Any], slice_s: float) -> int:
+        """Set up and warm up a subject; its number. Whatever its set-up raises goes through."""
+        module, _, function = opens.partition(":")
+        work = self._opened.enter_context(getattr(importlib.import_module(module), function)(*arguments))
+        work.step()  # compiles, fills caches
+        steps = 1
+        while (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS:
+            steps *= 4 if took_s < slice_s / 32 else 2
+        self._works.append((work, max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
+        gc.collect()
+        gc.freeze()  # collections in a slice look only at what the slice made
+        return len(self._works) - 1
+
+    def slice(self, number: int) -> Slice:
+        """One turn of a subject."""
+        return self._steps(*self._works[number])
+
+    def close(self) -> None:
+        """Close every subject; numbers begin anew."""
+        self._works.clear()
+        opened, self._opened = self._opened, contextlib.ExitStack()
+        gc.unfreeze()
+        opened.close()
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what has been imported here and matters to speed."""
+        known = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("numpy", "numba", "torch", "grpc")}
+        return {"python": sys.version.split()[0]} | {name: str(version) for name, version in known.items() if version}
+
+    def _steps(self, work: Work, count: int) -> Slice:
+        step = work.step
+        cpu_s, wall_s = self._cpu(), self._wall()
+        for _ in range(count):
+            step()
+        wall_s, cpu_s = self._wall() - wall_s, self._cpu() - cpu_s
+        return Slice(work.units * count, wall_s, cpu_s)
+
+
+def main() -> None:
+    """Answer calls from stdin until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    stand = Stand()
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            answer = {"value": getattr(stand, call["call"])(*call["arguments"])}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    stand.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Made-up requests of any schema: the same bytes for the same seed. Ids follow a Zipf law, as items and users do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import encode_nro, encode_ro, main_key
+from roo.ids import key_bytes
+from roo.record import Record
+from roo.schema import Feature, Schema, load_schema
+
+T0_MS = 1_700_000_000_000
+DEMO = Path(__file__).resolve().parents[2] / "traffic" / "schemas" / "demo.toml"
+NUM_IDS = 100_000
+FIRST_USER = 1 << 20  # users and sample ids differ
+
+
+def demo_schema() -> Schema:
+    return load_schema(DEMO)
+
+
+def zipf_ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    """int64 [count] in 1..NUM_IDS, the smallest the most frequent."""
+    return np.minimum(rng.zipf(1.2, count), NUM_IDS).astype(np.int64)
+
+
+def ro_values(schema: Schema, rng: np.random.Generator, history: int = 30) -> dict[str, Any]:
+    """Request-only values as `encode_ro` takes them; sequences have `history` entries."""
+    return {f.name: _value(f, rng, history) for f in schema.ro}
+
+
+def nro_columns(schema: Schema, rng: np.random.Generator, items_n: np.ndarray) -> dict[str, Any]:
+    """Columns of the candidates `items_n`, as `encode_nro` takes them."""
+    n = len(items_n)
+    out: dict[str, Any] = {}
+    for f in schema.nro:
+        if f.kind == "float":
+            out[f.name] = rng.exponential(2.0, n).astype(np.float32)
+        elif f.kind == "ids":
+            out[f.name] = items_n if f.name == "item" else zipf_ids(rng, n)
+        else:
+            out[f.name] = [_value(f, rng, 3) for _ in range(n)]
+    return out
+
+
+def sample(schema: Schema, number: int, *, candidates: int, history: int = 30) -> pb.Sample:
+    """Sample `number`: one request with its labels."""
+    rng = np.random.default_rng(number)
+    items_n, time_ms = zipf_ids(rng, candidates), T0_MS + 100 * number
+    part = pb.Part(nro=encode_nro(schema, nro_columns(schema, rng, items_n), candidates), num_rows=candidates)
+    return pb.Sample(
+        header=pb.Header(request_id=f"r{number}", user_id=FIRST_USER + number, time_ms=time_ms, schema=schema.fingerprint),
+        sample_id=number + 1,
+        close_reason=pb.CLOSE_WINDOW,
+        close_ms=time_ms + 20_000,
+        ro=encode_ro(schema, ro_values(schema, rng, history)),
+        item_ids=items_n.tolist(),
+        parts=[part],
+        labels=(rng.random(candidates * len(schema.labels)) < 0.1).astype(float).tolist(),
+        weight=1.0,
+    )
+
+
+def sample_records(schema: Schema, count: int, *, candidates: int, history: int = 30) -> list[Record]:
+    """`count` samples as the samples topic has them, in four partitions."""
+    values = [wire.encode(wire.SAMPLE, sample(schema, n, candidates=candidates, history=history)) for n in range(count)]
+    return [
+        Record("samples", n % 4, n // 4, T0_MS + 100 * n + 20_000, key_bytes(FIRST_USER + n, 0), v) for n, v in enumerate(values)
+    ]
+
+
+def _value(f: Feature, rng: np.random.Generator, length: int) -> Any:
+    if f.kind == "float":
+        return float(rng.exponential(2.0))
+    if f.kind == "ids":
+        return zipf_ids(rng, 1).tolist()
+    ids = zipf_ids(rng, length).tolist()
+    if f.kind == "weighted_ids":
+        return {"ids": ids, "weights": rng.random(length).tolist()}
+    columns = {
+        c: rng.integers(1, 4, length).tolist() if kind == "ids" else [T0_MS - 60_000 * i for i in range(length)]
+        for c, kind in f.columns.items()
+    }
+    return {main_key(f): ids, **columns}

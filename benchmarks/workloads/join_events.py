@@ -1,0 +1,193 @@
+"""Events through the join without Kafka and Flink: a whole stream, and one event onto a state of a chosen size."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from joiner import state
+from joiner.build import Output
+from joiner.config import JoinerConfig
+from joiner.ingest import Event, Reader
+from joiner.join import Join
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import encode_nro, encode_ro
+from roo.ids import key_bytes
+from roo.record import Record
+from roo.schema import Schema
+
+WINDOW_MS, LATENESS_MS = 20_000, 1_000
+CANDIDATES, ENGAGEMENTS = 10, 9  # 10 events a request
+
+
+@cache
+def _schema() -> Schema:
+    return data.demo_schema()
+
+
+def _impression(request: int, user: int, time_ms: int, candidates: int = CANDIDATES) -> Record:
+    schema, rng = _schema(), np.random.default_rng(request)
+    items_n = np.arange(1, candidates + 1, dtype=np.int64)
+    message = pb.Impression(
+        header=_header(request, user, time_ms),
+        item_ids=items_n.tolist(),
+        ro=encode_ro(schema, {"user": [user], "hour_of_day": 3.5}),
+        nro=encode_nro(schema, {"item": items_n, "ctr_1h": rng.random(candidates)}, candidates),
+    )
+    return Record("impressions", 0, request, time_ms, key_bytes(user, 1), wire.encode(wire.IMPRESSION, message))
+
+
+def _engagement(request: int, user: int, time_ms: int, event: int, item: int) -> Record:
+    message = pb.Engagement(header=_header(request, user, time_ms), event_id=event, item_id=item, action="click", value=1.0)
+    return Record("engagements", 0, event, time_ms, key_bytes(user, 1), wire.encode(wire.ENGAGEMENT, message))
+
+
+def _header(request: int, user: int, time_ms: int) -> pb.Header:
+    return pb.Header(request_id=f"r{request:08d}", user_id=user, session_id=1, time_ms=time_ms, schema=_schema().fingerprint)
+
+
+def stream(num_requests: int, num_users: int) -> list[Record]:
+    """Requests 10 ms apart, each with its engagements within its window, in order of time."""
+    rng, out = random.Random(1), []
+    for n in range(num_requests):
+        user, time_ms = rng.randrange(1, num_users + 1), data.T0_MS + 10 * n
+        out.append(_impression(n, user, time_ms))
+        for e in range(ENGAGEMENTS):
+            at_ms = time_ms + rng.randrange(1, WINDOW_MS - 1)
+            out.append(_engagement(n, user, at_ms, 1 + n * ENGAGEMENTS + e, rng.randrange(1, CANDIDATES + 1)))
+    return sorted(out, key=lambda record: record.timestamp_ms)
+
+
+def _reader() -> Reader:
+    return Reader({_schema().fingerprint: _schema()}.get, _schema().limits)
+
+
+def _join(late_horizon_ms: int = 0) -> Join:
+    rules = JoinerConfig(window_ms=WINDOW_MS, lateness_ms=LATENESS_MS, late_horizon_ms=late_horizon_ms).rules
+    return Join(rules, {_schema().fingerprint: _schema()}.get, _schema().limits.max_candidates)
+
+
+def _event(record: Record) -> Event:
+    event = _reader().read(record)
+    assert event is not None and not isinstance(event, Output), event
+    return event
+
+
+class Engine:
+    """States by key in memory and one heap of timers; the watermark follows the newest event."""
+
+    def __init__(self) -> None:
+        self.join = _join()
+        self.states: dict[bytes, state.State] = {}
+        self.timers: list[tuple[int, bytes]] = []
+        self.watermark_ms = state.START
+        self.num_outputs = 0
+
+    def apply(self, key: bytes, event: Event) -> None:
+        known = self.states.setdefault(key, state.State())
+        before_ms = known.due_ms
+        self.num_outputs += len(self.join.apply(known, key, event, self.watermark_ms))
+        self._schedule(key, known, before_ms)
+
+    def advance(self, watermark_ms: int) -> None:
+        self.watermark_ms = max(self.watermark_ms, watermark_ms)
+        while self.timers and self.timers[0][0] <= self.watermark_ms:
+            due_ms, key = heapq.heappop(self.timers)
+            known = self.states.get(key)
+            if known is not None and known.due_ms == due_ms:
+                self.num_outputs += len(self.join.advance(known, key, self.watermark_ms))
+                self._schedule(key, known, due_ms)
+
+    def _schedule(self, key: bytes, known: state.State, before_ms: int) -> None:
+        if not known.requests:
+            del self.states[key]
+        elif (due_ms := known.due_ms) not in (before_ms, state.NEVER):
+            heapq.heappush(self.timers, (due_ms, key))
+
+
+@contextlib.contextmanager
+def parsed(num_requests: int, num_users: int) -> Iterator[Work]:
+    """The limit: what reading an event costs before anything is joined."""
+    records, reader = stream(num_requests, num_users), _reader()
+
+    def step() -> None:
+        for record in records:
+            reader.read(record)
+
+    yield Work(step, len(records))
+
+
+@contextlib.contextmanager
+def joined(num_requests: int, num_users: int) -> Iterator[Work]:
+    """The state machine alone: events are read beforehand."""
+    events = [(r.key or b"", r.timestamp_ms - LATENESS_MS, _event(r)) for r in stream(num_requests, num_users)]
+    yield Work(lambda: _run(events, num_requests), len(events))
+
+
+@contextlib.contextmanager
+def read_and_joined(num_requests: int, num_users: int) -> Iterator[Work]:
+    records, reader = stream(num_requests, num_users), _reader()
+
+    def step() -> None:
+        events = ((r.key or b"", r.timestamp_ms - LATENESS_MS, reader.read(r)) for r in records)
+        _run(events, num_requests)
+
+    yield Work(step, len(records))
+
+
+def _run(events: Iterable[tuple[bytes, int, Any]], num_requests: int) -> None:
+    engine = Engine()
+    for key, watermark_ms, event in events:
+        engine.apply(key, event)
+        engine.advance(watermark_ms)
+    engine.advance(state.END)
+    assert engine.num_outputs == num_requests and not engine.states
+
+
+def _remembering(join: Join, num_requests: int, engagements: int) -> state.State:
+    """A user whose requests are closed but for the last; each has `engagements` engagements."""
+    known, key, event_id = state.State(), key_bytes(1, 1), 1
+    for n in range(num_requests):
+        time_ms = data.T0_MS + n * WINDOW_MS
+        join.apply(known, key, _event(_impression(n, 1, time_ms)), time_ms - 1)
+        for e in range(engagements):
+            join.apply(known, key, _event(_engagement(n, 1, time_ms + 1, event_id, 1 + e % CANDIDATES)), time_ms - 1)
+            event_id += 1
+    join.advance(known, key, data.T0_MS + num_requests * WINDOW_MS - 1)
+    assert len(known.requests) == num_requests
+    return known
+
+
+@contextlib.contextmanager
+def one_event(remembered: int, engagements: int) -> Iterator[Work]:
+    """One more engagement of the newest request, as the operator does it: stored bytes, join, stored bytes. Every step begins
+    with the same bytes."""
+    join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1)
+    stored = state.encode(_remembering(join, remembered, engagements))
+    newest_ms = data.T0_MS + (remembered - 1) * WINDOW_MS
+    event = _event(_engagement(remembered - 1, 1, newest_ms + 2, 1 << 40, 3))
+
+    def step() -> None:
+        known = state.decode(stored)
+        known_due_ms = known.due_ms
+        join.apply(known, key, event, newest_ms - 1)
+        assert known.due_ms == known_due_ms
+        state.encode(known)
+
+    yield Work(step)
+
+
+@contextlib.contextmanager
+def read_one() -> Iterator[Work]:
+    """The limit of one event: reading it."""
+    record, reader = _engagement(0, 1, data.T0_MS, 1, 3), _reader()
+    yield Work(lambda: reader.read(record))

@@ -1,0 +1,133 @@
+"""One rank request in process, whole and by stage: from the body's bytes to the answer and the record to be logged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from models.config import ModelConfig
+from models.inputs import build_inputs
+from param_server.client import Replica
+from roo import roo_pb2 as pb
+from roo.ids import buckets_of
+from roo.lookup import Lookup, build_lookup
+from roo.schema import Schema
+from serving.parse import JsonParser
+from serving.rank import RankService
+from serving.scorer import Versions, first_version
+
+NOW_MS = data.T0_MS + 1_000
+
+
+class Online:
+    """Hydrated values that are there already: Redis is not part of this question."""
+
+    def __init__(self, schema: Schema, candidates: int) -> None:
+        rng = np.random.default_rng(2)
+        ro = data.ro_values(schema, rng)
+        self.ro = {f.online: ro[f.name] for f in schema.ro if f.online}
+        self.nro = {f.online: rng.exponential(2.0, candidates).astype(np.float32) for f in schema.nro if f.online}
+
+    def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return self.ro, self.nro
+
+
+class Case:
+    """A service with rows in its replica, and the body of one request."""
+
+    def __init__(self, candidates: int) -> None:
+        torch.set_num_threads(1)
+        self.schema = data.demo_schema()
+        self.version = first_version(self.schema, ModelConfig(), 0)
+        self.replica = Replica(self.schema, 0)
+        self.service = RankService(self.schema, Versions(self.version), self.replica, Online(self.schema, candidates))
+        self.parser = JsonParser(self.schema)
+        self.body = _body(self.schema, candidates)
+        request = self.parser.parse(self.body)
+        self.blocks = self._blocks()
+        self.batch = self.version.decoder.decode_request(*self.blocks, request.item_ids, NOW_MS)
+        self.lookup = build_lookup(self.batch)
+        fill(self.replica, self.schema, self.lookup)
+        self.inputs = build_inputs(self.batch, self.lookup, self.replica.gather(self.lookup))
+
+    def _blocks(self) -> tuple[bytes, bytes]:
+        request = self.parser.parse(self.body)
+        hydrated = Online(self.schema, len(request.item_ids)).read(0, request.item_ids, NOW_MS)
+        self.service.filler.open(request)
+        return self.service.filler.encode(request, NOW_MS, *hydrated)
+
+    # Stages, each from what the one before it gave.
+
+    def whole(self) -> None:
+        self.service.rank(self.parser.parse(self.body), NOW_MS)
+
+    def parse(self) -> None:
+        self.parser.parse(self.body)
+
+    def parse_and_encode(self) -> None:
+        self._blocks()
+
+    def decode(self) -> None:
+        self.version.decoder.decode_request(*self.blocks, self.batch.item_B, NOW_MS)
+
+    def look_up(self) -> None:
+        build_lookup(self.batch)
+
+    def gather(self) -> None:
+        self.replica.gather(self.lookup)
+
+    def to_tensors(self) -> None:
+        build_inputs(self.batch, self.lookup, self.replica.gather(self.lookup))
+
+    def forward(self) -> None:
+        with torch.inference_mode():
+            self.version.model(self.inputs)
+
+
+@contextlib.contextmanager
+def stage(name: str, candidates: int) -> Iterator[Work]:
+    """`name`: a method of `Case`."""
+    yield Work(getattr(Case(candidates), name))
+
+
+def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
+    """Give the replica a row for every key of the lookup, as the rows topic would."""
+    rng = np.random.default_rng(3)
+    for stack, found in lookup.stacks.items():
+        width = schema.stacks[stack][0].dim
+        bucket_U = buckets_of(found.id_U, found.table_U, replica.num_buckets)
+        for at in {(int(t), int(b)) for t, b in zip(found.table_U, bucket_U, strict=True)}:
+            ids = found.id_U[(found.table_U == at[0]) & (bucket_U == at[1])]
+            sequence = replica.version(stack, at[1])[1] + 1
+            delta = pb.RowDelta(
+                schema=schema.fingerprint, bucket=at[1], incarnation=1, sequence=sequence, table_id=at[0], dim=width, stack=stack
+            )
+            delta.ids.extend(ids.view(np.uint64).tolist())
+            delta.rows.extend(rng.normal(0, 0.1, len(ids) * width).tolist())
+            replica.apply(delta)
+
+
+def _body(schema: Schema, candidates: int) -> bytes:
+    """What a client of the demo sends: online features are left out."""
+    rng = np.random.default_rng(1)
+    items_n = data.zipf_ids(rng, candidates)
+    ro = {name: value for name, value in data.ro_values(schema, rng).items() if not _online(schema, name)}
+    columns = data.nro_columns(schema, rng, items_n)
+    sent = {name: [_plain(v) for v in column] for name, column in columns.items() if not _online(schema, name) and name != "item"}
+    rows = [{"item_id": int(item), "nro": {name: column[n] for name, column in sent.items()}} for n, item in enumerate(items_n)]
+    return msgspec.json.encode({"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": ro, "candidates": rows})
+
+
+def _online(schema: Schema, name: str) -> bool:
+    return any(f.online for f in (*schema.ro, *schema.nro) if f.name == name)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,145 @@
+"""One training step over samples in memory, with a shard in the same process; whole and by stage."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from models.build import build_model
+from models.config import ModelConfig
+from models.inputs import Inputs, build_inputs
+from models.loss import loss
+from param_server.blobs import MemoryBlobs
+from param_server.calls import Calls
+from param_server.client import Client
+from param_server.identity import ShardIdentity
+from param_server.segments import Segments
+from param_server.server import Shard
+from roo.decode import Decoder
+from roo.lookup import build_lookup
+from roo.record import Record
+from roo.schema import Schema
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from runtime.transport import InMemoryTransport
+from trainer.adam import Adam
+from trainer.config import LoopConfig
+from trainer.loop import TrainLoop
+from trainer.source import PartitionLag
+
+_BATCHES = 4
+
+
+class Endless:
+    """A source whose samples come again and again under new sample ids, so that none is skipped as a duplicate."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.parts = [_around_id(record.value, record.offset * 4 + record.partition + 1) for record in records]
+        self.records, self.at = records, 0
+
+    def poll(self, max_records: int, timeout_s: float, partition: int | None = None) -> list[Record]:
+        out = []
+        for _ in range(max_records):
+            record, (head, tail) = self.records[self.at % len(self.records)], self.parts[self.at % len(self.parts)]
+            self.at += 1
+            out.append(record._replace(value=head + self.at.to_bytes(8, "little") + tail, offset=self.at))
+        return out
+
+    def seek(self, offsets: Mapping[int, int]) -> None:
+        """There is no place to go back to."""
+
+    def positions(self) -> dict[int, int]:
+        return dict.fromkeys(range(4), 0)
+
+    def end_offsets(self) -> dict[int, int]:
+        return {}
+
+    def lag(self) -> dict[int, PartitionLag]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
+    """A sample record cut at its id: field 2, fixed64."""
+    at = value.index(b"\x11" + sample_id.to_bytes(8, "little")) + 1
+    return value[:at], value[at + 8 :]
+
+
+def shard_client(schema: Schema, folder: str) -> Client:
+    """A client of one shard in this process, begun as incarnation 1."""
+    identity = ShardIdentity(schema=schema)
+    shard = Shard(identity, Segments(MemoryBlobs(), identity.shapes(), identity.num_buckets), FileStore(folder), SystemClock())
+    shard.restore(1, "")
+    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], seed=0, worker=0)
+    client.set_incarnation(1)
+    return client
+
+
+class Case:
+    """A loop in its steady state, and one of its batches taken apart."""
+
+    def __init__(self, folder: str, requests: int, candidates: int) -> None:
+        torch.set_num_threads(1)
+        self.schema = data.demo_schema()
+        self.records = data.sample_records(self.schema, requests * _BATCHES, candidates=candidates)
+        self.client = shard_client(self.schema, folder)
+        config = LoopConfig(batch_requests=requests, dedupe_horizon_ms=60_000)
+        nothing: Any = lambda message: None
+        source: Any = Endless(self.records)
+        self.loop = TrainLoop(config, self.schema, ModelConfig(), source, self.client, nothing, nothing, SystemClock())
+        self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
+        self.batch = self.decoder.decode(self.records[:requests]).batch
+        self.lookup = build_lookup(self.batch)
+        self.rows = self.client.pull(self.lookup)
+        self.model = build_model(self.schema, ModelConfig(), 0)
+        self.optimizer = Adam(self.model.named_parameters(), learning_rate=2e-3)
+        self.inputs = self._inputs()
+        self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
+        self.label_BT, self.weight_BT = torch.from_numpy(self.batch.label_BT), torch.from_numpy(self.batch.weight_BT)
+
+    def _inputs(self) -> Inputs:
+        return build_inputs(self.batch, self.lookup, self.rows, "cpu", train=True)
+
+    def whole(self) -> None:
+        assert self.loop.step()
+
+    def decode(self) -> None:
+        self.decoder.decode(self.records[: self.batch.num_requests])
+
+    def look_up(self) -> None:
+        build_lookup(self.batch)
+
+    def pull(self) -> None:
+        self.client.pull(self.lookup)
+
+    def push(self) -> None:
+        self.client.push(self.lookup, self.gradients, step=1, time_ms=data.T0_MS)
+
+    def to_tensors(self) -> None:
+        self._inputs()
+
+    def forward_backward(self) -> None:
+        """Also the limit: the dense arithmetic that no pipeline can avoid on this machine."""
+        self.optimizer.zero_grad()
+        loss(self.model(self.inputs), self.label_BT, self.weight_BT).backward()  # type: ignore[no-untyped-call]
+
+    def adam(self) -> None:
+        self.optimizer.step()
+
+
+@contextlib.contextmanager
+def stage(name: str, requests: int, candidates: int) -> Iterator[Work]:
+    """`name`: a method of `Case`."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(folder, requests, candidates)
+        case.forward_backward()
+        yield Work(getattr(case, name))
