@@ -31,11 +31,11 @@ from roo.errors import UnavailableError
 from roo.record import Record
 from roo.schema import Schema
 from runtime import kafka
+from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.program import Stop
 from runtime.topics import SAMPLES, name_of
 from traffic.config import ReplayConfig
-from trainer import manifest as manifests
 
 log = logging.getLogger("roostream.replay")
 _RECORDS_A_TRANSACTION, _SECONDS_A_TRANSACTION = 2000, 1.0

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from trainer.manifest import Manifest
+from runtime.manifest import Manifest
 
 
 class State(enum.StrEnum):

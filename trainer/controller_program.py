@@ -10,6 +10,7 @@ from roo.schema_registry import lookup, register
 from runtime import metrics
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.manifest import Manifest
 from runtime.program import Stop
 from runtime.rpc import RpcServer, parse_address
 from runtime.topics import NUM_BUCKETS
@@ -19,7 +20,6 @@ from trainer.controller import Controller
 from trainer.coordinator import Coordinator
 from trainer.exports import Exports, one_of
 from trainer.identity import check_kafka, check_schema, check_shape, kafka_identity
-from trainer.manifest import Manifest
 
 log = logging.getLogger("roostream.controller")
 

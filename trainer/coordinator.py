@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from roo.errors import ConfigError
+from runtime.manifest import Manifest, Restorable
 from trainer.commit import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
-from trainer.manifest import Manifest, Restorable
 
 log = logging.getLogger("roostream.controller")
 

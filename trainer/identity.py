@@ -12,8 +12,8 @@ from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema, reading_plan
 from runtime import kafka
 from runtime.backoff import Backoff
+from runtime.manifest import Manifest
 from runtime.topics import ROWS, SAMPLES, name_of
-from trainer.manifest import Manifest
 
 
 def kafka_identity(bootstrap: str, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:

@@ -21,14 +21,14 @@ from typing import Any
 
 from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roo.schema import Schema
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.manifest import Manifest
 from runtime.topics import SAMPLES
 from trainer import dense
-from trainer import manifest as manifests
 from trainer.identity import check_kafka, check_schema
 from trainer.loop import Snapshot, TrainLoop, metrics_summary
-from trainer.manifest import Manifest
 
 log = logging.getLogger("roostream.worker")
 

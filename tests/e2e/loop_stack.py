@@ -13,10 +13,10 @@ from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roo.schema import load_schema
 from runtime import kafka
+from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
+from runtime.manifest import Manifest
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of
-from trainer import manifest as manifests
-from trainer.manifest import Manifest
 
 
 def quick_options() -> StackOptions:

@@ -14,10 +14,10 @@ from serving_cases import MODEL, SCHEMA
 from models.build import build_model
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
+from runtime.manifest import Manifest, checksum_of, dense_name
 from serving.dense import DenseFollower
 from serving.scorer import Versions, first_version
 from trainer import dense as trainer_dense
-from trainer.manifest import Manifest, checksum_of, dense_name
 
 
 class Commits:

@@ -10,9 +10,9 @@ import numpy as np
 from roo.errors import CheckpointError, FencedError, UnavailableError
 from roo.lookup import Lookup
 from roo.schema import Schema
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.transport import Header, Transport
-from trainer import manifest as manifests
 
 RowKey = tuple[int, int]
 

@@ -18,19 +18,19 @@ from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.errors import CheckpointError, FencedError, RoostreamError, TransportError
 from roo.record import Record
+from runtime import manifest as manifests
 from runtime.clock import FakeClock
+from runtime.manifest import Manifest
 from runtime.transport import Arrays, Header
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.real_shard import RealShard
-from trainer import manifest as manifests
 from trainer.commit import Claim, Effect, Facts, Link, State
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
 from trainer.loop import TrainLoop
-from trainer.manifest import Manifest
 from trainer.source import ListSource
 from trainer.worker import Worker
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.simulator import CONTROLLER, WORKER, Kill, Simulation
-from trainer import manifest as manifests
 from trainer.commit import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")

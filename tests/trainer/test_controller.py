@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.test_coordinator import ANSWERS, FACTS
-from trainer import manifest as manifests
 from trainer.commit import State
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator

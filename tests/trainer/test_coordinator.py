@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from roo.errors import ConfigError
+from runtime.manifest import Manifest, Restorable
 from trainer.commit import Claim, Facts, Key, Link, Retire, State
 from trainer.coordinator import Coordinator
-from trainer.manifest import Manifest, Restorable
 
 FACTS = Facts(schema="ff", seed=0, num_shards=2, num_buckets=64, kafka={"cluster_id": "c"}, commit_interval_s=10)
 SHARD_0, SHARD_1, WORKER = Key("shard", 0), Key("shard", 1), Key("worker", 0)

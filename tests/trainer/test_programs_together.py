@@ -13,6 +13,7 @@ import pytest
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.errors import UnavailableError
+from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.member import Member
@@ -20,7 +21,6 @@ from runtime.program import Stop
 from runtime.rpc import RpcServer, SocketTransport
 from tests.trainer import samples
 from tests.trainer.real_shard import RealShard
-from trainer import manifest as manifests
 from trainer.caught_up import Progress
 from trainer.commit import Facts
 from trainer.config import LoopConfig

@@ -11,11 +11,11 @@ import pytest
 from models.config import ModelConfig
 from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
 from roo.schema import Schema, schema_from_dict
+from runtime import manifest as manifests
+from runtime.manifest import Manifest
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
-from trainer import manifest as manifests
-from trainer.manifest import Manifest
 from trainer.worker import Worker
 
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roo.errors import CheckpointError, FencedError
+from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
+from runtime.manifest import Manifest
 from tests.trainer.memory_store import MemoryStore
-from trainer import manifest as manifests
-from trainer.manifest import Manifest
 
 
 def a_manifest(seq: int = 1, **changes: object) -> Manifest:
