@@ -9,13 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra import flink_rest, ports
+from infra import ports
 from infra.build import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
 from infra.child import Program
 from infra.home import Home
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
 from roo.errors import SetupError
+from runtime import flink_rest
 
 JOB_MANAGER = "flink-jm"
 _OPENED = (

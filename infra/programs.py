@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra import flink_rest, ports, restore_points, toml
+from infra import ports, restore_points, toml
 from infra.child import Program
 from infra.flink_cluster import JOB_MANAGER, task_manager
 from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Endpoints, Places, address
+from runtime import flink_rest
 
 SIMULATE = "simulate"
 FIXED = ("controller", "worker", "serving", "features", "joiner", SIMULATE)
@@ -105,7 +106,7 @@ def program(name: str, home: Home, options: StackOptions, places: Places, env: M
 
     return Program(
         name=name,
-        command=(sys.executable, "-m", "infra.main", kind_of(name), "--config", str(conf)),
+        command=(sys.executable, "-m", "command.main", kind_of(name), "--config", str(conf)),
         log=home.log(name),
         env=env,
         needs=_needs(name, options, on_flink),

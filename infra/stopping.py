@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from infra import flink_rest
 from infra.home import Home
 from infra.places import Endpoints
 from infra.supervisor import Supervisor
 from roo.errors import RoostreamError
+from runtime import flink_rest
 from runtime.rpc import SocketTransport
 
 log = logging.getLogger("roostream.stack")

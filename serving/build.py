@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from features.hydration import Hydrator
 from models.config import load_model_config
 from param_server.client import Replica
 from roo import schema_registry
@@ -22,10 +23,9 @@ from runtime.metrics import freshness
 from runtime.rpc import SocketTransport
 from serving.config import ServingConfig
 from serving.dense import DenseFollower, ManifestHead
-from serving.feature_log import FeatureLog
-from serving.hydration import Hydrator
-from serving.kafka_sink import KafkaSink
-from serving.log_sender import LogSender
+from serving.feature_log.kafka_sink import KafkaSink
+from serving.feature_log.log import FeatureLog
+from serving.feature_log.sender import LogSender
 from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser

@@ -1,4 +1,4 @@
-"""Settings of the two programs in this folder."""
+"""Settings of serving."""
 
 from __future__ import annotations
 
@@ -56,17 +56,6 @@ class ServingConfig:
                 raise ConfigError(f"expected {name} in {low}..{high}, got {getattr(self, name)}")
         for address in (*self.bootstrap.split(","), *self.shards):
             parse_address(address)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FeaturesConfig:
-    """`roostream features`: keeps histories and counters in Redis from the event topics."""
-
-    bootstrap: str = setting(help="Kafka, host:port")
-    prefix: str = setting("", "prefix of topic names, and of Redis keys")
-    schema: Path = setting(help="schema TOML")
-    redis: str = setting(help="redis://host:port/0")
-    metrics_port: int = setting(0, "port of /metrics; 0 = draw one")
 
 
 def _is_loopback(host: str) -> bool:

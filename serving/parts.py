@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from roo.schema import Schema
 from serving.config import ServingConfig
-from serving.feature_log import FeatureLog
+from serving.feature_log.log import FeatureLog
 from serving.metrics import ServingMetrics
 from serving.rank import RankService
 from serving.stamps import Stamps

@@ -9,11 +9,11 @@ import threading
 
 import torch
 
+from runtime.crew import Crew
 from serving import heartbeat, http_server
 from serving.app import build_app
 from serving.build import Process, build_process, warm
 from serving.config import ServingConfig
-from serving.threads import Crew
 
 log = logging.getLogger("roostream.serving")
 

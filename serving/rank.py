@@ -27,8 +27,8 @@ from roo.schema import Schema
 from runtime.topics import IMPRESSIONS
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore
+from serving.feature_log.format import LogRecord
 from serving.fill import Filler
-from serving.log_format import LogRecord
 from serving.request import RankRequest
 from serving.scorer import Rows, Version, Versions, probabilities
 
@@ -36,7 +36,7 @@ log = logging.getLogger("roostream.serving")
 
 
 class Hydration(Protocol):
-    """`serving.hydration.Hydrator`."""
+    """`features.hydration.Hydrator`."""
 
     def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Online features by their names. RoostreamError while Redis is away."""

@@ -15,9 +15,9 @@ from serving.binary import parse_impression
 from serving.body import JSON, PROTOBUF, ClientGoneError, read_body, respond
 from serving.engage import parse_engagements
 from serving.errors import RequestError
-from serving.feature_log import LogFullError
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import LogFullError
 from serving.gate import Gate
-from serving.log_format import LogRecord
 from serving.parse import JsonParser
 from serving.parts import Parts
 from serving.rank import Ranked

@@ -1,7 +1,7 @@
 """The replay driver: a log's events as the records of the two event topics, with heartbeats and end markers.
 
 Pure: a stream in, a stream out, in the order in which one producer writes them. Who consumes it decides where they go
-(`infra.replay`: Kafka, or the local engine).
+(`command.replay`: Kafka, or the local engine).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from roo.schema_registry import lookup, register
 from runtime import metrics
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.exports import Exports, one_of
 from runtime.manifest import Manifest
 from runtime.program import Stop
 from runtime.rpc import RpcServer, parse_address
@@ -18,7 +19,6 @@ from trainer.commit import Facts, State
 from trainer.config import ControllerConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.exports import Exports, one_of
 from trainer.identity import check_kafka, check_schema, check_shape, kafka_identity
 
 log = logging.getLogger("roostream.controller")

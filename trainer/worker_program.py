@@ -15,12 +15,12 @@ from roo.schema_registry import lookup, register
 from runtime import kafka, metrics
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc import SocketTransport
 from runtime.topics import SAMPLES
 from trainer.config import WorkerConfig
-from trainer.exports import Exports
 from trainer.identity import kafka_identity
 from trainer.kafka_source import KafkaSource
 from trainer.loop import TrainLoop, exact_numerics

@@ -124,7 +124,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
     }
     lines += [f'{k} = "{v}"' for k, v in own.items()] + ['engine = "local"', "checkpoint_interval_ms = 300", "replay = true"]
     config.write_text("\n".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "infra.main", "joiner", "--config", str(config)]
+    command = [sys.executable, "-m", "command.main", "joiner", "--config", str(config)]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "ROOSTREAM_LOG": "WARNING"})
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from command.main import PROGRAMS, Entry
 from infra import options as stack_options
 from infra import programs, toml
 from infra.home import Home
-from infra.main import PROGRAMS, Entry
 from infra.options import StackOptions
 from infra.places import Places
 from roo.config import load

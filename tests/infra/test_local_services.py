@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import flink_rest
 from infra.stack import Stack
 from roo.errors import SetupError
-from runtime import kafka
+from runtime import flink_rest, kafka
 from runtime.topics import PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -36,7 +36,7 @@ rule = "rowwise_adagrad"
 name = "click"
 action = "click"
 """
-START = "import sys; from infra.main import main; sys.exit(main())"
+START = "import sys; from command.main import main; sys.exit(main())"
 
 
 class Lead:

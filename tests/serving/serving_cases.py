@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from roo.schema import Schema, schema_from_dict
 from runtime.clock import Clock, FakeClock
 from serving.config import ServingConfig
-from serving.feature_log import FeatureLog
+from serving.feature_log.log import FeatureLog
 from serving.metrics import ServingMetrics
 from serving.parts import Parts
 from serving.rank import Hydration, Policy, RankService

@@ -22,8 +22,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
 from serving.app import build_app
+from serving.feature_log.format import LogRecord
 from serving.heartbeat import beat
-from serving.log_format import LogRecord
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import build_version, probabilities

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from serving_cases import config_of
 
+from features.config import FeaturesConfig
 from roo.config import load
 from roo.errors import ConfigError
-from serving.config import FeaturesConfig, ServingConfig
+from serving.config import ServingConfig
 
 BAD = [
     ({"listen": "0.0.0.0:80"}, "expected listen on a loopback address"),

@@ -8,8 +8,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roo.errors import UnavailableError
-from serving.kafka_sink import KafkaSink
-from serving.log_format import LogRecord
+from serving.feature_log.format import LogRecord
+from serving.feature_log.kafka_sink import KafkaSink
 from serving.row_topic import KafkaRowTopic, RowsGoneError
 
 

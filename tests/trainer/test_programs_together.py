@@ -16,6 +16,7 @@ from roo.errors import UnavailableError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc import RpcServer, SocketTransport
@@ -26,7 +27,6 @@ from trainer.commit import Facts
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.exports import Exports
 from trainer.loop import TrainLoop
 from trainer.monitor import LABELS, Monitor
 from trainer.source import ListSource
