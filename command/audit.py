@@ -10,6 +10,7 @@ from typing import Any
 from command.auditor import Auditor
 from roo.errors import RoostreamError
 from roo.schema import load_schema
+from runtime.broker import Broker
 
 _REMEMBERED_MS = 4 * 3_600_000  # a demo runs for days: settled ids are forgotten after this much event time
 
@@ -20,7 +21,11 @@ class Audit:
     def __init__(self, stack: Mapping[str, Any]) -> None:
         schema, settle_ms = load_schema(Path(str(stack["schema"]))), int(stack["settle_ms"])
         self.auditor = Auditor(
-            str(stack["kafka"]), str(stack["prefix"]), schema, settle_ms=settle_ms, horizon_ms=max(_REMEMBERED_MS, 20 * settle_ms)
+            Broker(str(stack["kafka"])),
+            str(stack["prefix"]),
+            schema,
+            settle_ms=settle_ms,
+            horizon_ms=max(_REMEMBERED_MS, 20 * settle_ms),
         )
 
     def sums(self, budget_s: float) -> dict[str, Any] | None:

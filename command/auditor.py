@@ -12,6 +12,7 @@ from roo.errors import UnavailableError
 from roo.record import Record
 from roo.schema import Schema
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
 from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PARTITIONS, PREDICTIONS, SAMPLES, name_of
 
@@ -24,7 +25,7 @@ class Auditor:
 
     def __init__(
         self,
-        bootstrap: str,
+        broker: Broker,
         prefix: str,
         schema: Schema,
         *,
@@ -34,7 +35,7 @@ class Auditor:
         clock: Clock | None = None,
     ) -> None:
         """`settle_ms`, `horizon_ms`: see Accounts; `on_record` sees every record too, after the accounts."""
-        self.bootstrap, self.prefix, self.schema = bootstrap, prefix, schema
+        self.broker, self.prefix, self.schema = broker, prefix, schema
         self.accounts = Accounts(prefix=prefix, settle_ms=settle_ms, horizon_ms=horizon_ms)
         self._on_record = on_record
         self._clock = clock or SystemClock()
@@ -80,7 +81,7 @@ class Auditor:
             self._consumer = None
 
     def _open(self) -> Consumer:
-        consumer = kafka.consumer(self.bootstrap, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", enable_partition_eof=True)
+        consumer = kafka.consumer(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", enable_partition_eof=True)
         start = 0  # offsets that retention has passed lead to the oldest one there is
         places = [(name_of(self.prefix, t), p) for t in AUDITED for p in range(PARTITIONS[t])]
         consumer.assign([TopicPartition(t, p, start) for t, p in places])

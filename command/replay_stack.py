@@ -32,6 +32,7 @@ from roo.record import Record
 from roo.schema import Schema
 from runtime import kafka
 from runtime import manifest as manifests
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.program import Stop
 from runtime.topics import SAMPLES, name_of
@@ -87,7 +88,7 @@ class _Replay:
     def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
         self.stack, self.stage, self.stop = stack, stage, stop
         self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
-        self.auditor = Auditor(stack.endpoints.kafka, stack.prefix, schema, on_record=self.metrics.add)
+        self.auditor = Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, on_record=self.metrics.add)
         self.accounts = self.auditor.accounts
         self.sent: Counter[str] = Counter()
         self._moved_s = time.monotonic()
@@ -105,7 +106,9 @@ class _Replay:
             self.auditor.close()
 
     def _send(self, records: Iterable[Record]) -> None:
-        producer = kafka.producer(self.stack.endpoints.kafka, transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS)
+        producer = kafka.producer(
+            Broker(self.stack.endpoints.kafka), transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS
+        )
         producer.init_transactions(30)
         open_since_s, count = 0.0, 0
         for record in records:

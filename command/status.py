@@ -15,6 +15,7 @@ from command import scrape
 from command.scrape import Scraped
 from roo.errors import RoostreamError
 from runtime import flink_rest, kafka
+from runtime.broker import Broker
 from runtime.rpc import SocketTransport
 from runtime.topics import PARTITIONS, name_of
 
@@ -60,7 +61,7 @@ class Watcher:
     def _end_offsets(self) -> dict[str, int]:
         """Topic → records ever written; empty if Kafka is away."""
         try:
-            self._consumer = self._consumer or kafka.consumer(self.kafka, f"{self.prefix}status")
+            self._consumer = self._consumer or kafka.consumer(Broker(self.kafka), f"{self.prefix}status")
             return {t: self._end(t) for t in PARTITIONS}
         except KafkaException:
             return {}

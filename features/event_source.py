@@ -12,6 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartiti
 from features.store import PLACES, Place
 from roo.record import Record
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, name_of
 
 log = logging.getLogger("roostream.features")
@@ -63,8 +64,8 @@ class Merge:
 class KafkaEvents:
     """See EventSource. Places whose buffer is full are paused, so that memory stays bounded while another is behind."""
 
-    def __init__(self, bootstrap: str, prefix: str, *, open_consumer: Callable[..., Consumer] = kafka.consumer) -> None:
-        self.bootstrap, self._open_consumer = bootstrap, open_consumer
+    def __init__(self, broker: Broker, prefix: str, *, open_consumer: Callable[..., Consumer] = kafka.consumer) -> None:
+        self.broker, self._open_consumer = broker, open_consumer
         self._names = {t: name_of(prefix, t) for t in (IMPRESSIONS, ENGAGEMENTS)}
         self._topics = {name: t for t, name in self._names.items()}
         self._group = f"{prefix}features"
@@ -74,7 +75,7 @@ class KafkaEvents:
 
     def seek(self, offsets: Mapping[Place, int]) -> None:
         if self._consumer is None:
-            self._consumer = self._open_consumer(self.bootstrap, self._group, enable_partition_eof=True)
+            self._consumer = self._open_consumer(self.broker, self._group, enable_partition_eof=True)
         self._merge, self._paused = Merge(), set()
         self._consumer.assign([self._at(place, offsets.get(place, OFFSET_BEGINNING)) for place in PLACES])
 

@@ -14,6 +14,7 @@ from joiner.watermark import Split
 from roo.errors import UnavailableError
 from roo.record import Record
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, name_of
 
 _POLL = 512
@@ -22,11 +23,11 @@ _POLL = 512
 class KafkaSource:
     """Reads all partitions with manual assignment; offsets are the snapshot's, never the group's."""
 
-    def __init__(self, bootstrap: str, prefix: str) -> None:
+    def __init__(self, broker: Broker, prefix: str) -> None:
         self.prefix = prefix
         self._topic_of = {name_of(prefix, topic): topic for topic in INPUTS}
         # A position before the oldest record (retention was shorter than the outage) starts at the oldest.
-        self._consumer = kafka.consumer(bootstrap, f"{prefix}roostream-joiner")
+        self._consumer = kafka.consumer(broker, f"{prefix}roostream-joiner")
         self._held: set[Split] = set()
 
     def start(self, offsets: Mapping[Split, int]) -> None:
@@ -67,9 +68,9 @@ class KafkaSource:
 class KafkaSink:
     """Queues outputs in an idempotent producer."""
 
-    def __init__(self, bootstrap: str, prefix: str) -> None:
+    def __init__(self, broker: Broker, prefix: str) -> None:
         self.prefix = prefix
-        self._producer = kafka.producer(bootstrap)
+        self._producer = kafka.producer(broker)
         self._failed = ""
 
     def write(self, outputs: Sequence[Output]) -> None:

@@ -17,6 +17,7 @@ from roo.schema import Schema, load_schema
 from roo.schema_registry import lookup, register
 from runtime import metrics
 from runtime.backoff import Backoff
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.program import Stop
@@ -50,9 +51,10 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) 
     from joiner.pump import Pump, Snapshots
     from runtime.kafka import wait_for_broker
 
-    wait_for_broker(config.bootstrap, stop)
+    broker = Broker(config.bootstrap)
+    wait_for_broker(broker, stop)
     engine = LocalEngine(config, schema, lookup(FileStore(config.store)))
-    source, sink = KafkaSource(config.bootstrap, config.prefix), KafkaSink(config.bootstrap, config.prefix)
+    source, sink = KafkaSource(broker, config.prefix), KafkaSink(broker, config.prefix)
     snapshots = Snapshots(FileStore(Path(config.home)))
     try:
         Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)

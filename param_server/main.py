@@ -27,6 +27,7 @@ from param_server.server import Shard
 from param_server.warm import warm
 from roo.schema import load_schema
 from runtime import metrics, program
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.member import Member
@@ -57,7 +58,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         opened.callback(blobs.close)
         latency = metrics.Quantiles("roostream_shard_call_ms", "time to answer a call")
         address = _listen(config, shard, latency, opened)  # 2
-        topic = KafkaRows(config.bootstrap, config.prefix) if config.bootstrap else None
+        topic = KafkaRows(Broker(config.bootstrap), config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         exported = ShardMetrics(shard, publisher, latency)
         opened.callback(exported.unregister)

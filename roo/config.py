@@ -25,11 +25,14 @@ _MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_4
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def setting(default: Any = dataclasses.MISSING, help: str = "", factory: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field with its help string."""
+def setting(
+    default: Any = dataclasses.MISSING, help: str = "", factory: Any = dataclasses.MISSING, *, secret: bool = False
+) -> Any:
+    """A dataclass field with its help string. A secret one is left out of `repr` and of messages."""
+    given: dict[str, Any] = {"metadata": {"help": help, "secret": secret}, "repr": not secret}
     if factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=factory, metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=factory, **given)
+    return dataclasses.field(default=default, **given)
 
 
 def parse_duration_ms(text: str | int | float) -> int:

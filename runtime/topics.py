@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
+
+Partition: TypeAlias = tuple[str, int]
+"""(topic without prefix, number): the one name of a partition."""
+
+Progress: TypeAlias = dict[Partition, int]
+"""Partition → next offset to read."""
 
 IMPRESSIONS, ENGAGEMENTS, SAMPLES = "impressions", "engagements", "samples"
 CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS = "corrections", "rows", "predictions", "dead_letters"

@@ -17,6 +17,7 @@ from param_server.client import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema
+from runtime.broker import Broker
 from runtime.checkpoint_store import CheckpointStore, FileStore
 from runtime.clock import Clock, SystemClock
 from runtime.metrics import freshness
@@ -79,7 +80,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,
-        KafkaRowTopic.open(config.bootstrap, config.prefix),
+        KafkaRowTopic.open(Broker(config.bootstrap), config.prefix),
         [SocketTransport(address) for address in config.shards],
         freshness().observe,
         clock,
@@ -100,7 +101,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         metrics.show_version(version.name, head.time_ms)
 
     metrics.show_version(versions.newest.name, 0)
-    sender = LogSender(feature_log, lambda: KafkaSink.open(config.bootstrap, config.prefix))
+    sender = LogSender(feature_log, lambda: KafkaSink.open(Broker(config.bootstrap), config.prefix))
     process = Process(
         parts=parts,
         sender=sender,

@@ -8,6 +8,7 @@ from typing import Any
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
 from runtime import metrics
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
@@ -36,7 +37,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     host, port = parse_address(config.listen)
     store, clock = FileStore(config.store), SystemClock()
     register(store, schema)
-    kafka = kafka_identity(config.bootstrap, config.prefix, stop)
+    kafka = kafka_identity(Broker(config.bootstrap), config.prefix, stop)
     facts = Facts(
         schema=f"{schema.fingerprint:016x}",
         seed=config.seed,

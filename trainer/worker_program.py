@@ -13,6 +13,7 @@ from roo.errors import UnavailableError
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
 from runtime import kafka, metrics
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.exports import Exports
@@ -46,16 +47,17 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = FileStore(config.store), SystemClock()
     register(store, schema)
-    identity = kafka_identity(config.bootstrap, config.prefix, stop)
+    broker = Broker(config.bootstrap)
+    identity = kafka_identity(broker, config.prefix, stop)
     with contextlib.ExitStack() as opened:
-        source = KafkaSource(config.bootstrap, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
+        source = KafkaSource(broker, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
         opened.callback(source.close)
         shards = [SocketTransport(address) for address in config.shards]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, seed=config.seed, worker=config.index, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
-        outputs = Outputs(kafka.producer(config.bootstrap), config.prefix, clock)
+        outputs = Outputs(kafka.producer(broker), config.prefix, clock)
         loop = TrainLoop(
             config,
             schema,

@@ -7,6 +7,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Producer
 
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import name_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done
@@ -30,9 +31,9 @@ class KafkaSink:
         self.producer, self.prefix = producer, prefix
 
     @classmethod
-    def open(cls, bootstrap: str, prefix: str) -> KafkaSink:
+    def open(cls, broker: Broker, prefix: str) -> KafkaSink:
         """Connects in the background: a broker that is away is waited for, by the producer."""
-        return cls(kafka.producer(bootstrap), prefix)
+        return cls(kafka.producer(broker), prefix)
 
     def send(self, record: LogRecord, done: Done) -> None:
         def on_delivery(error: KafkaError | None, _: Any) -> None:

@@ -14,6 +14,7 @@ from roo.errors import UnavailableError
 from roo.ids import key_bytes
 from roo.record import Record
 from roo.schema import schema_from_dict
+from runtime.broker import Broker
 from runtime.clock import FakeClock
 
 SCHEMA = schema_from_dict({"label": [{"name": "click", "action": "click"}]})
@@ -62,7 +63,7 @@ def impression(offset: int, request: str) -> Message:
 
 
 def auditor(consumer: FakeConsumer, seen: list[Record] | None = None) -> Auditor:
-    out = Auditor("nowhere:1", "x.", SCHEMA, clock=FakeClock(), on_record=None if seen is None else seen.append)
+    out = Auditor(Broker("nowhere:1"), "x.", SCHEMA, clock=FakeClock(), on_record=None if seen is None else seen.append)
     out.open_with(consumer)
     return out
 

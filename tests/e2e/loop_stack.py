@@ -14,6 +14,7 @@ from infra.stack import Stack
 from roo.schema import load_schema
 from runtime import kafka
 from runtime import manifest as manifests
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import Manifest
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of
@@ -64,7 +65,7 @@ def applied(stack: Stack) -> int:
 
 def auditor(stack: Stack) -> Auditor:
     schema = load_schema(stack.options.schema)
-    return Auditor(stack.endpoints.kafka, stack.prefix, schema, settle_ms=stack.options.settle_ms)
+    return Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, settle_ms=stack.options.settle_ms)
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
@@ -114,7 +115,7 @@ def check_nothing_lost_or_twice(stack: Stack) -> None:
 
 def produce_garbage(stack: Stack) -> int:
     """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many records."""
-    client = kafka.producer(stack.endpoints.kafka)
+    client = kafka.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):
         for partition in range(PARTITIONS[topic]):

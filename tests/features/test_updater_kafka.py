@@ -9,6 +9,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 from features import event_source
 from features.event_source import KafkaEvents
 from features.store import PLACES
+from runtime.broker import Broker
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS
 
 
@@ -70,11 +71,11 @@ def opened() -> tuple[KafkaEvents, FakeConsumer]:
     consumer = FakeConsumer()
     options: dict[str, Any] = {}
 
-    def open_consumer(bootstrap: str, group: str, **given: Any) -> Any:
+    def open_consumer(broker: Broker, group: str, **given: Any) -> Any:
         options.update(given, group=group)
         return consumer
 
-    source = KafkaEvents("b:1", "p.", open_consumer=open_consumer)
+    source = KafkaEvents(Broker("b:1"), "p.", open_consumer=open_consumer)
     source.seek({(IMPRESSIONS, 2): 7})
     assert options == {"enable_partition_eof": True, "group": "p.features"}
     return source, consumer
