@@ -21,7 +21,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
 from roo.ids import MASK64, key_bytes, sample_id
-from roo.record import Record
+from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES
 
 Place: TypeAlias = tuple[str, int, int]

@@ -9,8 +9,8 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from command.accounts import Accounts, Sums
 from roo.errors import UnavailableError
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock

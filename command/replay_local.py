@@ -27,8 +27,8 @@ from param_server.server import Shard
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.program import Stop

@@ -9,7 +9,7 @@ import numpy as np
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.record import Record
+from roo.wire import Record
 from runtime.topics import PREDICTIONS
 from trainer.metrics import DailyMetrics
 

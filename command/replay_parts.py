@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from command.accounts import Accounts
 from command.replay_metrics import PredictionMetrics
 from roo import wire
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime.program import Stop
 from traffic.config import ReplayConfig
 

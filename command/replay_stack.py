@@ -28,8 +28,8 @@ from command.replay_parts import Outcome, Stage, joiner_settings
 from infra.options import StackOptions
 from infra.stack import Stack
 from roo.errors import UnavailableError
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime import kafka
 from runtime import manifest as manifests
 from runtime.broker import Broker

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from features.store import PLACES, Place
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, name_of

@@ -23,8 +23,8 @@ from roo import wire
 from roo.counters import Counters
 from roo.errors import UnavailableError, WireError
 from roo.ids import signed
-from roo.record import Record
 from roo.schema import Schema, load_schema
+from roo.wire import Record
 from runtime import kafka, metrics, redis_client
 from runtime.backoff import Backoff
 from runtime.broker import Broker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from joiner.build import Output
-from roo.record import Record
+from roo.wire import Record
 from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, SAMPLES
 
 INPUTS = (IMPRESSIONS, ENGAGEMENTS)  # a topic's place is its byte

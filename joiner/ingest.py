@@ -16,8 +16,8 @@ from roo import wire
 from roo.block import check_block
 from roo.errors import WireError
 from roo.ids import hash64, key_bytes
-from roo.record import Record
 from roo.schema import Limits, Schema
+from roo.wire import Record
 
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64

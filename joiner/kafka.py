@@ -12,7 +12,7 @@ from joiner.build import Output
 from joiner.local import INPUTS
 from joiner.watermark import Split
 from roo.errors import UnavailableError
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topics import PARTITIONS, name_of

@@ -19,8 +19,8 @@ from joiner.join import Join
 from joiner.state import END, NEVER, START, State, decode, encode
 from joiner.watermark import Split, Watermarks
 from roo.errors import CheckpointError
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
 
 INPUTS = (IMPRESSIONS, ENGAGEMENTS)

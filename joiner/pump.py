@@ -21,7 +21,7 @@ from joiner.local import LocalEngine
 from joiner.meters import Meters
 from joiner.watermark import Split
 from roo.errors import CheckpointError
-from roo.record import Record
+from roo.wire import Record
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 

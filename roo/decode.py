@@ -26,8 +26,8 @@ from roo.decode_scan import UNTRAINABLE, Scan, field, join, scan
 from roo.errors import SchemaError, WireError
 from roo.ids import unsigned
 from roo.plan import Plans
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 
 _WRONG = {
     k.BAD_SHAPE: ("bad_shape", "expected columns whose lengths agree with candidates, features and each other; got others"),
@@ -45,29 +45,19 @@ class Reject:
     error: str
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decoded:
-    batch: Batch
-    rejects: tuple[Reject, ...]  # in the order of the records
-    kept_R: np.ndarray  # int64: which record each request of the batch is
-    num_skipped_features: int  # features of the kept samples that the schema in use no longer has
-    skipped_corrections_C: np.ndarray
-    """int64, indices into the records: corrections left out; all unless asked for, otherwise those without features."""
-    correction_R: np.ndarray  # bool: this request is a correction: train loss(label) - loss(label_before)
-    label_before_BT: np.ndarray  # float32; 0 except for corrections
-
-
 class Decoder:
     """`registry` gives the schema of a fingerprint, or None (roo.schema_registry). Not thread-safe: one a thread."""
 
     def __init__(self, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
         self.schema = schema
         self.plans = Plans(schema, registry)
+        self.num_skipped_features = 0  # so far: features of decoded samples that the schema in use no longer has
+        self.num_skipped_corrections = 0  # so far: not asked for, or without features
 
-    def decode(self, records: Sequence[Record], *, corrections: bool = False) -> Decoded:
-        """Samples (and, if asked, trainable corrections) of one poll as a batch, in the records' order.
+    def decode(self, records: Sequence[Record], *, corrections: bool = False) -> tuple[Batch, list[Reject]]:
+        """Samples (and, if asked, trainable corrections) of one poll as a batch, and what can't be read, in the records' order.
 
-        Never raises for what a record holds: each is in exactly one of `kept_R`, `rejects`, `skipped_corrections_C`.
+        Never raises for what a record holds: each is a request of the batch, a reject, or a correction that is left out.
         """
         rejects: dict[int, tuple[str, str]] = {}
         values = [record.value or b"" for record in records]
@@ -81,23 +71,17 @@ class Decoder:
         if corrections:
             trainable_N |= w.read_varint(found.buf, field(found.spans_N, UNTRAINABLE)) == 0
         kept = np.flatnonzero((status_N == k.OK) & trainable_N)
-        filled = fill(self.plans, found, plan_N, kept)
         index_R = found.index_N[kept]
         batch = Batch(
             schema=self.schema,
+            correction_R=correction_N[kept],
             partition_R=np.fromiter((records[i].partition for i in index_R), dtype=np.int32, count=len(index_R)),
             offset_R=np.fromiter((records[i].offset for i in index_R), dtype=np.int64, count=len(index_R)),
-            **filled.arrays,
+            **fill(self.plans, found, plan_N, kept),
         )
-        return Decoded(
-            batch=batch,
-            rejects=tuple(Reject(i, *rejects[i]) for i in sorted(rejects)),
-            kept_R=index_R,
-            num_skipped_features=int(self.plans.num_skipped_S[plan_N[kept]].sum()),
-            skipped_corrections_C=found.index_N[(status_N == k.OK) & ~trainable_N],
-            correction_R=correction_N[kept],
-            label_before_BT=filled.label_before_BT,
-        )
+        self.num_skipped_features += int(self.plans.num_skipped_S[plan_N[kept]].sum())
+        self.num_skipped_corrections += int(((status_N == k.OK) & ~trainable_N).sum())
+        return batch, [Reject(i, *rejects[i]) for i in sorted(rejects)]
 
     def decode_request(
         self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int, *, fingerprint: int | None = None
@@ -113,10 +97,10 @@ class Decoder:
         schema = self.schema.fingerprint if fingerprint is None else fingerprint
         num_labels = int(self.plans.num_labels_S[self.plans.number_of(schema)]) if self._known(schema) else 0
         value = _request_sample(ro, nro, item_ids, time_ms, schema, num_labels)
-        decoded = self.decode([Record("", 0, -1, time_ms, None, value)])
-        if decoded.rejects:
-            raise WireError(decoded.rejects[0].reason, decoded.rejects[0].error)
-        return decoded.batch
+        batch, rejects = self.decode([Record("", 0, -1, time_ms, None, value)])
+        if rejects:
+            raise WireError(rejects[0].reason, rejects[0].error)
+        return batch
 
     def _known(self, fingerprint: int) -> bool:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,6 @@ from roo.decode_kernels import Blocks, Candidates, Lists, Plan, fill_candidates,
 from roo.decode_scan import CLOSE_MS, EVENT_TIMES, ITEM_IDS, SAMPLE_ID, WEIGHT, Scan, field
 from roo.jagged import Jagged
 from roo.plan import Layout, Plans
-
-
-class Filled(NamedTuple):
-    arrays: dict[str, Any]  # Batch's fields, but for schema, partition_R and offset_R
-    label_before_BT: np.ndarray
 
 
 def ro_blocks(scan: Scan, plan_N: np.ndarray) -> Blocks:
@@ -30,8 +25,11 @@ def nro_blocks(scan: Scan, plan_N: np.ndarray) -> Blocks:
     return Blocks(scan.nro_spans_P, scan.rows_P, scan.select_P, _starts(scan.used_P)[:-1], plan_N[scan.sample_P])
 
 
-def fill(plans: Plans, scan: Scan, plan_N: np.ndarray, kept_R: np.ndarray) -> Filled:
-    """`kept_R`: the samples (positions in N, ascending) that passed every check."""
+def fill(plans: Plans, scan: Scan, plan_N: np.ndarray, kept_R: np.ndarray) -> dict[str, Any]:
+    """Batch's fields, but for schema, correction_R, partition_R and offset_R.
+
+    `kept_R`: the samples (positions in N, ascending) that passed every check.
+    """
     spans_R = scan.spans_N[kept_R]
     counts_R = (spans_R[:, ITEM_IDS, 1] - spans_R[:, ITEM_IDS, 0]) // 8
     out_R = _starts(counts_R)
@@ -45,13 +43,14 @@ def fill(plans: Plans, scan: Scan, plan_N: np.ndarray, kept_R: np.ndarray) -> Fi
     weight_R[weight_R == 0] = 1.0
     out = _candidates(b, t)
     fill_candidates(scan.buf, spans_R, weight_R.view(np.uint32), plans.label_to_ST[plan_N[kept_R]], out_R, out)
-    arrays = {
+    return {
         **_side(plans, "ro", scan.buf, ro, r),
         **_side(plans, "nro", scan.buf, nro, b),
         "num_candidates_R": counts_R.astype(np.int32),
         "request_index_B": np.repeat(np.arange(r), counts_R),
         "item_B": out.item_B,
         "label_BT": out.label_BT.view(np.float32),
+        "label_before_BT": out.before_BT.view(np.float32),
         "weight_BT": out.weight_BT.view(np.float32),
         "position_B": out.position_B,
         "propensity_B": out.propensity_B.view(np.float32),
@@ -61,7 +60,6 @@ def fill(plans: Plans, scan: Scan, plan_N: np.ndarray, kept_R: np.ndarray) -> Fi
         "oldest_engagement_ms_R": oldest_i64(scan.buf, field(spans_R, EVENT_TIMES)),
         "sample_id_R": w.read_i64(scan.buf, field(spans_R, SAMPLE_ID)),
     }
-    return Filled(arrays, out.before_BT.view(np.float32))
 
 
 def _candidates(b: int, t: int) -> Candidates:
@@ -71,7 +69,7 @@ def _candidates(b: int, t: int) -> Candidates:
     return Candidates(
         item_B=np.zeros(b, dtype=np.int64),
         label_BT=bits((b, t), 0),
-        before_BT=bits((b, t), 0),
+        before_BT=bits((b, t), np.nan),
         weight_BT=bits((b, t), 0),
         score_BT=bits((b, t), np.nan),
         position_B=np.full(b, -1, dtype=np.int32),

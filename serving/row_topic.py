@@ -7,7 +7,7 @@ from typing import Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from roo.errors import UnavailableError
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topics import PARTITIONS, ROWS, name_of

@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from google.protobuf.message import Message
+
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.record import Record
+from roo.wire import Record
 from runtime.clock import Clock
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
 from traffic.edge import Edge
@@ -59,7 +61,7 @@ def records(
         yield from _everywhere(wire.END_MARKER, pb.EndMarker(time_ms=last_ms + settle_ms), last_ms + settle_ms)
 
 
-def _everywhere(kind: int, message: wire.Wire, time_ms: int) -> Iterator[Record]:
+def _everywhere(kind: int, message: Message, time_ms: int) -> Iterator[Record]:
     """The message on every partition of both topics; its key is the partition's number."""
     value = wire.encode(kind, message)
     for topic in INPUTS:

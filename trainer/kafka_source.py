@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from roo.errors import UnavailableError
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topics import PARTITIONS, name_of

@@ -24,8 +24,8 @@ from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder, Reject
 from roo.lookup import Lookup, build_lookup
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime.clock import Clock
 from trainer import dense
 from trainer.adam import Adam
@@ -194,10 +194,9 @@ class TrainLoop:
     def _train(self, records: Sequence[Record]) -> None:
         started_s, read_ms = self.clock.monotonic_s(), self.clock.now_ms()
         self.num_steps += 1
-        decoded = self.decoder.decode(records)
-        for reject in decoded.rejects:
+        batch, rejects = self.decoder.decode(records)
+        for reject in rejects:
             self._reject(records[reject.index], reject)
-        batch = decoded.batch
         new_R = self.dedupe.take_new(batch.sample_id_R, batch.close_ms_R)
         if not new_R.all():
             batch = batch.take_requests(np.flatnonzero(new_R))

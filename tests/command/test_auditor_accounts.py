@@ -9,7 +9,7 @@ from command.accounts import DEAD, FOLDED, SEEN, Accounts, Ledger
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes, sample_id
-from roo.record import Record
+from roo.wire import Record
 
 T0 = 1_700_000_000_000
 KEY = key_bytes(5, 0)

@@ -12,8 +12,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import UnavailableError
 from roo.ids import key_bytes
-from roo.record import Record
 from roo.schema import schema_from_dict
+from roo.wire import Record
 from runtime.broker import Broker
 from runtime.clock import FakeClock
 

@@ -5,7 +5,7 @@ import pytest
 from command.replay_metrics import PredictionMetrics
 from roo import roo_pb2 as pb
 from roo import wire
-from roo.record import Record
+from roo.wire import Record
 
 DAY = 86_400_000
 

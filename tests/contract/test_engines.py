@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from roo import wire
-from roo.record import Record
 from roo.schema_registry import to_toml
+from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topics import PARTITIONS, TopicSettings, name_of

@@ -17,7 +17,7 @@ from features.event_source import Merge
 from features.store import PLACES, Place
 from roo import roo_pb2 as pb
 from roo import wire
-from roo.record import Record
+from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS
 
 T0 = 1_700_000_000_000

@@ -16,8 +16,8 @@ from features.store import PLACES, FeatureStore
 from features.updater import FeatureMetrics, FeatureUpdater, apply, event_of, features_body, follow
 from roo.counters import Counters
 from roo.errors import CheckpointError, ConfigError, UnavailableError, WireError
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock

@@ -14,7 +14,7 @@ from joiner.state import START
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.ids import key_bytes
-from roo.record import Record
+from roo.wire import Record
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, engagement, impression, record, samples, seen
 from tests.joiner.oracle import join_all

@@ -17,7 +17,7 @@ from joiner.pump import Pump, Snapshots
 from joiner.watermark import Split
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
-from roo.record import Record
+from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from tests.joiner import generated

@@ -21,8 +21,8 @@ from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
 from roo.errors import SchemaError
 from roo.lookup import build_lookup
-from roo.record import Record
 from roo.schema import Schema, schema_from_dict
+from roo.wire import Record
 from tests.models.model_cases import CASES, LABELS, NOW_MS, make_batch, make_rows, make_schema
 
 COUNTS = [3, 1, 0, 11, 17, 2, 40, 1]  # three groups of lists.py, and requests with one candidate and none
@@ -121,7 +121,7 @@ def test_g9_a_request_alone_scores_the_same_bits_in_training_and_serving(n: int)
     trained = trained_model(schema)
     ro, nro, item_n = as_served(schema, n, seed=n)
 
-    batch = Decoder(schema, lambda _: schema).decode([as_sample(schema, ro, nro, item_n)]).batch
+    batch, _ = Decoder(schema, lambda _: schema).decode([as_sample(schema, ro, nro, item_n)])
     lookup = build_lookup(batch)
     in_training = trained(build_inputs(batch, lookup, make_rows(schema, lookup), train=True))
     assert in_training.requires_grad
@@ -159,7 +159,7 @@ def test_g9_in_any_batch_and_order_logits_agree_to_1e5() -> None:
     alone = [score(model, decoder.decode_request(*r, NOW_MS)) for r in requests]
     for order in (range(6), [5, 3, 4, 0, 2, 1], [3, 3, 1]):
         records = [as_sample(schema, *requests[i], at) for at, i in enumerate(order)]
-        together = score(model, decoder.decode(records).batch)
+        together = score(model, decoder.decode(records)[0])
         torch.testing.assert_close(together, torch.cat([alone[i] for i in order]), rtol=0, atol=1e-5)
 
 

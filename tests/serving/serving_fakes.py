@@ -8,8 +8,8 @@ import numpy as np
 
 from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done, Outcome
 from serving.row_topic import RowsGoneError

@@ -11,8 +11,8 @@ import pytest
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.record import Record
 from roo.schema import schema_from_dict
+from roo.wire import Record
 from runtime.clock import FakeClock
 from traffic.config import ReplayConfig
 from traffic.edge import Edge

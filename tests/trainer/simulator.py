@@ -17,7 +17,7 @@ import numpy as np
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.errors import CheckpointError, FencedError, RoostreamError, TransportError
-from roo.record import Record
+from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from runtime.manifest import Manifest
