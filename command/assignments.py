@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import tomllib
 from collections.abc import Iterable
 from typing import Any
 
+from infra.kinds import kind_of
 from roo.config import from_dict
 from roo.errors import ConfigError, nearest
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
-SETTINGS = {
-    "shard": "param_server.config:ShardConfig",
-    "controller": "trainer.config:ControllerConfig",
-    "worker": "trainer.config:WorkerConfig",
-    "serving": "serving.config:ServingConfig",
-    "features": "features.config:FeaturesConfig",
-    "joiner": "joiner.config:JoinerConfig",
-    "simulate": "traffic.config:SimulateConfig",
-}
-"""Program → module and class of its settings, imported when they are asked for."""
-KINDS = tuple(SETTINGS)
 
 
 def port_numbers(texts: Iterable[str]) -> dict[str, int]:
@@ -53,17 +42,14 @@ def overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         program, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise ConfigError(f"--set: expected PROGRAM.KEY=VALUE such as joiner.window_ms=20000, got {text!r}")
-        if program not in KINDS and not program.startswith("shard-"):
-            raise ConfigError(f"--set: no program {program!r}{nearest(program, KINDS)}")
         found.setdefault(program, {}).update(_setting(program, key, _value(value)))
     return found
 
 
 def _setting(program: str, key: str, value: Any) -> dict[str, Any]:
     """As the program's own TOML would be read: `window = "20s"` becomes `window_ms = 20000`."""
-    module, _, name = SETTINGS["shard" if program.startswith("shard-") else program].partition(":")
     try:
-        return from_dict(getattr(importlib.import_module(module), name), {key: value}, None, f"{program}.")
+        return from_dict(kind_of(program).settings(), {key: value}, None, f"{program}.")
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
 

@@ -13,7 +13,6 @@ from rich.live import Live
 
 from command import control, table
 from command.audit import Audit
-from command.console import ConsoleHandler
 from command.status import Watcher
 from infra.options import StackOptions
 from infra.stack import Stack
@@ -110,3 +109,15 @@ class Show:
 def _lines(name: str, text: str) -> list[tuple[str, str]]:
     first, *others = text.split("\n")
     return [(name, first), *(("", line) for line in others)]
+
+
+class ConsoleHandler(logging.Handler):
+    """Log lines of the stack through rich, so that they appear above a live table. Passwords never reach a log."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
+        self.console.print(record.getMessage(), style=style, markup=False, highlight=False, soft_wrap=True)

@@ -14,29 +14,10 @@ from typing import Any
 
 import click
 
+from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
 from roo.config import load, parse_duration_ms
 from roo.errors import ConfigError, RoostreamError
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A program: where its `run` and its configuration are."""
-
-    module: str
-    run: str
-    config: str
-    help: str
-
-
-PROGRAMS = {
-    "serving": Entry("serving", "run", "ServingConfig", "Score requests over HTTP and log what was scored."),
-    "features": Entry("features", "run", "FeaturesConfig", "Keep user histories and item counters in Redis."),
-    "joiner": Entry("joiner", "run", "JoinerConfig", "Join impressions and engagements into samples (a Flink job)."),
-    "worker": Entry("trainer", "run_worker", "WorkerConfig", "Train on samples as they come."),
-    "controller": Entry("trainer", "run_controller", "ControllerConfig", "Commit, restore and watch workers and shards."),
-    "shard": Entry("param_server", "run", "ShardConfig", "Hold a part of the embedding rows."),
-}
 
 home_option = click.option(
     "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
@@ -55,17 +36,17 @@ def cli() -> None:
     """
 
 
-def _add_program(name: str, entry: Entry) -> None:
-    @cli.command(name, help=f"{entry.help}\n\n\b\nExample:\n  roostream {name} --config {name}.toml")
+def _add_program(kind: Kind) -> None:
+    @cli.command(kind.name, help=f"{kind.help}\n\n\b\nExample:\n  roostream {kind.name} --config {kind.name}.toml")
     @click.option("--config", "file", type=click.Path(path_type=Path), required=True, help="TOML; an unknown key is refused")
     def command(file: Path) -> None:
-        config_class = getattr(importlib.import_module(f"{entry.module}.config"), entry.config)
-        config = load(config_class, file, program=name)
-        sys.exit(getattr(importlib.import_module(f"{entry.module}.main"), entry.run)(config))
+        config = load(kind.settings(), file, program=kind.name)
+        sys.exit(kind.body()(config))
 
 
-for _name, _entry in PROGRAMS.items():
-    _add_program(_name, _entry)
+for _kind in KINDS:
+    if _kind.name != SIMULATE:  # it has flags of its own
+        _add_program(_kind)
 
 
 def stack_options(command: Any) -> Any:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra import ports
-from infra.build import KAFKA_JARS
-from infra.child import Program
+from infra.child import Program, StopRank
 from infra.home import Home
+from infra.jars import KAFKA_JARS
 from infra.options import StackOptions
 from roo.errors import SetupError, UnavailableError
 from runtime.broker import Broker
@@ -87,6 +87,7 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
         prepare=prepare,
         ready=lambda: ports.answers(bootstrap),
         on_ready=make_topics,
+        stop_rank=StopRank.KAFKA,
         stop_timeout_s=15.0,
         place=home.root,
     )
