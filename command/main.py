@@ -194,6 +194,32 @@ def simulate(home: Path, file: Path | None, **flags: Any) -> None:
     sys.exit(importlib.import_module("traffic.main").run_simulate(config))
 
 
+@cli.group()
+def schema() -> None:
+    """Look at a schema file (docs/schema.md).
+
+    \b
+    Example:
+      roostream schema show my_site.toml
+    """
+
+
+@schema.command("show")
+@click.argument("file", type=click.Path(path_type=Path))
+def schema_show(file: Path) -> None:
+    """The schema with its families written out and defaults left out, or the sentence that says what is wrong with it.
+
+    \b
+    Example:
+      roostream schema show my_site.toml
+    """
+    from roo.schema import load_schema
+    from roo.schema_registry import to_toml
+
+    loaded = load_schema(file)
+    click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
+
+
 class ManyValues(click.Command):
     """Lets `--behaviors A B C` be written for `--behaviors A --behaviors B --behaviors C`."""
 

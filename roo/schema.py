@@ -1,8 +1,8 @@
 """The schema: the only place where tables, features, labels and transforms are declared.
 
-`load_schema(path)` reads the TOML of docs/schema.md. The fingerprint covers what bytes depend on (features, their kinds,
-tables, columns, labels), not training settings: a sample carries the fingerprint of the schema that wrote it, and
-`reading_plan(writer, reader)` says how to read it with another one.
+`load_schema(path)` reads the TOML of docs/schema.md, with its families written out (schema_expand.py). The fingerprint
+covers what bytes depend on (features, their kinds, tables, columns, labels), not training settings: a sample carries the
+fingerprint of the schema that wrote it, and `reading_plan(writer, reader)` says how to read it with another one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roo.config import build, from_dict, read_toml, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
 from roo.schema_check import check, check_name, check_ranges
+from roo.schema_expand import Places, expand
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 ColumnKind = Literal["ids", "time_ms"]
@@ -220,17 +222,20 @@ def load_schema(path: str | Path) -> Schema:
         raise SchemaError(str(error)) from None
 
 
-def schema_from_dict(raw: dict[str, object], path: str | Path | None = None) -> Schema:
+def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> Schema:
     """The same from a parsed table; `path` only for messages."""
     try:
-        return check(_parse(dict(raw), path), path)
+        long, blocks = expand(raw, path)
+        places = Places(path, blocks)
+        return check(_parse(long, places), places)
     except SchemaError:
         raise
     except ConfigError as error:
         raise SchemaError(str(error)) from None
 
 
-def _parse(raw: dict[str, object], path: str | Path | None) -> Schema:
+def _parse(raw: dict[str, Any], places: Places) -> Schema:
+    path = places.path
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
         raise SchemaError(f"{path or 'schema'}: expected [tables.NAME] tables, got {tables!r}")
@@ -244,17 +249,22 @@ def _parse(raw: dict[str, object], path: str | Path | None) -> Schema:
     }
     lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
     for key, cls in lists.items():
-        rows = raw.pop(key, [])
-        if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-            raise SchemaError(f"{path or 'schema'}: expected [[{key}]] tables, got {rows!r}")
-        parsed[key + "s" if key in ("label", "transform") else key] = tuple(
-            build(cls, from_dict(cls, r, path, f"{key}."), path) for r in rows
-        )
+        rows = enumerate(raw.pop(key))
+        plural = key + "s" if key in ("label", "transform") else key
+        parsed[plural] = tuple(_row(cls, row, places, key, index) for index, row in rows)
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
             raise SchemaError(f"{where(path, key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
     return build(Schema, {**parsed, **from_dict(Schema, raw, path)}, path)
+
+
+def _row(cls: type[Any], raw: dict[str, Any], places: Places, section: str, index: int) -> Any:
+    values = from_dict(cls, raw, places.path, f"{section}.")
+    try:
+        return build(cls, values, None)
+    except ConfigError as error:
+        raise SchemaError(f"{places.of(section, index)}{error}") from None
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:

@@ -49,6 +49,7 @@ def roostream(*arguments: str | Path) -> tuple[int, str]:
         (("up", "--foreground", "--home", "h", "--java", "/no/java"), "no java at '/no/java'"),
         (("replay", "ebnerd", "--behaviors", "no.parquet"), "no such file"),
         (("simulate", "--home", "no-home"), "roostream up"),
+        (("schema", "show", "no.toml"), "error: no.toml: no such file"),
     ],
     ids=lambda v: " ".join(v[:2]) if isinstance(v, tuple) else "",
 )
@@ -78,3 +79,12 @@ def test_several_files_can_follow_one_option(tmp_path: Path) -> None:
         cli, ["replay", "ebnerd", "--behaviors", str(tmp_path / "a"), str(tmp_path / "b"), "--speed", "0x"]
     )
     assert "expected speed" in str(result.exception)
+
+
+def test_a_schema_is_shown_with_its_families_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text('[[nro]]\nonline = "ctr_{10m,1h}"\n[[label]]\nname = "click"\naction = "click"\n')
+    result = CliRunner().invoke(cli, ["schema", "show", str(path)])
+    assert '[[nro]]\nname = "ctr_10m"\nonline = "ctr_10m"\n\n[[nro]]\nname = "ctr_1h"\n' in result.output
+    path.write_text(result.output)
+    assert CliRunner().invoke(cli, ["schema", "show", str(path)]).output == result.output

@@ -40,7 +40,7 @@ WRONG = [
     ("rho = 3\n" + LABEL, "schema.toml:1: unknown key 'rho' = 3; did you mean 'ro'?"),
     ("name = 3\n" + LABEL, "schema.toml:1: key 'name': expected str, got 3"),
     (TABLE + ITEM, "expected at least one [[label]], got none; without one nothing can be trained"),
-    (GOOD + AGE, "schema.toml:8: duplicate feature 'age'; give each feature its own name"),
+    (GOOD + AGE, "schema.toml:13: duplicate feature 'age'; give each feature its own name"),
     (GOOD + LABEL, "duplicate label 'click'; give each its own name"),
     ("[[ro]]\nname = 'a.b'\n" + LABEL, "feature 'a.b': expected a name of lower-case letters"),
     ("[[ro]]\nname = 'a'\ndefault = nan\n" + LABEL, "feature 'a': expected a finite default, got nan"),
