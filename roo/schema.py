@@ -15,35 +15,41 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from roo.config import build, from_dict, read_toml, setting, where
+from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
-from roo.schema_check import check, check_name, check_ranges
+from roo.schema_check import check
 from roo.schema_expand import Places, expand
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 ColumnKind = Literal["ids", "time_ms"]
 Fold = Literal["any", "count", "sum", "max", "last"]
 Rule = Literal["adagrad", "rowwise_adagrad"]
+_FLOAT = 3e38  # fits a float32
 Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Settings):
     """A logical embedding table; tables of equal dim and rule settings are stored together, as one stack."""
 
     name: str = setting("", "taken from the TOML table's own name")
-    dim: int = setting(help="width of a row's embedding")
+    dim: int = setting(help="width of a row's embedding", least=1, most=4096)
     rule: Rule = setting("adagrad", "update rule")
-    learning_rate: float = setting(0.05, "step size of the update rule")
-    initial_accumulator: float = setting(1e-5, "initial value of Adagrad's accumulator; small, as gradients are of the mean loss")
-    init_scale: float = setting(0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)")
-    expire_after_ms: int = setting(0, "rows not pushed for this long in event time are dropped at a commit; 0 = never")
+    learning_rate: float = setting(0.05, "step size of the update rule", least=0, most=1_000_000)
+    initial_accumulator: float = setting(
+        1e-5, "initial value of Adagrad's accumulator; small, as gradients are of the mean loss", least=0, most=1e9
+    )
+    init_scale: float = setting(
+        0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)", least=0, most=1e3
+    )
+    expire_after_ms: int = setting(
+        0, "rows not pushed for this long in event time are dropped at a commit; 0 = never", least=0, most=1 << 53
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("table", self.name)
-        ranges = (("dim", 1, 4096), ("learning_rate", 0, 1e6), ("initial_accumulator", 0, 1e9), ("init_scale", 0, 1e3))
-        check_ranges(f"table {self.name!r}", self, (*ranges, ("expire_after_ms", 0, 1 << 53)))
 
     @cached_property
     def id(self) -> int:
@@ -57,7 +63,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Feature:
+class Feature(Settings):
     """One RO or NRO feature."""
 
     name: str = setting(help="unique over RO and NRO")
@@ -72,6 +78,7 @@ class Feature:
     online: str = setting("", "which online feature serving hydrates it with when a request lacks it (docs/schema.md)")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (self.name, *self.columns):
             check_name("feature", name)
         if not math.isfinite(self.default):
@@ -91,62 +98,54 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Label:
+class Label(Settings):
     """How a candidate's engagements fold into one number; 0 without any."""
 
     name: str = setting(help="unique name; the model's task")
     action: str = setting(help="the engagements that count")
     fold: Fold = setting("any", "any | count | sum | max | last")
-    window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window")
-    threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all")
+    window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window", least=0, most=1 << 53)
+    threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all", least=-_FLOAT, most=_FLOAT)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("label", self.name)
-        check_ranges(f"label {self.name!r}", self, (("window_ms", 0, 1 << 53), ("threshold", -3e38, 3e38)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transform:
+class Transform(Settings):
     """A float derived from an NRO or RO float, the same at training and at serving (roo/transform.py)."""
 
     output: str = setting(help="name of the derived float; equal to input to replace it")
     input: str = setting(help="declared float, or the output of an earlier transform")
     op: Op = setting(help="log1p | clip | standardize | rank | share")
-    low: float = setting(0.0, "clip: lower bound")
-    high: float = setting(1.0, "clip: upper bound")
-    mean: float = setting(0.0, "standardize: (x - mean) / std")
-    std: float = setting(1.0, "standardize: (x - mean) / std")
+    low: float = setting(0.0, "clip: lower bound", least=-_FLOAT, most=_FLOAT)
+    high: float = setting(1.0, "clip: upper bound", least=-_FLOAT, most=_FLOAT)
+    mean: float = setting(0.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
+    std: float = setting(1.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("transform", self.output)
-        ranges = tuple((name, -3e38, 3e38) for name in ("low", "high", "mean", "std"))
-        check_ranges(f"transform {self.output!r}", self, ranges)
         if self.low > self.high:
-            raise SchemaError(f"transform {self.output!r}: expected low <= high, got {self.low} > {self.high}")
+            raise refusal("low", f"at most high = {self.high:g}", self.low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Settings):
     """Hard caps: beyond them a record is a dead letter and a request is answered 413."""
 
-    max_candidates: int = setting(1000, "candidates a request")
-    max_list: int = setting(2000, "entries a list feature")
-    max_record_bytes: int = setting(1 << 20, "bytes a record")
-
-    def __post_init__(self) -> None:
-        ranges = (("max_candidates", 1, 1 << 20), ("max_list", 1, 1 << 20), ("max_record_bytes", 1024, 1 << 30))
-        check_ranges("limits", self, ranges)
+    max_candidates: int = setting(1000, "candidates a request", least=1, most=1 << 20)
+    max_list: int = setting(2000, "entries a list feature", least=1, most=1 << 20)
+    max_record_bytes: int = setting(1 << 20, "bytes a record", least=1024, most=1 << 30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online:
+class Online(Settings):
     """What the feature updater counts; see roo/counters.py."""
 
     click: str = setting("click", "the action that counts as a click")
-    history_len: int = setting(50, "newest clicks kept a user, newest first")
-
-    def __post_init__(self) -> None:
-        check_ranges("online", self, (("history_len", 0, 10_000),))
+    history_len: int = setting(50, "newest clicks kept a user, newest first", least=0, most=10_000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +243,8 @@ def _parse(raw: dict[str, Any], places: Places) -> Schema:
             raise SchemaError(f"{where(path, name)}expected a table [tables.{name}], got {t!r}")
     parsed: dict[str, object] = {
         "tables": tuple(
-            build(Table, {**from_dict(Table, t, path, f"tables.{name}."), "name": name}, path) for name, t in tables.items()
+            build(Table, {**from_dict(Table, t, path, f"tables.{name}."), "name": name}, path, f"tables.{name}.")
+            for name, t in tables.items()
         )
     }
     lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
@@ -261,10 +261,12 @@ def _parse(raw: dict[str, Any], places: Places) -> Schema:
 
 def _row(cls: type[Any], raw: dict[str, Any], places: Places, section: str, index: int) -> Any:
     values = from_dict(cls, raw, places.path, f"{section}.")
+    name = values.get("output" if cls is Transform else "name", "")
     try:
-        return build(cls, values, None)
+        return build(cls, values, None, f"{section}.{name}.", lambda key: places.of(section, index, key.rsplit(".", 1)[-1]))
     except ConfigError as error:
-        raise SchemaError(f"{places.of(section, index)}{error}") from None
+        text = str(error)
+        raise SchemaError(text if "key " in text else f"{places.of(section, index)}{text}") from None
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:

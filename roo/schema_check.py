@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from roo.schema import Feature, Schema
     from roo.schema_expand import Places
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _LIVES = ("10m", "1h", "6h", "24h")
 ONLINE = {
     "ro": ("history", "history_len", "gap_s", "num_candidates", "hour_of_day"),
@@ -23,17 +21,6 @@ ONLINE = {
     ),
 }
 """What `online` may name, by side; computed by roo/counters.py, but for `item_id`: the candidate's own id."""
-
-
-def check_ranges(what: str, item: object, ranges: tuple[tuple[str, float, float], ...]) -> None:
-    for name, low, high in ranges:
-        if not low <= getattr(item, name) <= high:
-            raise SchemaError(f"{what}: expected {name} in {low}..{high}, got {getattr(item, name)}")
-
-
-def check_name(what: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise SchemaError(f"{what} {name!r}: expected a name of lower-case letters, digits, '_' and '-' (at most 64)")
 
 
 At: TypeAlias = Callable[..., str]
