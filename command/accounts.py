@@ -107,7 +107,7 @@ class Sums:
     accounted: bool
 
     def counts(self) -> dict[str, object]:
-        """`counts` of a report (format.md, Reports)."""
+        """`counts` of a report (docs/protocols.md, Reports)."""
         values = dataclasses.asdict(self)
         del values["accounted"]
         return values

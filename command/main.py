@@ -304,7 +304,7 @@ def _replay(dataset: str, label_delay: str, window: str, **options: Any) -> None
     config = ReplayConfig(
         dataset=dataset, label_delay_ms=parse_duration_ms(label_delay), window_ms=parse_duration_ms(window), **options
     )
-    sys.exit(importlib.import_module("command.replay").run(config))
+    sys.exit(importlib.import_module("command.replay.run").run(config))
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from command.auditor import Auditor
-from command.replay_metrics import PredictionMetrics
-from command.replay_parts import Outcome, Stage, joiner_settings
+from command.replay.prediction_metrics import PredictionMetrics
+from command.replay.stage import Outcome, Stage, joiner_settings
 from infra.options import StackOptions
 from infra.stack import Stack
 from roo.errors import UnavailableError

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from command.accounts import Accounts
-from command.replay_metrics import PredictionMetrics
+from command.replay.prediction_metrics import PredictionMetrics
 from roo import wire
 from roo.schema import Schema
 from roo.wire import Record

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from command.accounts import Accounts
-from command.replay_metrics import PredictionMetrics
-from command.replay_parts import Outcome, Stage, joiner_settings
+from command.replay.prediction_metrics import PredictionMetrics
+from command.replay.stage import Outcome, Stage, joiner_settings
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local import LocalEngine

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from command.replay_parts import Engine, Outcome, Stage
+from command.replay.stage import Engine, Outcome, Stage
 from roo.errors import UnavailableError
 from roo.schema import load_schema
 from runtime import program
@@ -65,16 +65,16 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
 def _engine(config: ReplayConfig) -> Engine:
     """Imported only when used: neither engine pays for the other's parts."""
     if config.engine == "stack":
-        from command.replay_stack import replay_through_stack
+        from command.replay.through_stack import replay_through_stack
 
         return replay_through_stack
-    from command.replay_local import replay_in_process
+    from command.replay.in_process import replay_in_process
 
     return replay_in_process
 
 
 def build_report(config: ReplayConfig, outcome: Outcome, source: Log, wall_s: float) -> dict[str, Any]:
-    """Keys as in format.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count."""
+    """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count."""
     sums = outcome.accounts.sums(ended=True)
     skipped, first_skipped = source.skipped()
     return {

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from command.replay import run
+from command.replay.run import run
 from roo.errors import RoostreamError
 from traffic.config import ReplayConfig
 
-FIXTURE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "ebnerd_week1" / "fixture"
+FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "ebnerd_week1" / "fixture"
 START = datetime.datetime(2023, 5, 18, 7)
 SCHEMA = """
 [tables.item]
@@ -139,7 +139,7 @@ def test_frozen_weights_score_and_do_not_learn(tmp_path: Path) -> None:
 
 
 def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "bring-your-own-data.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md").read_text()
     for language in ("jsonl", "toml"):
         (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
     report = tmp_path / "report.json"

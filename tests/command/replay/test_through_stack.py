@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from command.replay import run
-from command.replay_parts import joiner_settings
-from command.replay_stack import stack_options
+from command.replay.run import run
+from command.replay.stage import joiner_settings
+from command.replay.through_stack import stack_options
 from joiner.config import JoinerConfig
 from traffic.config import ReplayConfig
 
-DOCUMENTED = Path(__file__).resolve().parents[2] / "docs" / "bring-your-own-data.md"
+DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md"
 
 
 def config(folder: Path, **settings: Any) -> ReplayConfig:

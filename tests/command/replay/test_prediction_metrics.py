@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from command.replay_metrics import PredictionMetrics
+from command.replay.prediction_metrics import PredictionMetrics
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.wire import Record
