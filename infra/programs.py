@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from infra import kinds, toml
+import tomli_w
+
+from infra import kinds
 from infra.child import Program
 from infra.home import Home
 from infra.kinds import Site
@@ -39,7 +42,7 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         table = settings(site)
         if kind.name == "joiner" and kinds.joins_on_flink(site.options):
             table["restore"] = kinds.restore_point(site)
-        conf.write_text(toml.render(table), encoding="utf-8")
+        conf.write_text(tomli_w.dumps(plain(table)), encoding="utf-8")
 
     return Program(
         name=site.name,
@@ -55,3 +58,12 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         restarted=kind.restarted,
         place=site.home.root,
     )
+
+
+def plain(value: Any) -> Any:
+    """`value` with paths as text and tuples as lists, as TOML can hold it."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value

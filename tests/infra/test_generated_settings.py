@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
-from infra import kinds, programs, toml
+from infra import kinds, programs
 from infra import options as stack_options
 from infra.home import Home
 from infra.options import StackOptions
@@ -35,7 +36,7 @@ def table(name: str, folder: Path, options: StackOptions) -> dict[str, Any]:
 
 def loaded(name: str, options: StackOptions, folder: Path) -> object:
     path = folder / f"{name}.toml"
-    path.write_text(toml.render(table(name, folder, options)), encoding="utf-8")
+    path.write_text(tomli_w.dumps(programs.plain(table(name, folder, options))), encoding="utf-8")
     return load(kinds.kind_of(name).settings(), path, environ={})
 
 
