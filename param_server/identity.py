@@ -6,7 +6,7 @@ import dataclasses
 
 from param_server.table import StackTable
 from roo.schema import Schema
-from runtime.topics import NUM_BUCKETS
+from runtime.topics import NUM_BUCKETS, PARTITIONS, ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class ShardIdentity:
     index: int = 0
     num_shards: int = 1
     num_buckets: int = NUM_BUCKETS
+    num_partitions: int = PARTITIONS[ROWS]
     seed: int = 0
     publishing: bool = True
     max_publish_norm: float = 100.0

@@ -23,6 +23,7 @@ from param_server.block import Block
 from param_server.index import KeyIndex
 from roo.errors import CheckpointError
 from roo.ids import buckets_of
+from runtime.manifest import Manifest
 
 log = logging.getLogger("roostream.segments")
 
@@ -54,6 +55,24 @@ class Commit(NamedTuple):
     seq: int
     incarnation: int
     segments: tuple[Segment, ...]  # oldest first
+
+
+BEGINNING = Commit(0, 0, ())  # before any commit
+
+
+def commit_of(manifest: Manifest, index: int) -> Commit:
+    """What `manifest` names of shard `index`.
+
+    Raises:
+        CheckpointError: it names none of this shard's segments.
+    """
+    try:
+        segments = tuple(Segment(**{f: s[f] for f in Segment._fields}) for s in manifest.shards[index]["segments"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{manifest.name}: expected the segments of shard {index}, got none that can be read ({error!r})"
+        ) from None
+    return Commit(manifest.seq, manifest.incarnation, segments)
 
 
 class Segments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TypeAlias
 
 Partition: TypeAlias = tuple[str, int]
@@ -33,6 +34,19 @@ class TopicSettings:
 
 def name_of(prefix: str, topic: str) -> str:
     return prefix + topic
+
+
+def nested(at: Progress) -> dict[str, dict[int, int]]:
+    """Topic → partition → offset: a progress as calls and manifests carry it."""
+    out: dict[str, dict[int, int]] = {}
+    for (topic, partition), offset in sorted(at.items()):
+        out.setdefault(topic, {})[partition] = offset
+    return out
+
+
+def flat(by_topic: Mapping[str, Mapping[int | str, int]]) -> Progress:
+    """Inverse of `nested`; JSON's keys are text."""
+    return {(topic, int(p)): int(offset) for topic, at in by_topic.items() for p, offset in at.items()}
 
 
 def configs(topic: str, settings: TopicSettings) -> dict[str, str]:

@@ -20,10 +20,11 @@ from roo.schema import Schema, load_schema
 from runtime.broker import Broker
 from runtime.checkpoint_store import CheckpointStore, FileStore
 from runtime.clock import Clock, SystemClock
+from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc import SocketTransport
 from serving.config import ServingConfig
-from serving.dense import DenseFollower, ManifestHead
+from serving.dense import DenseFollower
 from serving.feature_log.kafka_sink import KafkaSink
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
@@ -97,8 +98,8 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         waiting_for=lambda: [] if rows.ready else ["rows of the shards"],
     )
 
-    def installed(version: Version, head: ManifestHead) -> None:
-        metrics.show_version(version.name, head.time_ms)
+    def installed(version: Version, manifest: Manifest) -> None:
+        metrics.show_version(version.name, manifest.time_ms)
 
     metrics.show_version(versions.newest.name, 0)
     sender = LogSender(feature_log, lambda: KafkaSink.open(Broker(config.bootstrap), config.prefix))

@@ -7,6 +7,7 @@ from typing import Any
 
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
+from runtime import manifest as manifests
 from runtime import metrics
 from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
@@ -15,12 +16,12 @@ from runtime.exports import Exports, one_of
 from runtime.manifest import Manifest
 from runtime.program import Stop
 from runtime.rpc import RpcServer, parse_address
-from runtime.topics import NUM_BUCKETS
+from runtime.topics import NUM_BUCKETS, PARTITIONS, SAMPLES
 from trainer.commit import Facts, State
 from trainer.config import ControllerConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.identity import check_kafka, check_schema, check_shape, kafka_identity
+from trainer.identity import check_kafka, check_schema, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
@@ -44,6 +45,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         num_shards=config.num_shards,
         num_workers=config.num_workers,
         num_buckets=NUM_BUCKETS,
+        num_partitions=PARTITIONS[SAMPLES],
         kafka=kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
     )
@@ -51,7 +53,13 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     def check(manifest: Manifest) -> None:
         check_kafka(manifest, kafka)
         check_schema(manifest, schema, lookup(store))
-        check_shape(manifest, num_shards=config.num_shards, num_buckets=NUM_BUCKETS, seed=config.seed)
+        manifests.check_shape(
+            manifest,
+            num_shards=config.num_shards,
+            num_buckets=NUM_BUCKETS,
+            num_partitions=PARTITIONS[SAMPLES],
+            seed=config.seed,
+        )
 
     controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=check)
     server = RpcServer(controller.handle, host, port)

@@ -44,14 +44,6 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
         )
 
 
-def check_shape(manifest: Manifest, *, num_shards: int, num_buckets: int, seed: int) -> None:
-    """Raises ConfigError: rows are spread and initialised by these; another number reads other rows."""
-    for name, mine in (("num_shards", num_shards), ("num_buckets", num_buckets), ("seed", seed)):
-        committed = getattr(manifest, name)
-        if committed != mine:
-            raise ConfigError(f"{manifest.name}: expected {name} = {committed}, got {mine}; use the committed value")
-
-
 def check_schema(manifest: Manifest, schema: Schema, lookup: Callable[[int], Schema | None]) -> None:
     """A schema may gain and lose features; what it keeps must mean the same.
 

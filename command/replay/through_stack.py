@@ -35,7 +35,7 @@ from runtime import manifest as manifests
 from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.program import Stop
-from runtime.topics import SAMPLES, name_of
+from runtime.topics import SAMPLES, name_of, nested
 from traffic.config import ReplayConfig
 
 log = logging.getLogger("roostream.replay")
@@ -182,7 +182,7 @@ class _Replay:
         """Next offsets of the samples topic, as of the newest manifest."""
         store = FileStore(self.stack.home.store)
         newest = manifests.newest(store)
-        return {} if newest is None else newest.manifest.offsets.get(SAMPLES, {})
+        return {} if newest is None else nested(newest.manifest.offsets).get(SAMPLES, {})
 
     def _missing(self) -> str:
         s, a = self.accounts.sums(), self.accounts

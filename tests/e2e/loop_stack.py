@@ -17,7 +17,7 @@ from runtime import manifest as manifests
 from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import Manifest
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of, nested
 
 
 def quick_options() -> StackOptions:
@@ -60,7 +60,7 @@ def newest(stack: Stack) -> Manifest | None:
 def applied(stack: Stack) -> int:
     """Samples that the committed parameters contain, as the newest manifest counts them: rolled back with everything else."""
     manifest = newest(stack)
-    return int(manifest.metrics["requests"]) if manifest else 0
+    return sum(part.metrics["requests"] for part in manifest.workers.values()) if manifest else 0
 
 
 def auditor(stack: Stack) -> Auditor:
@@ -108,7 +108,7 @@ def check_nothing_lost_or_twice(stack: Stack) -> None:
         assert sums.requests == sums.samples + sums.dead_requests, sums
         assert applied(stack) == sums.samples, (applied(stack), sums)
         manifest = newest(stack)
-        assert manifest is not None and audit.accounts.untrained_below(manifest.offsets["samples"]) == 0
+        assert manifest is not None and audit.accounts.untrained_below(nested(manifest.offsets)[SAMPLES]) == 0
     finally:
         audit.close()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from param_server.blobs import Blobs, MemoryBlobs
 from param_server.calls import Calls
@@ -21,6 +19,7 @@ from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema, schema_from_dict
 from runtime.clock import Clock, FakeClock
 from runtime.transport import InMemoryTransport
+from tests.runtime.manifest_cases import a_manifest
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
 ITEM, USER, TOPIC = "item", "user", "topic"
@@ -118,24 +117,15 @@ def transport_to(shard: Shard) -> InMemoryTransport:
 
 def link_manifest(store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any) -> str:
     """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's name."""
-    rows_end: dict[str, int] = {}
+    rows_end: dict[int, int] = {}
     for result in written:
         for partition, offset in result["rows_end"].items():
-            rows_end[str(partition)] = min(offset, rows_end.get(str(partition), offset))
-    body = {
-        "format": 1,
-        "seq": seq,
-        "incarnation": incarnation,
-        "num_shards": len(written),
-        "num_buckets": 64,
-        "seed": 0,
-        "rows_end": rows_end,
-        "shards": {str(i): {"segments": result["segments"]} for i, result in enumerate(written)},
-    } | changes
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    name = f"manifests/{seq:08d}"
-    store.put(name, json.dumps({"checksum": xxhash.xxh3_64_hexdigest(canonical), "body": body}).encode())
-    return name
+            rows_end[int(partition)] = min(offset, rows_end.get(int(partition), offset))
+    shards = {i: {"segments": result["segments"]} for i, result in enumerate(written)}
+    shape = {"num_shards": len(written), "rows_end": rows_end, "shards": shards}
+    manifest = a_manifest(seq, **{"incarnation": incarnation, **shape, **changes})
+    store.put(manifest.name, manifest.encode())
+    return manifest.name
 
 
 def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -12,49 +11,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.errors import CheckpointError, FencedError
+from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import Manifest
+from tests.runtime.manifest_cases import a_manifest, a_part, encoded
 from tests.trainer.memory_store import MemoryStore
-
-
-def a_manifest(seq: int = 1, **changes: object) -> Manifest:
-    base = Manifest(
-        seq=seq,
-        incarnation=1,
-        previous={"seq": seq - 1, "checksum": ""},
-        step=10 * seq,
-        watermark_ms=1_700_000_000_000,
-        schema="00000000000000ff",
-        seed=7,
-        num_shards=2,
-        num_buckets=64,
-        kafka={"cluster_id": "c", "topics": {"samples": "id"}},
-        offsets={"samples": {p: 10 * p for p in range(12)}},
-        rows_end={0: 5, 11: 6},
-        shards={0: {"segments": [{"name": "a"}]}, 1: {"segments": []}},
-        dense={"name": manifests.dense_name(seq, 1), "bytes": 3, "checksum": manifests.checksum_of(b"abc")},
-        model={"width": 8},
-    )
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def commit(store: MemoryStore, manifest: Manifest) -> None:
     assert store.create(manifest.name, manifest.encode())
-    store.put(manifest.dense["name"], b"abc")
+    for file in (manifest.dense, *(part.file for part in manifest.workers.values())):
+        store.put(file.name, b"abc")
 
 
 def test_what_is_written_is_read_with_numbers_as_keys() -> None:
-    manifest = a_manifest(metrics={"ne": 0.1 + 0.2, "auc": None})
-    assert manifests.decode(manifest.encode()) == manifest
+    manifest = a_manifest(workers={7: a_part({("samples", 3): 4}, metrics={"ne": 0.1 + 0.2, "auc": None})})
+    assert manifests.decode(manifest.encode()) == (manifest, manifest.checksum)
     assert manifest.checksum == json.loads(manifest.encode())["checksum"]
+
+
+def test_the_offsets_of_a_commit_are_those_of_all_its_workers() -> None:
+    parts = {i: a_part({("samples", i): 5 + i, ("corrections", i): i}) for i in range(2)}
+    assert a_manifest(workers=parts).offsets == {
+        ("samples", 0): 5,
+        ("samples", 1): 6,
+        ("corrections", 0): 0,
+        ("corrections", 1): 1,
+    }
 
 
 @given(st.dictionaries(st.integers(0, 200), st.integers(0, 2**62), max_size=30), st.floats(allow_nan=False, allow_infinity=False))
 def test_any_offsets_and_numbers_survive(offsets: dict[int, int], number: float) -> None:
-    manifest = a_manifest(offsets={"samples": offsets}, metrics={"ne": number})
-    assert manifests.decode(manifest.encode()) == manifest
+    manifest = a_manifest(workers={0: a_part({("samples", p): o for p, o in offsets.items()}, metrics={"ne": number})})
+    assert manifests.decode(manifest.encode()).manifest == manifest
 
 
 @given(st.data())
@@ -62,7 +52,7 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
     raw = bytearray(a_manifest().encode())
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with contextlib.suppress(CheckpointError):
-        assert manifests.decode(bytes(raw)) == a_manifest(), "a flip may only survive where it changes nothing"
+        assert manifests.decode(bytes(raw)).manifest == a_manifest(), "a flip may only survive where it changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -71,13 +61,33 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (b"", "expected a manifest in JSON"),
         (b"[]", "expected a manifest in JSON"),
         (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
-        (manifests._canonical({"checksum": manifests.checksum_of(b'{"format":2}'), "body": {"format": 2}}), "manifest format 1"),
-        (manifests._canonical({"checksum": manifests.checksum_of(b'{"format":1}'), "body": {"format": 1}}), "the keys of"),
+        (encoded({"format": 3}), "expected manifest format 1 or 2, got 3; use the Roostream that wrote it"),
+        (encoded({"format": 1}), "the keys of manifest format 1"),
+        (encoded({"format": 2}), "the keys of manifest format 2"),
+        (encoded({**json.loads(a_manifest().encode())["body"], "samplers": {}}), "unexpected keyword argument 'samplers'"),
     ],
 )
 def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         manifests.decode(raw)
+
+
+@pytest.mark.parametrize("changed", ["num_shards", "num_buckets", "num_partitions", "seed"])
+def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str) -> None:
+    mine = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
+    manifests.check_shape(a_manifest(), **mine)
+    with pytest.raises(ConfigError, match=f"expected {changed} = {mine[changed]}, got 9; use the committed value"):
+        manifests.check_shape(a_manifest(), **{**mine, changed: 9})
+
+
+@pytest.mark.parametrize("data", [b"abd", b"ab", b""])
+def test_g5_a_file_that_is_not_the_committed_one_is_damaged(data: bytes) -> None:
+    store = MemoryStore()
+    file = manifests.store_file(store, "dense/x", b"abc")
+    assert manifests.read_file(store, file) == b"abc"
+    store.put("dense/x", data)
+    with pytest.raises(CheckpointError, match=r"dense/x: expected 3 bytes with checksum .* it is damaged"):
+        manifests.read_file(store, file)
 
 
 def test_nothing_committed_is_not_an_error() -> None:
@@ -152,9 +162,11 @@ def test_retiring_keeps_the_newest_and_what_they_name() -> None:
         manifests.claim_incarnation(store, 0)
     store.put("dense/00000003-1.safetensors", b"of an aborted commit")
     store.put("dense/00000009-1.safetensors", b"being written")
+    store.put("workers/00000003-1-1.safetensors", b"of an aborted commit")
     manifests.retire(store, keep=3)
     assert store.list("manifests") == [manifests.manifest_name(s) for s in (6, 7, 8)]
     assert store.list("dense") == [manifests.dense_name(s, 1) for s in (6, 7, 8, 9)]
+    assert store.list("workers") == [manifests.worker_name(s, 1, 0) for s in (6, 7, 8)]
     assert manifests.newest_incarnation(store) == 8
     for _ in range(5):
         manifests.claim_incarnation(store, 0)

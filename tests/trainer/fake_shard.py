@@ -81,7 +81,7 @@ class FakeShard:
     def _restore(self, command: dict[str, Any]) -> dict[str, Any]:
         self.restored, self.frozen, rows = False, None, {}
         if command["manifest"]:
-            manifest = manifests.load(self.store, command["manifest"])
+            manifest = manifests.load(self.store, command["manifest"]).manifest
             for segment in manifest.shards[self.index]["segments"]:
                 if segment["name"] not in self.disk:
                     raise CheckpointError(f"segment {segment['name']} of shard {self.index} is damaged")

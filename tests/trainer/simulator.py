@@ -118,6 +118,7 @@ class Simulation:
             seed=0,
             num_shards=num_shards,
             num_buckets=64,
+            num_partitions=4,
             kafka=KAFKA,
             commit_interval_s=commit_interval_s,
         )
@@ -233,7 +234,7 @@ class Simulation:
         return (
             not self.kills
             and last is not None
-            and sum(last.manifest.offsets["samples"].values()) == len(self.records)
+            and sum(last.manifest.offsets.values()) == len(self.records)
             and self.controller is not None
             and self.controller.coordinator.state is State.RUNNING
             and all(place.process is not None for place in self.places.values())

@@ -63,7 +63,7 @@ def test_a_commit_on_demand_is_waited_for() -> None:
         stage.turn()
         caller.join(0.01)
     assert answers == [{"seq": 1, "committed": True}]
-    assert manifests.load(stage.store, "manifests/00000001").step == 3
+    assert manifests.load(stage.store, "manifests/00000001").manifest.step == 3
     assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, "nothing new: nothing to wait for"
 
 

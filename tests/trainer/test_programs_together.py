@@ -151,7 +151,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     source.append(samples.records(list(range(1, 41)))[20:])
     together.wait_for(lambda: together.committed(40))
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.metrics["requests"] == 40 and last.manifest.dedupe["count"] == 40
+    assert last is not None and last.manifest.workers[0].metrics["requests"] == 40 and last.manifest.workers[0].dedupe == 40
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.state is Progress.CAUGHT_UP)
     shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}

@@ -12,7 +12,9 @@ from models.config import ModelConfig
 from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
 from roo.schema import Schema, schema_from_dict
 from runtime import manifest as manifests
-from runtime.manifest import Manifest
+from runtime import tensor_file
+from runtime.manifest import Manifest, StoredFile, WorkerPart
+from runtime.topics import flat, nested
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
@@ -76,12 +78,20 @@ class Stage:
             seed=0,
             num_shards=1,
             num_buckets=64,
+            num_partitions=4,
             kafka=KAFKA,
             rows_end={},
             shards={},
-            dense=dense,
-            dedupe={"name": dense["name"], "count": cut["dedupe"]},
-            **{k: cut[k] for k in ("offsets", "watermark_ms", "step", "metrics", "model", "time_ms")},
+            dense=StoredFile(**dense),
+            workers={
+                0: WorkerPart(
+                    offsets=flat(cut["offsets"]),
+                    file=StoredFile(**dense),
+                    dedupe=cut["dedupe"],
+                    metrics=cut["metrics"],
+                )
+            },
+            **{k: cut[k] for k in ("watermark_ms", "step", "model", "time_ms")},
         )
         self.put(manifest)
         return manifest
@@ -110,7 +120,7 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     manifest = stage.committed()
     other = Stage(stage.store)
     assert other.started(manifest.name).worker.loop.num_steps == 1
-    assert other.worker.loop.offsets == manifest.offsets["samples"]
+    assert other.worker.loop.offsets == nested(manifest.offsets)["samples"]
     assert len(other.worker.loop.dedupe) == 4 and other.worker.loop.metrics.report()["requests"] == 4
 
 
@@ -150,11 +160,11 @@ def test_an_unknown_command_is_refused() -> None:
 def test_g5_damaged_parts_are_told_as_damaged() -> None:
     stage = Stage()
     manifest = stage.committed()
-    stage.store.damage(manifest.dense["name"])
+    stage.store.damage(manifest.dense.name)
     result = stage.do("restore", manifest=manifest.name)
     assert result["damaged"] and "it is damaged" in result["error"]
     assert not stage.worker.turn()
-    stage.store.delete(manifest.dense["name"])
+    stage.store.delete(manifest.dense.name)
     assert stage.do("restore", manifest=manifest.name)["damaged"]
 
 
@@ -281,6 +291,4 @@ def test_a_dense_file_names_its_schema_and_step() -> None:
 
 
 def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
-    from trainer import dense
-
-    return dense.decode(stage.store.get(manifest.dense["name"]))
+    return tensor_file.decode(stage.store.get(manifest.dense.name))
