@@ -19,10 +19,10 @@ from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSi
 from pyflink.java_gateway import get_gateway
 
 from joiner.config import JoinerConfig
-from joiner.envelope import INPUTS, OUTPUTS
+from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
 from joiner.submit import JOB_NAME
-from runtime.topics import name_of
+from runtime.topics import EVENTS, name_of
 
 MAX_PARALLELISM = 128
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
@@ -32,7 +32,7 @@ _ALIGN_EVERY_MS = 100
 def build(config: JoinerConfig) -> StreamExecutionEnvironment:
     """The environment with the whole job in it."""
     env = _environment(config)
-    impressions, engagements = (_read(env, config, topic) for topic in range(len(INPUTS)))
+    impressions, engagements = (_read(env, config, topic) for topic in range(len(EVENTS)))
     joined = _by_key(_events(impressions.union(engagements))).process(JoinFunction(config), output_type=_ENVELOPE)
     joined.name("join").uid("join").sink_to(_sink(config)).name("write").uid("write")
     return env
@@ -58,7 +58,7 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
     """One topic. Event time is the record timestamp; the watermark is per partition, and the slowest one's counts."""
-    name = name_of(config.prefix, INPUTS[topic])
+    name = name_of(config.prefix, EVENTS[topic])
     builder = (
         KafkaSource.builder()
         .set_bootstrap_servers(config.bootstrap)
@@ -77,7 +77,7 @@ def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> 
     )
     if config.idleness_ms and not config.replay:
         strategy = strategy.with_idleness(Duration.of_millis(config.idleness_ms))
-    return env.from_source(builder.build(), strategy, name).uid(f"read-{INPUTS[topic]}")
+    return env.from_source(builder.build(), strategy, name).uid(f"read-{EVENTS[topic]}")
 
 
 def _events(records: DataStream) -> DataStream:

@@ -46,9 +46,9 @@ def _body(config: JoinerConfig, stop: Stop) -> None:
 
 def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) -> None:
     """Kafka → Kafka in this process until `stop` is set."""
-    from joiner.kafka import KafkaSink, KafkaSource
-    from joiner.local import LocalEngine
-    from joiner.pump import Pump, Snapshots
+    from joiner.local_engine import LocalEngine
+    from joiner.local_kafka import KafkaSink, KafkaSource
+    from joiner.local_pump import Pump, Snapshots
     from runtime.kafka import wait_for_broker
 
     broker = Broker(config.bootstrap)

@@ -16,11 +16,10 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.clock import Clock
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.topics import EVENTS, PARTITIONS
 from traffic.edge import Edge
 from traffic.events import Event
 
-INPUTS = (IMPRESSIONS, ENGAGEMENTS)
 HEARTBEAT_MS = 300_000  # event time between heartbeats: bounds what the joiner holds open for a quiet partition
 _PRODUCER = "replay"
 
@@ -64,7 +63,7 @@ def records(
 def _everywhere(kind: int, message: Message, time_ms: int) -> Iterator[Record]:
     """The message on every partition of both topics; its key is the partition's number."""
     value = wire.encode(kind, message)
-    for topic in INPUTS:
+    for topic in EVENTS:
         for partition in range(PARTITIONS[topic]):
             yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
 

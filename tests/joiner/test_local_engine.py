@@ -9,7 +9,7 @@ import pytest
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
-from joiner.local import LocalEngine
+from joiner.local_engine import LocalEngine
 from joiner.state import START
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
-from joiner.local import LocalEngine
+from joiner.local_engine import LocalEngine
+from joiner.local_pump import Pump, Snapshots
+from joiner.local_watermark import Split
 from joiner.meters import Meters
-from joiner.pump import Pump, Snapshots
-from joiner.watermark import Split
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.wire import Record

@@ -9,13 +9,12 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from joiner.build import Output
-from joiner.local import INPUTS
-from joiner.watermark import Split
+from joiner.local_watermark import Split
 from roo.errors import UnavailableError
 from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
-from runtime.topics import PARTITIONS, name_of
+from runtime.topics import EVENTS, PARTITIONS, name_of
 
 _POLL = 512
 
@@ -25,13 +24,13 @@ class KafkaSource:
 
     def __init__(self, broker: Broker, prefix: str) -> None:
         self.prefix = prefix
-        self._topic_of = {name_of(prefix, topic): topic for topic in INPUTS}
+        self._topic_of = {name_of(prefix, topic): topic for topic in EVENTS}
         # A position before the oldest record (retention was shorter than the outage) starts at the oldest.
         self._consumer = kafka.consumer(broker, f"{prefix}roostream-joiner")
         self._held: set[Split] = set()
 
     def start(self, offsets: Mapping[Split, int]) -> None:
-        splits = [(topic, partition) for topic in INPUTS for partition in range(PARTITIONS[topic])]
+        splits = [(topic, partition) for topic in EVENTS for partition in range(PARTITIONS[topic])]
         self._consumer.assign([self._place(s, offsets.get(s, 0) or OFFSET_BEGINNING) for s in splits])
 
     def poll(self, timeout_s: float) -> Sequence[Record]:

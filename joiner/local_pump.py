@@ -17,9 +17,9 @@ from typing import Protocol
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
-from joiner.local import LocalEngine
+from joiner.local_engine import LocalEngine
+from joiner.local_watermark import Split
 from joiner.meters import Meters
-from joiner.watermark import Split
 from roo.errors import CheckpointError
 from roo.wire import Record
 from runtime.checkpoint_store import CheckpointStore
@@ -117,7 +117,7 @@ class Pump:
         self.checkpoint(threading.Event())
 
     def step(self, timeout_s: float = 0.05) -> None:
-        """1"""
+        """Join the records that are there, find idle partitions, hold those far ahead (1)."""
         records = self.source.poll(timeout_s)
         now_s = self.clock.monotonic_s()
         for record in records:
@@ -131,7 +131,7 @@ class Pump:
         self.meters.state(self.engine.watermark_ms, self.engine.num_keys)
 
     def checkpoint(self, stop: threading.Event) -> None:
-        """2 and 3. Stopped while Kafka is away: no snapshot, the older one holds."""
+        """Wait for all outputs to be acknowledged, then write a snapshot (2, 3). `stop` set first: none is written."""
         if self.sink.flush(stop):
             self.snapshots.write(self.engine.snapshot())
 

@@ -1,6 +1,6 @@
 """The `local` engine: the same `join.py` in this process, one watermark, one heap of timers.
 
-In-process (replays, tests): feed `process` in the order of arrival, then `end_of_input`. `joiner/pump.py` runs it between
+In-process (replays, tests): feed `process` in the order of arrival, then `end_of_input`. `joiner/local_pump.py` runs it between
 Kafka topics.
 """
 
@@ -16,14 +16,13 @@ from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.ingest import Reader
 from joiner.join import Join
+from joiner.local_watermark import Split, Watermarks
 from joiner.state import END, NEVER, START, State, decode, encode
-from joiner.watermark import Split, Watermarks
 from roo.errors import CheckpointError
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.topics import EVENTS, PARTITIONS
 
-INPUTS = (IMPRESSIONS, ENGAGEMENTS)
 _FORMAT = 1
 
 
@@ -41,7 +40,7 @@ class LocalEngine:
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
         self.reader = Reader(registry, schema.limits)
         self.join = Join(config.rules, registry, schema.limits.max_candidates)
-        splits = [(topic, partition) for topic in INPUTS for partition in range(PARTITIONS[topic])]
+        splits = [(topic, partition) for topic in EVENTS for partition in range(PARTITIONS[topic])]
         self.watermarks = Watermarks(splits, config.lateness_ms)
         self.next_offsets: dict[Split, int] = {}
         self._states: dict[bytes, State] = {}
