@@ -51,9 +51,8 @@ class Batch:
         assert int(self.num_candidates_R.sum()) == b == len(self.request_index_B)
         for name in ("label_BT", "label_before_BT", "weight_BT", "served_score_BT"):
             assert getattr(self, name).shape == (b, t), name
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            assert not isinstance(value, np.ndarray) or len(value) == (r if _by_request(field.name) else b), field.name
+        for name, value in vars(self).items():
+            assert not isinstance(value, np.ndarray) or len(value) == (r if _by_request(name) else b), name
 
     @property
     def num_requests(self) -> int:

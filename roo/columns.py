@@ -16,8 +16,7 @@ from roo.errors import WireError
 from roo.schema import Limits, Schema
 
 Side = Literal["ro", "nro"]
-FLOATS, LENGTHS, IDS, WEIGHTS, TIMES, MISSING = range(1, 7)
-_DTYPES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")
+_DTYPES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")  # of `wire_fields.BLOCK`, whose numbers are 1 to 6
 
 
 class Columns(NamedTuple):
@@ -98,7 +97,8 @@ def _columns_by_protobuf(data: bytes) -> Columns:
 
 
 def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
-    """See `roo.block.check_block`."""
+    """See `roo.block.check_block`. `roo.decode_kernels.check_block` is the same rule for many blocks at once: two statements,
+    since this one says which number was wrong; tests/roo/test_decode.py holds them equal on damaged blocks."""
     if num_rows > limits.max_candidates:
         raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
     if any(len(c) for c in columns):

@@ -510,9 +510,12 @@ def test_a_request_that_cannot_be_read_says_why(schema: Schema) -> None:
     with pytest.raises(WireError) as error:
         reader.decode_request(b"\x0a", b"", np.array([1]), 1)
     assert error.value.reason == "undecodable"
-    with pytest.raises(WireError) as error:
-        reader.decode_request(None, b"", np.array([1]), 1, fingerprint=7)
-    assert error.value.reason == "unknown_schema"
+    with pytest.raises(WireError, match="at most 40 candidates, got 41") as error:
+        reader.decode_request(None, b"", np.arange(41), 1)
+    assert error.value.reason == "oversized"
+    with pytest.raises(WireError, match="ro block") as error:
+        reader.decode_request(pb.Block(floats=[float("inf"), 0.0], lengths=[0] * 3).SerializeToString(), b"", np.array([1]), 1)
+    assert error.value.reason in ("non_finite", "bad_shape")
 
 
 def test_rewriting_refuses_what_protobuf_refuses() -> None:
