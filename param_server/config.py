@@ -1,4 +1,4 @@
-"""Settings of a shard process."""
+"""Settings of a shard process, and which rows it holds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 
 from roo.config import setting
 from roo.errors import ConfigError
+from roo.schema import Schema
 from runtime.rpc import parse_address
-from runtime.topics import NUM_BUCKETS
+from runtime.topics import NUM_BUCKETS, PARTITIONS, ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,3 +41,21 @@ class ShardConfig:
             raise ConfigError(f"expected publish_interval_ms of at least 1, got {self.publish_interval_ms}")
         if not self.max_publish_norm > 0:
             raise ConfigError(f"expected max_publish_norm above 0, got {self.max_publish_norm}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardIdentity:
+    """Which rows are this shard's, and what they begin with; the same as long as its data live."""
+
+    schema: Schema
+    index: int = 0
+    num_shards: int = 1
+    num_buckets: int = NUM_BUCKETS
+    num_partitions: int = PARTITIONS[ROWS]
+    seed: int = 0
+    publishing: bool = True
+    max_publish_norm: float = 100.0
+
+    @property
+    def buckets(self) -> range:
+        return range(self.index, self.num_buckets, self.num_shards)

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from param_server.block import Block
-from param_server.identity import ShardIdentity
+from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
 from param_server.kernels import publishable
 from param_server.outbox import Delta
+from param_server.row_block import RowBlock
 from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
-from param_server.table import StackTable
+from param_server.table import StackTable, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from roo.ids import buckets_of
 from runtime import manifest as manifests
@@ -46,7 +46,7 @@ class Frozen:
 
     seq: int
     incarnation: int
-    changes: dict[str, Block]
+    changes: dict[str, RowBlock]
     rows_end: dict[int, int]
     segments: tuple[Segment, ...] | None = None  # once written
 
@@ -95,7 +95,7 @@ class Shard:
 
     def __init__(self, identity: ShardIdentity, segments: Segments, store: CheckpointStore, clock: Clock) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
-        self.tables = identity.tables()
+        self.tables = build_tables(identity)
         self.incarnation = 0
         self.ready = False
         self.committed = BEGINNING

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from param_server import kernels
-from param_server.block import Block
+from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
 from param_server.kernels import DIRTY, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import Outbox
+from param_server.row_block import RowBlock
 from param_server.rules import RULES
 from roo.errors import SchemaError, WireError
-from roo.schema import Table
+from roo.schema import Schema, Table
 
 _NEVER = np.iinfo(np.int64).min
 
@@ -123,13 +124,13 @@ class StackTable:
         """What was changed or expired since the last freeze."""
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
 
-    def freeze(self, watermark_ms: int) -> Block:
+    def freeze(self, watermark_ms: int) -> RowBlock:
         """Expire by the watermark, then copy everything that changed since the last freeze, and what readers haven't got yet;
         the next generation is empty."""
         self._expire(watermark_ms)
         place_M = self.index.flagged(DIRTY | UNPUBLISHED | IN_FLIGHT)
         gone, unpublished_G = self._take_gone()
-        block = Block(
+        block = RowBlock(
             keys=join_keys(self.index.keys_at(place_M), gone),
             unpublished_K=np.concatenate([(self.index.flags_N[place_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]).astype(
                 np.uint8
@@ -141,7 +142,7 @@ class StackTable:
         self.index.replace_flags(DIRTY)
         return block
 
-    def unfreeze(self, block: Block) -> None:
+    def unfreeze(self, block: RowBlock) -> None:
         """The copy will not be committed: its keys belong to the open generation again."""
         place_K = self.index.find(block.keys)
         self.index.flags_N[place_K[place_K >= 0]] |= DIRTY
@@ -175,7 +176,7 @@ class StackTable:
 
     # Restoring
 
-    def put(self, block: Block, flags: int = 0) -> None:
+    def put(self, block: RowBlock, flags: int = 0) -> None:
         """Rows of committed state as they were, clean but for `flags`; its gone keys are forgotten. What the block marks as
         unpublished is not marked here (`mark_unpublished`)."""
         self.reserve(block.num_live)
@@ -207,3 +208,17 @@ class StackTable:
         if self.index.reserve(num_more):
             for name in ("rows_ND", "accumulator_NA", "stamp_ms_N"):
                 setattr(self, name, grown(getattr(self, name), self.index.capacity))
+
+
+def build_tables(identity: ShardIdentity) -> dict[str, StackTable]:
+    """Stack → its rows on this shard, none yet."""
+    seed, num_buckets, publishing = identity.seed, identity.num_buckets, identity.publishing
+    return {
+        name: StackTable(name, tables, seed=seed, num_buckets=num_buckets, publishing=publishing)
+        for name, tables in identity.schema.stacks.items()
+    }
+
+
+def shapes_of(schema: Schema) -> dict[str, tuple[int, int]]:
+    """Stack → (width, accumulator width)."""
+    return {n: (t[0].dim, RULES[t[0].rule].accumulator_width(t[0].dim)) for n, t in schema.stacks.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from param_server import block, kernels
+from param_server import kernels, row_block
 from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.segments import merge
@@ -38,6 +38,6 @@ def _live(table: StackTable) -> None:
     table.outbox.settle(True)
     table.outbox.settles_at(0)
     changes = table.freeze(1000)
-    stored = block.decode(block.encode(changes, b"warm"), b"warm", 2, table.accumulator_width)
+    stored = row_block.decode(row_block.encode(changes, b"warm"), b"warm", 2, table.accumulator_width)
     table.put(merge([stored], 4))
     table.put(stored)

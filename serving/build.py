@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from features.hydration import Hydrator
 from models.config import load_model_config
-from param_server.client import Replica
+from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema

@@ -31,7 +31,7 @@ POLL_S = 0.1
 
 
 class RowReplica(Protocol):
-    """`param_server.client.Replica`."""
+    """`param_server.replica.Replica`."""
 
     @property
     def needs_bootstrap(self) -> bool: ...

@@ -21,9 +21,10 @@ from models.config import load_model_config
 from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
 from param_server.client import Client
-from param_server.identity import ShardIdentity
+from param_server.config import ShardIdentity
 from param_server.segments import Segments
 from param_server.server import Shard
+from param_server.table import shapes_of
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes
@@ -169,7 +170,7 @@ def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[InMe
     transports = []
     for index in range(config.num_shards):
         identity = ShardIdentity(schema=schema, index=index, num_shards=config.num_shards, seed=config.seed, publishing=False)
-        shard = Shard(identity, Segments(MemoryBlobs(), identity.shapes(), identity.num_buckets), store, SystemClock())
+        shard = Shard(identity, Segments(MemoryBlobs(), shapes_of(identity.schema), identity.num_buckets), store, SystemClock())
         shard.restore(1, "")
         transports.append(InMemoryTransport(Calls(shard).handle))
     return transports

@@ -1,4 +1,4 @@
-"""Imports go one way: roo ← runtime ← everyone; trainer and serving see models and param_server.client; only command sees all."""
+"""Imports go one way: roo ← runtime ← everyone; trainer sees param_server.client, serving the replica; only command sees all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "param_server": {"roo", "runtime"},
     "trainer": {"roo", "runtime", "models", "param_server.client"},
     "features": {"roo", "runtime"},
-    "serving": {"roo", "runtime", "models", "param_server.client", "features"},
+    "serving": {"roo", "runtime", "models", "param_server.replica", "features"},
     "traffic": {"roo", "runtime"},
     "infra": {"roo", "runtime"},
     "command": set(FOLDERS),

@@ -10,10 +10,11 @@ import numpy as np
 
 from param_server.blobs import Blobs, MemoryBlobs
 from param_server.calls import Calls
-from param_server.identity import ShardIdentity
+from param_server.config import ShardIdentity
 from param_server.index import Keys
 from param_server.segments import Segments
 from param_server.server import Shard
+from param_server.table import shapes_of
 from roo.errors import CheckpointError
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema, schema_from_dict
@@ -100,7 +101,10 @@ def make_shard(
     """A shard process at its start: nothing restored yet."""
     who = ShardIdentity(**{"schema": small_schema(), **identity})
     return Shard(
-        who, Segments(blobs or MemoryBlobs(), who.shapes(), who.num_buckets), store or MemoryStore(), clock or FakeClock()
+        who,
+        Segments(blobs or MemoryBlobs(), shapes_of(who.schema), who.num_buckets),
+        store or MemoryStore(),
+        clock or FakeClock(),
     )
 
 

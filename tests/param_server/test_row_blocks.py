@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from param_server import block as blocks
-from param_server.block import Block
+from param_server import row_block as blocks
 from param_server.index import Keys
+from param_server.row_block import RowBlock
 from param_server.segments import merge
 from roo.errors import CheckpointError
 
 KEY = b"b/1-1/d2-adagrad/00003"
 
 
-def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False, value: float = 1.0) -> Block:  # noqa: B006
+def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False, value: float = 1.0) -> RowBlock:  # noqa: B006
     ids = [*live, *gone]
-    return Block(
+    return RowBlock(
         keys=Keys(np.full(len(ids), 9, np.uint32), np.array(ids, np.int64)),
         unpublished_K=np.full(len(ids), unpublished, np.uint8),
         stamp_ms_L=np.arange(len(live), dtype=np.int64),
@@ -27,7 +27,7 @@ def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False,
     )
 
 
-def same(a: Block, b: Block) -> bool:
+def same(a: RowBlock, b: RowBlock) -> bool:
     pairs = [(a.keys.table_U, b.keys.table_U), (a.keys.id_U, b.keys.id_U), (a.unpublished_K, b.unpublished_K)]
     pairs += [(a.stamp_ms_L, b.stamp_ms_L), (a.rows_LD, b.rows_LD), (a.accumulator_LA, b.accumulator_LA)]
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)

@@ -26,7 +26,7 @@ _MAGIC = b"RSEG"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class RowBlock:
     keys: Keys  # K
     unpublished_K: np.ndarray  # uint8: 1 = readers haven't got this state yet
     stamp_ms_L: np.ndarray  # int64: event time of the last push
@@ -45,10 +45,10 @@ class Block:
     def gone(self) -> Keys:
         return Keys(self.keys.table_U[self.num_live :], self.keys.id_U[self.num_live :])
 
-    def take(self, chosen_K: np.ndarray) -> Block:
+    def take(self, chosen_K: np.ndarray) -> RowBlock:
         """The keys where bool [K] is True, in order."""
         live_L = chosen_K[: self.num_live]
-        return Block(
+        return RowBlock(
             keys=self.keys.take(chosen_K),
             unpublished_K=self.unpublished_K[chosen_K],
             stamp_ms_L=self.stamp_ms_L[live_L],
@@ -56,11 +56,11 @@ class Block:
             accumulator_LA=self.accumulator_LA[live_L],
         )
 
-    def without_gone(self) -> Block:
+    def without_gone(self) -> RowBlock:
         return self.take(np.arange(len(self.keys)) < self.num_live)
 
 
-def split_by_bucket(block: Block, bucket_K: np.ndarray) -> dict[int, Block]:
+def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock]:
     """Bucket → its part; empty buckets are absent."""
     live_K = np.arange(len(block.keys)) < block.num_live
     order_K = np.lexsort((~live_K, bucket_K))  # by bucket, live ones first, then as they were
@@ -69,9 +69,9 @@ def split_by_bucket(block: Block, bucket_K: np.ndarray) -> dict[int, Block]:
     return {int(sorted_K[start]): _at(block, order_K[start:end]) for start, end in itertools.pairwise(edges)}
 
 
-def _at(block: Block, order_M: np.ndarray) -> Block:
+def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
     live_L = order_M[order_M < block.num_live]
-    return Block(
+    return RowBlock(
         keys=block.keys.take(order_M),
         unpublished_K=block.unpublished_K[order_M],
         stamp_ms_L=block.stamp_ms_L[live_L],
@@ -80,10 +80,10 @@ def _at(block: Block, order_M: np.ndarray) -> Block:
     )
 
 
-def join(blocks: Sequence[Block]) -> Block:
+def join(blocks: Sequence[RowBlock]) -> RowBlock:
     """One block of several without gone keys; one or more."""
     assert blocks and all(len(b.gone) == 0 for b in blocks)
-    return Block(
+    return RowBlock(
         keys=join_keys(*(b.keys for b in blocks)),
         unpublished_K=np.concatenate([b.unpublished_K for b in blocks]),
         stamp_ms_L=np.concatenate([b.stamp_ms_L for b in blocks]),
@@ -92,14 +92,14 @@ def join(blocks: Sequence[Block]) -> Block:
     )
 
 
-def with_gone(block: Block, gone: Sequence[Keys]) -> Block:
+def with_gone(block: RowBlock, gone: Sequence[Keys]) -> RowBlock:
     """`block`, which has none, with gone keys that are all unpublished."""
     keys = join_keys(block.keys, *gone)
     unpublished_K = np.concatenate([block.unpublished_K, np.ones(len(keys) - len(block.keys), np.uint8)])
     return dataclasses.replace(block, keys=keys, unpublished_K=unpublished_K)
 
 
-def published(block: Block) -> Block:
+def published(block: RowBlock) -> RowBlock:
     """The same without marks."""
     return dataclasses.replace(block, unpublished_K=np.zeros_like(block.unpublished_K))
 
@@ -111,7 +111,7 @@ def checksum(data: bytes | memoryview, key: bytes = b"") -> int:
     return hasher.intdigest()
 
 
-def encode(block: Block, key: bytes) -> bytes:
+def encode(block: RowBlock, key: bytes) -> bytes:
     """The bytes of `block` as stored under `key`; another key's bytes are never mistaken for them."""
     (num_live, width), accumulator_width = block.rows_LD.shape, block.accumulator_LA.shape[1]
     parts = [_HEAD.pack(_MAGIC, VERSION, accumulator_width, width, num_live, len(block.keys))]
@@ -122,7 +122,7 @@ def encode(block: Block, key: bytes) -> bytes:
     return body + checksum(body, key).to_bytes(8, "little")
 
 
-def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> Block:
+def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> RowBlock:
     """Verified inverse of `encode`; nothing of `data` is kept.
 
     Raises:
@@ -154,7 +154,7 @@ def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> Block
         arrays.append(body[at : at + n].view(dtype).reshape(shape))
         at += -(-n // 8) * 8
     table_K, id_K, unpublished_K, stamp_ms_L, rows_LD, accumulator_LA = arrays
-    return Block(
+    return RowBlock(
         keys=Keys(table_K, id_K),
         unpublished_K=unpublished_K,
         stamp_ms_L=stamp_ms_L,
@@ -163,7 +163,7 @@ def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> Block
     )
 
 
-def _arrays(block: Block) -> tuple[np.ndarray, ...]:
+def _arrays(block: RowBlock) -> tuple[np.ndarray, ...]:
     return (
         block.keys.table_U,
         block.keys.id_U,
