@@ -1,17 +1,22 @@
-"""What a ranker looks like; kept in every manifest, so that serving builds the model that the trainer trained."""
+"""What a model looks like; kept in every manifest, so that serving builds the model that the trainer trained."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from roo.config import build, from_dict, load, setting
+from roo.config import setting
 from roo.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """What every kind of model has; a kind's own class adds its settings."""
+
+    kind: str = setting("ranker", "which kind of model, a row of models/build.py")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankerConfig(ModelConfig):
     """All widths are numbers of float32; the defaults train in a few ms a batch on one core."""
 
     request_layers: tuple[int, ...] = setting((64, 32), "layers of the tower that runs once a request")
@@ -43,24 +48,6 @@ class ModelConfig:
                 raise ConfigError(f"{divisor}: expected a divisor of {name} = {width}, got {heads}; change one of them")
         if not 0 < self.prior < 1:
             raise ConfigError(f"prior: expected a probability between 0 and 1, got {self.prior}")
-
-
-def load_model_config(path: str = "") -> ModelConfig:
-    """The TOML at `path`; the defaults if it is empty.
-
-    Raises:
-        ConfigError: names key, value, file and line.
-    """
-    return load(ModelConfig, path) if path else ModelConfig()
-
-
-def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """What `dataclasses.asdict` gave, as a manifest keeps it.
-
-    Raises:
-        ConfigError: a key or value that this version does not know.
-    """
-    return build(ModelConfig, from_dict(ModelConfig, raw, None), None)
 
 
 def _expect_range(name: str, value: int, low: int, high: int) -> None:

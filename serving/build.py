@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from features.hydration import Hydrator
-from models.config import load_model_config
+from models.build import load_model_config
 from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest

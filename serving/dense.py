@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from models.config import model_config_from_dict
+from models.build import model_config_from_dict
 from roo.errors import CheckpointError, ConfigError
 from roo.schema import Schema
 from runtime import manifest as manifests

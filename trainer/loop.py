@@ -19,7 +19,7 @@ import torch
 from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
-from models.loss import loss
+from models.model import Targets
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder, Reject
@@ -244,7 +244,8 @@ class TrainLoop:
         """Gradients, and the dense step. False: they aren't finite; the batch is skipped, its offsets move on."""
         self.optimizer.zero_grad()
         device = self.config.device
-        value = loss(logits_BT, torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+        targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+        value = self.model.loss(inputs, logits_BT, targets)
         value.backward()  # type: ignore[no-untyped-call]
         gradients = [t.grad for t in (*inputs.rows.values(), *self.model.parameters()) if t.grad is not None]
         if not (torch.isfinite(value) and all(torch.isfinite(g).all() for g in gradients)):

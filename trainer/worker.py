@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from models.build import model_config_from_dict
 from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
 from roo.schema import Schema
 from runtime import manifest as manifests
@@ -232,11 +233,12 @@ class Worker:
         try:
             check_kafka(manifest, self.kafka)
             check_schema(manifest, self.loop.schema, self.lookup)
-            mine = json.loads(json.dumps(dataclasses.asdict(self.loop.model_config)))
-            if manifest.model != mine:
-                differing = sorted(k for k in {*mine, *manifest.model} if mine.get(k) != manifest.model.get(k))
+            mine = dataclasses.asdict(self.loop.model_config)
+            committed = dataclasses.asdict(model_config_from_dict(manifest.model))
+            if committed != mine:
+                differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
                 raise ConfigError(
-                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {manifest.model.get(k)}' for k in differing)}, "
+                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
                     f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
                 )
         except ConfigError as error:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 
-from models.config import load_model_config
+from models.build import load_model_config
 from param_server.client import Client
 from roo.errors import UnavailableError
 from roo.schema import load_schema

@@ -17,7 +17,7 @@ from command.replay.stage import Outcome, Stage, joiner_settings
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from models.config import load_model_config
+from models.build import load_model_config
 from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
 from param_server.client import Client

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder
-from roo.expand import Rebatcher, concatenate
 from roo.jagged import Jagged, empty
 from roo.schema import Schema
 from roo.wire import Record
+from tests.roo.expand import Rebatcher, concatenate
 
 
 @pytest.fixture(scope="module")

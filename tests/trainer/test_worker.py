@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
+from models.config import RankerConfig
 from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
 from roo.schema import Schema, schema_from_dict
 from runtime import manifest as manifests
@@ -224,7 +224,14 @@ def test_another_model_is_refused_and_names_what_differs() -> None:
     stage.committed()
     stage.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)
     assert "expected the model's cross_layers = 1, got 2" in stage.do("restore", manifest="manifests/00000001")["error"]
-    assert isinstance(stage.built.loop.model_config, ModelConfig)
+    assert isinstance(stage.built.loop.model_config, RankerConfig)
+
+
+def test_a_manifest_from_before_there_were_kinds_of_models_is_restored() -> None:
+    stage = Stage()
+    before = stage.committed()
+    stage.put(dataclasses.replace(before, model={k: v for k, v in before.model.items() if k != "kind"}))
+    assert "error" not in stage.do("restore", manifest=before.name)
 
 
 def test_a_worker_may_leave_when_everything_is_committed() -> None:

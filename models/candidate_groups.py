@@ -31,8 +31,8 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Lists:
-    """Built by `build_lists`; used through `pad` and `unpad`."""
+class CandidateGroups:
+    """Built by `build_groups`; used through `pad` and `unpad`."""
 
     groups: tuple[Group, ...]
     position_B: Tensor | None  # int64: where `unpad` finds each candidate; None = in order
@@ -53,12 +53,12 @@ class Lists:
         return joined if self.position_B is None else joined.index_select(0, self.position_B)
 
 
-def build_lists(num_candidates_R: np.ndarray, device: str = "cpu") -> Lists:
+def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> CandidateGroups:
     """int32 [R] → groups in rising order of length."""
     total, longest = int(num_candidates_R.sum()), int(num_candidates_R.max(initial=0))
     if total == longest * len(num_candidates_R):
         group = Group(shape_GK=(len(num_candidates_R), longest), request_G=None, candidate_GK=None, mask_GK=None)
-        return Lists(groups=(group,) if total else (), position_B=None)
+        return CandidateGroups(groups=(group,) if total else (), position_B=None)
     starts_R = np.cumsum(num_candidates_R, dtype=np.int64) - num_candidates_R
     position_B = np.empty(total, dtype=np.int64)
     groups, low, high, base = [], 0, _SMALLEST, 0
@@ -71,7 +71,7 @@ def build_lists(num_candidates_R: np.ndarray, device: str = "cpu") -> Lists:
             groups.append(group)
             base += mask_GK.size
         low, high = high, high * _FACTOR
-    return Lists(groups=tuple(groups), position_B=torch.from_numpy(position_B).to(device))
+    return CandidateGroups(groups=tuple(groups), position_B=torch.from_numpy(position_B).to(device))
 
 
 def _group(
