@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
@@ -21,8 +21,8 @@ from roo.ids import hash64, table_id
 from roo.schema_check import check
 from roo.schema_expand import Places, expand
 
+T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
-ColumnKind = Literal["ids", "time_ms"]
 Fold = Literal["any", "count", "sum", "max", "last"]
 Rule = Literal["adagrad", "rowwise_adagrad"]
 _FLOAT = 3e38  # fits a float32
@@ -200,6 +200,20 @@ class Schema:
     def lists(self, side: Literal["ro", "nro"]) -> tuple[Feature, ...]:
         """List features of a side in declared order: the K features of its block and batch."""
         return self._by_kind[side, True]
+
+    def derived(self, make: Callable[[Schema], T]) -> T:
+        """`make(self)`, made once and kept: what other files work out of a schema lives and dies with it.
+
+        `make` is a function of a module, and pure: two threads may make it at the same time.
+        """
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        made: T = self._derived[make]
+        return made
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Schema], Any], Any]:
+        return {}
 
     @cached_property
     def _by_kind(self) -> dict[tuple[str, bool], tuple[Feature, ...]]:

@@ -171,3 +171,15 @@ def test_a_change_that_cannot_be_read_says_expected_and_got(parse_schema: Parse,
     with pytest.raises(SchemaError) as error:
         reading_plan(parse_schema(text.replace(old, new, 1)), parse_schema(text))
     assert message in str(error.value)
+
+
+def test_what_is_derived_of_a_schema_is_made_once_and_belongs_to_it(parse_schema: Callable[[str], Schema]) -> None:
+    one, other = (parse_schema('[[label]]\nname = "c"\naction = "c"') for _ in range(2))
+    made = []
+
+    def make(schema: Schema) -> int:
+        made.append(schema)
+        return len(made)
+
+    assert [one.derived(make), one.derived(make), other.derived(make)] == [1, 1, 2]
+    assert one == other, "what was derived is no part of it"
