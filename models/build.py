@@ -15,7 +15,7 @@ from models.config import ModelConfig, RankerConfig
 from models.layers import init_parameters
 from models.model import Model
 from models.ranker import Ranker
-from roo.config import build, from_dict, load, read_toml
+from roo.config import build, from_dict, load, read_toml, where
 from roo.errors import ConfigError, nearest
 from roo.schema import Schema
 
@@ -49,7 +49,7 @@ def load_model_config(path: str = "") -> ModelConfig:
     Raises:
         ConfigError: names key, value, file and line.
     """
-    return load(_kind_of(read_toml(path)).config, path) if path else RankerConfig()
+    return load(_kind_of(read_toml(path), path).config, path) if path else RankerConfig()
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
@@ -62,8 +62,9 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     return build(config, from_dict(config, raw, None), None)
 
 
-def _kind_of(raw: Mapping[str, Any]) -> ModelKind:
+def _kind_of(raw: Mapping[str, Any], path: str | None = None) -> ModelKind:
     name = raw.get("kind", "ranker")
     if name not in KINDS:
-        raise ConfigError(f"kind: expected one of {', '.join(KINDS)}, got {name!r}{nearest(str(name), KINDS)}")
+        near = nearest(str(name), KINDS)
+        raise ConfigError(f"{where(path, 'kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}")
     return KINDS[name]

@@ -215,6 +215,6 @@ def _place(path: str | Path | None, section: str, block: int, *keys: str) -> str
     body = list(itertools.takewhile(lambda line: not line.lstrip().startswith("["), lines[start + 1 :]))
     for key in keys:
         for n, line in enumerate(body, start + 1):
-            if re.match(rf'\s*"?{key}"?\s*=', line):
+            if re.match(rf'\s*"?(?:{key}|{key.removesuffix("_ms")})"?\s*=', line):
                 return f"{path}:{n + 1}: "
     return f"{path}:{start + 1}: "
