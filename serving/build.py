@@ -6,7 +6,8 @@ import dataclasses
 import logging
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -31,7 +32,6 @@ from serving.feature_log.sender import LogSender
 from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
-from serving.parts import Parts
 from serving.rank import Policy, RankService
 from serving.row_topic import KafkaRowTopic
 from serving.rows import RowFollower
@@ -39,6 +39,20 @@ from serving.scorer import Version, Versions, first_version
 from serving.stamps import Stamps
 
 log = logging.getLogger("roostream.serving")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """What the routes work with. `waiting_for` says what this process still lacks; empty = ready."""
+
+    config: ServingConfig
+    schema: Schema
+    service: RankService
+    log: FeatureLog
+    stamps: Stamps
+    metrics: ServingMetrics
+    executor: Executor  # one thread: scoring
+    waiting_for: Callable[[], list[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

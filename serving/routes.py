@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -13,19 +14,36 @@ from starlette.types import Receive, Scope, Send
 from roo.errors import WireError
 from serving.binary import parse_impression
 from serving.body import JSON, PROTOBUF, ClientGoneError, read_body, respond
+from serving.build import Parts
 from serving.engage import parse_engagements
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import LogFullError
-from serving.gate import Gate
 from serving.parse import JsonParser
-from serving.parts import Parts
 from serving.rank import Ranked
 from serving.request import RankRequest
 
 log = logging.getLogger("roostream.serving")
 
 RETRY_AFTER_S = 1
+
+
+class Gate:
+    """What is beyond capacity is refused at once, so that what is admitted keeps its deadline (G7). Used by one event loop."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.max_in_flight, self.in_flight = max_in_flight, 0
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Raises RequestError 429 with Retry-After."""
+        if self.in_flight >= self.max_in_flight:
+            raise RequestError(429, f"{self.in_flight} requests are in work, the most that this process takes; try again", "", 1)
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
 
 class _Endpoint:

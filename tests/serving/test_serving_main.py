@@ -23,7 +23,7 @@ from roo.schema_registry import to_toml
 from runtime.crew import Crew
 from serving.config import ServingConfig
 from serving.feature_log.log import FeatureLog
-from serving.process import serve
+from serving.main import serve
 
 ROOT = Path(__file__).parents[2]
 _RUN = """
