@@ -95,7 +95,8 @@ def create_topics(broker: Broker, prefix: str, settings: TopicSettings, names: I
         UnavailableError: the broker refused; says which topic and why.
     """
     new = [NewTopic(name_of(prefix, t), PARTITIONS[t], 1, config=configs(t, settings)) for t in names]
-    for topic, future in admin(broker).create_topics(new, operation_timeout=20).items():
+    client = admin(broker)  # kept while it is waited for: a client that is collected gives up its requests
+    for topic, future in client.create_topics(new, operation_timeout=20).items():
         try:
             future.result()
         except KafkaException as error:
@@ -107,7 +108,8 @@ def topic_ids(broker: Broker, topics: Iterable[str]) -> dict[str, str]:
     """Topic → the broker's id of it (changes when a topic is deleted and made again)."""
     from confluent_kafka import TopicCollection
 
-    described = admin(broker).describe_topics(TopicCollection(list(topics)), request_timeout=10)
+    client = admin(broker)
+    described = client.describe_topics(TopicCollection(list(topics)), request_timeout=10)
     return {name: str(future.result().topic_id) for name, future in described.items()}
 
 

@@ -71,7 +71,7 @@ class KafkaLog:
     def __init__(self, broker: Broker) -> None:
         self.broker, self.prefix = broker, f"readers{next(self._numbers)}."
         kafka.create_topics(broker, self.prefix, TopicSettings(replay=True), ["impressions", "engagements"])
-        self.client = kafka.producer(broker)
+        self.client, self.admin = kafka.producer(broker), kafka.admin(broker)
         self.readers: list[KafkaReader] = []
 
     def reader(self, *, skips_lost: bool = True) -> KafkaReader:
@@ -88,7 +88,7 @@ class KafkaLog:
 
     def trim(self, partition: Partition, first: int) -> None:
         place = TopicPartition(name_of(self.prefix, partition[0]), partition[1], first)
-        for future in kafka.admin(self.broker).delete_records([place]).values():
+        for future in self.admin.delete_records([place]).values():
             future.result()
 
     def close(self) -> None:
