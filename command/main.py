@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -298,7 +298,7 @@ def jsonl(**options: Any) -> None:
     _replay("jsonl", **options)
 
 
-def _replay(dataset: str, label_delay: str, window: str, **options: Any) -> None:
+def _replay(dataset: Literal["ebnerd", "jsonl"], label_delay: str, window: str, **options: Any) -> None:
     from traffic.config import ReplayConfig
 
     config = ReplayConfig(

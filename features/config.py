@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from typing import ClassVar
 
 from roo.config import setting
+from runtime.deployment import Deployment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeaturesConfig:
+class FeaturesConfig(Deployment):
     """`roostream features`: keeps histories and counters in Redis from the event topics."""
 
-    bootstrap: str = setting(help="Kafka, host:port")
-    prefix: str = setting("", "prefix of topic names, and of Redis keys")
-    schema: Path = setting(help="schema TOML")
-    redis: str = setting(help="redis://host:port/0")
-    metrics_port: int = setting(0, "port of /metrics; 0 = draw one")
+    needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "redis")
+
+    redis: str = setting("", "redis://host:port/0")

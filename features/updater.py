@@ -27,7 +27,6 @@ from roo.schema import Schema, load_schema
 from roo.wire import Record
 from runtime import kafka, metrics, redis_client
 from runtime.backoff import Backoff
-from runtime.broker import Broker
 
 log = logging.getLogger("roostream.features")
 
@@ -159,12 +158,11 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     """
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
-    log.info("metrics at http://127.0.0.1:%d/metrics", metrics.serve(config.metrics_port))
-    broker = Broker(config.bootstrap)
-    source = KafkaEvents(broker, config.prefix)
+    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config))
+    source = KafkaEvents(config.broker, config.prefix)
     store = FeatureStore(connection, config.redis, config.prefix)
     try:
-        cluster = kafka.wait_for_broker(broker, stop)
+        cluster = kafka.wait_for_broker(config.broker, stop)
         updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
         backoff = Backoff(what=f"Redis at {config.redis}")
         follow(updater, stop, backoff, lambda: redis_client.wait_for_redis(connection, config.redis, stop, backoff=backoff))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import REGISTRY
@@ -17,8 +16,7 @@ from roo.schema import Schema, load_schema
 from roo.schema_registry import lookup, register
 from runtime import metrics
 from runtime.backoff import Backoff
-from runtime.broker import Broker
-from runtime.checkpoint_store import FileStore
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.program import Stop
 from runtime.program import run as run_program
@@ -34,9 +32,9 @@ def run(config: JoinerConfig) -> int:
 
 
 def _body(config: JoinerConfig, stop: Stop) -> None:
-    config.require("schema", "store", "home" if config.engine == "local" else "flink")
-    schema = register(FileStore(config.store), load_schema(config.schema))
-    metrics.serve(config.metrics_port)
+    config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
+    schema = register(open_store(config.store), load_schema(config.schema))
+    metrics.serve(config)
     meters = Meters(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, meters, stop)
@@ -51,11 +49,10 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) 
     from joiner.local_pump import Pump, Snapshots
     from runtime.kafka import wait_for_broker
 
-    broker = Broker(config.bootstrap)
-    wait_for_broker(broker, stop)
-    engine = LocalEngine(config, schema, lookup(FileStore(config.store)))
-    source, sink = KafkaSource(broker, config.prefix), KafkaSink(broker, config.prefix)
-    snapshots = Snapshots(FileStore(Path(config.home)))
+    wait_for_broker(config.broker, stop)
+    engine = LocalEngine(config, schema, lookup(open_store(config.store)))
+    source, sink = KafkaSource(config.broker, config.prefix), KafkaSink(config.broker, config.prefix)
+    snapshots = Snapshots(open_store(config.home))
     try:
         Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)
     finally:

@@ -27,11 +27,11 @@ from param_server.table import shapes_of
 from param_server.warm import warm
 from roo.schema import load_schema
 from runtime import metrics, program
-from runtime.broker import Broker
-from runtime.checkpoint_store import FileStore
+from runtime.address import parse_address
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.member import Member
-from runtime.rpc import RpcServer, SocketTransport, parse_address
+from runtime.rpc import RpcServer, SocketTransport
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.shard")
@@ -59,12 +59,12 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         opened.callback(blobs.close)
         latency = metrics.Quantiles("roostream_shard_call_ms", "time to answer a call")
         address = _listen(config, shard, latency, opened)  # 2
-        topic = KafkaRows(Broker(config.bootstrap), config.prefix) if config.bootstrap else None
+        topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         exported = ShardMetrics(shard, publisher, latency)
         opened.callback(exported.unregister)
         exported.register()
-        at = metrics.serve(config.metrics_port)  # 3
+        at = metrics.serve(config)  # 3
         if publisher and topic:
             opened.callback(topic.close)
             _start_publishing(publisher, stop, failures, opened)  # 4
@@ -86,7 +86,7 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         max_publish_norm=config.max_publish_norm,
     )
     segments = Segments(blobs, shapes_of(identity.schema), identity.num_buckets)
-    return Shard(identity, segments, FileStore(config.store), SystemClock())
+    return Shard(identity, segments, open_store(config.store), SystemClock())
 
 
 def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:

@@ -227,8 +227,8 @@ def load(
 def _overlay(cls: type[Any], raw: dict[str, Any], stem: str, env: Mapping[str, str]) -> dict[str, str]:
     """Field → the environment's variable of it; those of tables' fields are put into `raw` at once."""
     found = {}
-    for name, hint in _hints(cls).items():
-        variable = f"{stem}_{name}".upper()
+    for name in (f.name for f in dataclasses.fields(cls)):
+        hint, variable = _hints(cls)[name], f"{stem}_{name}".upper()
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             table = dict(raw.get(name, {})) if isinstance(raw.get(name, {}), dict) else {}
             for inner, one in _overlay(hint, table, variable, env).items():

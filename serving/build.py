@@ -18,8 +18,7 @@ from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema
-from runtime.broker import Broker
-from runtime.checkpoint_store import CheckpointStore, FileStore
+from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.manifest import Manifest
 from runtime.metrics import freshness
@@ -95,7 +94,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,
-        KafkaRowTopic.open(Broker(config.bootstrap), config.prefix),
+        KafkaRowTopic.open(config.broker, config.prefix),
         [SocketTransport(address) for address in config.shards],
         freshness().observe,
         clock,
@@ -116,7 +115,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         metrics.show_version(version.name, manifest.time_ms)
 
     metrics.show_version(versions.newest.name, 0)
-    sender = LogSender(feature_log, lambda: KafkaSink.open(Broker(config.bootstrap), config.prefix))
+    sender = LogSender(feature_log, lambda: KafkaSink.open(config.broker, config.prefix))
     process = Process(
         parts=parts,
         sender=sender,
@@ -136,7 +135,7 @@ def warm(parts: Parts) -> None:
 
 
 def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
-    store = FileStore(config.store)
+    store = open_store(config.store)
     try:
         schema_registry.register(store, schema)
     except OSError as error:

@@ -9,13 +9,13 @@ from roo.schema import load_schema
 from roo.schema_registry import lookup, register
 from runtime import manifest as manifests
 from runtime import metrics
-from runtime.broker import Broker
-from runtime.checkpoint_store import FileStore
+from runtime.address import parse_address
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
 from runtime.manifest import Manifest
 from runtime.program import Stop
-from runtime.rpc import RpcServer, parse_address
+from runtime.rpc import RpcServer
 from runtime.topics import NUM_BUCKETS, PARTITIONS, SAMPLES
 from trainer.commit import Facts, State
 from trainer.config import ControllerConfig
@@ -36,9 +36,9 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     """
     schema = load_schema(config.schema)
     host, port = parse_address(config.listen)
-    store, clock = FileStore(config.store), SystemClock()
+    store, clock = open_store(config.store), SystemClock()
     register(store, schema)
-    kafka = kafka_identity(Broker(config.bootstrap), config.prefix, stop)
+    kafka = kafka_identity(config.broker, config.prefix, stop)
     facts = Facts(
         schema=f"{schema.fingerprint:016x}",
         seed=config.seed,
@@ -62,12 +62,12 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         )
 
     controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=check)
-    server = RpcServer(controller.handle, host, port)
+    server = RpcServer(controller.handle, host, port, insecure=config.insecure)
     server.start()
     log.info("controller on %s", server.address)
     try:
         Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
-        metrics.serve(config.metrics_port)
+        metrics.serve(config)
         controller.run(stop)
     finally:
         server.stop()

@@ -75,7 +75,7 @@ def test_services_of_the_users_own_are_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"prefix": "Ä"}, "prefix: expected"), ({"num_shards": 0}, "num_shards: expected at least 1")],
+    [({"prefix": "Ä"}, "key 'prefix': expected"), ({"num_shards": 0}, "key 'num_shards': expected at least 1")],
 )
 def test_wrong_options_are_told(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
