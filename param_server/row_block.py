@@ -1,9 +1,9 @@
 """Some rows of one stack with all their state: what a freeze copies, a segment stores and a restore puts back.
 
-Letters: K keys, the first L of them live, the others gone; D width, A accumulator width.
+Letters: K keys, the first L of them live, the others gone; D width, A state width.
 
-    bytes = magic RSEG · version u16 · accumulator width u16 · width u32 · L u32 · K u32 · 4 zero bytes
-          · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · accumulator f4[L, A], padded to 8 each
+    bytes = magic RSEG · version u16 · state width u16 · width u32 · L u32 · K u32 · 4 zero bytes
+          · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A], padded to 8 each
           · xxh3-64 of the blob's key and of everything before
 """
 
@@ -31,7 +31,7 @@ class RowBlock:
     unpublished_K: np.ndarray  # uint8: 1 = readers haven't got this state yet
     stamp_ms_L: np.ndarray  # int64: event time of the last push
     rows_LD: np.ndarray  # float32
-    accumulator_LA: np.ndarray  # float32
+    state_LA: np.ndarray  # float32
 
     @property
     def num_live(self) -> int:
@@ -53,7 +53,7 @@ class RowBlock:
             unpublished_K=self.unpublished_K[chosen_K],
             stamp_ms_L=self.stamp_ms_L[live_L],
             rows_LD=self.rows_LD[live_L],
-            accumulator_LA=self.accumulator_LA[live_L],
+            state_LA=self.state_LA[live_L],
         )
 
     def without_gone(self) -> RowBlock:
@@ -76,7 +76,7 @@ def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
         unpublished_K=block.unpublished_K[order_M],
         stamp_ms_L=block.stamp_ms_L[live_L],
         rows_LD=block.rows_LD[live_L],
-        accumulator_LA=block.accumulator_LA[live_L],
+        state_LA=block.state_LA[live_L],
     )
 
 
@@ -88,7 +88,7 @@ def join(blocks: Sequence[RowBlock]) -> RowBlock:
         unpublished_K=np.concatenate([b.unpublished_K for b in blocks]),
         stamp_ms_L=np.concatenate([b.stamp_ms_L for b in blocks]),
         rows_LD=np.concatenate([b.rows_LD for b in blocks]),
-        accumulator_LA=np.concatenate([b.accumulator_LA for b in blocks]),
+        state_LA=np.concatenate([b.state_LA for b in blocks]),
     )
 
 
@@ -113,8 +113,8 @@ def checksum(data: bytes | memoryview, key: bytes = b"") -> int:
 
 def encode(block: RowBlock, key: bytes) -> bytes:
     """The bytes of `block` as stored under `key`; another key's bytes are never mistaken for them."""
-    (num_live, width), accumulator_width = block.rows_LD.shape, block.accumulator_LA.shape[1]
-    parts = [_HEAD.pack(_MAGIC, VERSION, accumulator_width, width, num_live, len(block.keys))]
+    (num_live, width), state_width = block.rows_LD.shape, block.state_LA.shape[1]
+    parts = [_HEAD.pack(_MAGIC, VERSION, state_width, width, num_live, len(block.keys))]
     for array in _arrays(block):
         data = np.ascontiguousarray(array).tobytes()
         parts += [data, bytes(-len(data) % 8)]
@@ -122,7 +122,7 @@ def encode(block: RowBlock, key: bytes) -> bytes:
     return body + checksum(body, key).to_bytes(8, "little")
 
 
-def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> RowBlock:
+def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
     """Verified inverse of `encode`; nothing of `data` is kept.
 
     Raises:
@@ -134,9 +134,9 @@ def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> RowBl
     magic, version, a, d, num_live, num_keys = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION):
         raise CheckpointError(f"{what}: expected version {VERSION}, got {version}; use the Roostream that wrote it")
-    if (d, a) != (width, accumulator_width):
+    if (d, a) != (width, state_width):
         raise CheckpointError(
-            f"{what}: expected rows of {width} + {accumulator_width} numbers (schema), got {d} + {a}; "
+            f"{what}: expected rows of {width} + {state_width} numbers (schema), got {d} + {a}; "
             "use the schema it was written with"
         )
     shapes: list[tuple[str, tuple[int, ...]]] = [
@@ -153,13 +153,13 @@ def decode(data: bytes, key: bytes, width: int, accumulator_width: int) -> RowBl
     for (dtype, shape), n in zip(shapes, sizes, strict=True):
         arrays.append(body[at : at + n].view(dtype).reshape(shape))
         at += -(-n // 8) * 8
-    table_K, id_K, unpublished_K, stamp_ms_L, rows_LD, accumulator_LA = arrays
+    table_K, id_K, unpublished_K, stamp_ms_L, rows_LD, state_LA = arrays
     return RowBlock(
         keys=Keys(table_K, id_K),
         unpublished_K=unpublished_K,
         stamp_ms_L=stamp_ms_L,
         rows_LD=rows_LD,
-        accumulator_LA=accumulator_LA,
+        state_LA=state_LA,
     )
 
 
@@ -170,5 +170,5 @@ def _arrays(block: RowBlock) -> tuple[np.ndarray, ...]:
         block.unpublished_K,
         block.stamp_ms_L,
         block.rows_LD,
-        block.accumulator_LA,
+        block.state_LA,
     )

@@ -76,7 +76,7 @@ def commit_of(manifest: Manifest, index: int) -> Commit:
 
 
 class Segments:
-    """`shapes`: stack → (width, accumulator width). One thread at a time."""
+    """`shapes`: stack → (width, state width). One thread at a time."""
 
     def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]], num_buckets: int) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets

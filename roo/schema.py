@@ -18,28 +18,25 @@ from typing import Any, Literal, TypeVar
 from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
+from roo.rules import Adagrad, Rule, take_rule
 from roo.schema_check import check
 from roo.schema_expand import Places, expand
 
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 Fold = Literal["any", "count", "sum", "max", "last"]
-Rule = Literal["adagrad", "rowwise_adagrad"]
 _FLOAT = 3e38  # fits a float32
 Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(Settings):
-    """A logical embedding table; tables of equal dim and rule settings are stored together, as one stack."""
+    """A logical embedding table; tables of equal dim and rule are stored together, as one stack, each with its own
+    parameters of the rule."""
 
     name: str = setting("", "taken from the TOML table's own name")
     dim: int = setting(help="width of a row's embedding", least=1, most=4096)
-    rule: Rule = setting("adagrad", "update rule")
-    learning_rate: float = setting(0.05, "step size of the update rule", least=0, most=1_000_000)
-    initial_accumulator: float = setting(
-        1e-5, "initial value of Adagrad's accumulator; small, as gradients are of the mean loss", least=0, most=1e9
-    )
+    rule: Rule = setting(help="update rule and its parameters", factory=Adagrad)
     init_scale: float = setting(
         0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)", least=0, most=1e3
     )
@@ -59,7 +56,7 @@ class Table(Settings):
     @property
     def stack(self) -> str:
         """Name of the stack that stores it, e.g. `d16-adagrad`: equal names mean equal width and update rule."""
-        return f"d{self.dim}-{self.rule}"
+        return f"d{self.dim}-{self.rule.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,12 +252,7 @@ def _parse(raw: dict[str, Any], places: Places) -> Schema:
     for name, t in tables.items():
         if not isinstance(t, dict):
             raise SchemaError(f"{where(path, name)}expected a table [tables.{name}], got {t!r}")
-    parsed: dict[str, object] = {
-        "tables": tuple(
-            build(Table, {**from_dict(Table, t, path, f"tables.{name}."), "name": name}, path, f"tables.{name}.")
-            for name, t in tables.items()
-        )
-    }
+    parsed: dict[str, object] = {"tables": tuple(_table(name, dict(t), path) for name, t in tables.items())}
     lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
     for key, cls in lists.items():
         rows = enumerate(raw.pop(key))
@@ -271,6 +263,12 @@ def _parse(raw: dict[str, Any], places: Places) -> Schema:
         if key not in ("limits", "online", "name"):
             raise SchemaError(f"{where(path, key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
     return build(Schema, {**parsed, **from_dict(Schema, raw, path)}, path)
+
+
+def _table(name: str, raw: dict[str, Any], path: str | Path | None) -> Table:
+    prefix = f"tables.{name}."
+    rule = take_rule(raw, path, prefix)
+    return build(Table, {**from_dict(Table, raw, path, prefix), "name": name, "rule": rule}, path, prefix)
 
 
 def _row(cls: type[Any], raw: dict[str, Any], places: Places, section: str, index: int) -> Any:

@@ -43,7 +43,6 @@ def check(schema: Schema, places: Places) -> Schema:
             _check_feature(schema, f, at)
             _check_online(schema, side, f, at)
     _check_tables_and_labels(schema, places.file())
-    _check_stacks(schema, places.file())
     _check_transforms(schema, places)
     return schema
 
@@ -113,17 +112,6 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
     first = next(g for g in getattr(schema, side) if g.online == f.online)
     if (f.kind, f.table, f.columns) != (first.kind, first.table, first.columns):
         raise SchemaError(f"{at}: expected the kind, table and columns of {first.name!r}, which has the same online value")
-
-
-def _check_stacks(schema: Schema, at: str) -> None:
-    for stack, tables in schema.stacks.items():
-        for t in tables[1:]:
-            for key in ("learning_rate", "initial_accumulator"):
-                if getattr(t, key) != getattr(tables[0], key):
-                    raise SchemaError(
-                        f"{at}tables {tables[0].name!r} and {t.name!r} share stack {stack} and must share {key}: "
-                        f"got {getattr(tables[0], key)} and {getattr(t, key)}"
-                    )
 
 
 def _check_transforms(schema: Schema, places: Places) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from roo.errors import CheckpointError, ConfigError, SchemaError
+from roo.rules import Rule, as_table
 from roo.schema import Schema, schema_from_dict
 
 
@@ -76,6 +77,8 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, Rule):
+        value = as_table(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_value(k)} = {_value(v)}" for k, v in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

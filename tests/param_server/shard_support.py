@@ -141,12 +141,12 @@ def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) ->
 
 
 def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
-    """Every row, accumulator and time of last push, to the bit."""
+    """Every row, its state and time of last push, to the bit."""
     out = {}
     for stack, table in shard.tables.items():
         index = table.index
         for n in index.flagged(1).tolist():
-            bits = table.rows_ND[n].tobytes() + table.accumulator_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+            bits = table.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
             out[stack, int(index.table_N[n]), int(index.id_N[n])] = bits
     return out
 

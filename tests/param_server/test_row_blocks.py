@@ -23,13 +23,13 @@ def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False,
         unpublished_K=np.full(len(ids), unpublished, np.uint8),
         stamp_ms_L=np.arange(len(live), dtype=np.int64),
         rows_LD=np.full((len(live), 2), value, np.float32) + np.array(live, np.float32)[:, None],
-        accumulator_LA=np.full((len(live), 1), 0.5, np.float32),
+        state_LA=np.full((len(live), 1), 0.5, np.float32),
     )
 
 
 def same(a: RowBlock, b: RowBlock) -> bool:
     pairs = [(a.keys.table_U, b.keys.table_U), (a.keys.id_U, b.keys.id_U), (a.unpublished_K, b.unpublished_K)]
-    pairs += [(a.stamp_ms_L, b.stamp_ms_L), (a.rows_LD, b.rows_LD), (a.accumulator_LA, b.accumulator_LA)]
+    pairs += [(a.stamp_ms_L, b.stamp_ms_L), (a.rows_LD, b.rows_LD), (a.state_LA, b.state_LA)]
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 

@@ -29,7 +29,7 @@ def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = Fa
         unpublished_K=np.full(len(ids), unpublished, np.uint8),
         stamp_ms_L=np.zeros(len(rows), np.int64),
         rows_LD=np.repeat(values, 2, axis=1),
-        accumulator_LA=np.repeat(values, 2, axis=1) + 1,
+        state_LA=np.repeat(values, 2, axis=1) + 1,
     )
     return {STACK: block}
 
