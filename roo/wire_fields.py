@@ -49,6 +49,17 @@ class PartFields(NamedTuple):
     rows: int
 
 
+class ImpressionFields(NamedTuple):
+    header: int
+    ro: int
+    item_ids: int
+    nro: int
+    scores: int
+    positions: int
+    propensities: int
+    weight: int
+
+
 class SampleFields(NamedTuple):
     header: int
     sample_id: int
@@ -84,6 +95,7 @@ def _numbered(names: type[_Names], message: type[Message]) -> _Names:
 HEADER = _numbered(HeaderFields, pb.Header)
 BLOCK = _numbered(BlockFields, pb.Block)
 PART = _numbered(PartFields, pb.Part)
+IMPRESSION = _numbered(ImpressionFields, pb.Impression)
 SAMPLE = _numbered(SampleFields, pb.Sample)
 
 

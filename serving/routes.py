@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from roo.errors import WireError
+from serving.answer import RankAnswer
 from serving.binary import parse_impression
-from serving.body import JSON, PROTOBUF, ClientGoneError, read_body, respond
+from serving.body import JSON, PROTOBUF, ClientGoneError, accepts_protobuf, encoded, read_body, respond
 from serving.build import Parts
 from serving.engage import parse_engagements
 from serving.errors import RequestError
@@ -58,22 +59,24 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin_s = time.perf_counter()
         headers: dict[str, str] = {}
+        answer: object
         try:
             with self.gate.admit():
-                status, body = 200, await self.answer(scope, receive)
+                status, answer = 200, await self.answer(scope, receive)
         except ClientGoneError:
             return
         except RequestError as error:
-            status, body, headers = error.status, msgspec.json.encode(error.body()), error.headers()
+            status, answer, headers = error.status, error.body(), error.headers()
         except Exception:
             log.exception("a %s request failed: this is a defect of Roostream", self.route)
             defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
-            status, body = 500, msgspec.json.encode(defect.body())
+            status, answer = 500, defect.body()
+        body, media = encoded(answer, accepts_protobuf(scope))
         self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
-        await respond(send, status, body, headers)
+        await respond(send, status, body, media, headers)
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a 200. Raises RequestError, ClientGoneError."""
+    async def answer(self, scope: Scope, receive: Receive) -> object:
+        """What a 200 says; `body.encoded` gives it its form. Raises RequestError, ClientGoneError."""
         raise NotImplementedError
 
     def append(self, records: list[LogRecord]) -> None:
@@ -96,7 +99,7 @@ class RankEndpoint(_Endpoint):
         super().__init__(parts)
         self.json = JsonParser(parts.schema)
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+    async def answer(self, scope: Scope, receive: Receive) -> RankAnswer:
         config, stamps = self.parts.config, self.parts.stamps
         stamp_ms = stamps.open()
         try:
@@ -111,7 +114,7 @@ class RankEndpoint(_Endpoint):
         finally:
             stamps.close(stamp_ms)
         self.parts.metrics.candidates.inc(len(request.item_ids))
-        if ranked.degraded:
+        if ranked.answer.degraded:
             self.parts.metrics.degraded.inc()
         return ranked.answer
 
@@ -138,7 +141,7 @@ class EngagementsEndpoint(_Endpoint):
 
     route = "engagements"
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+    async def answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         body, media = await read_body(scope, receive, self.parts.config.max_body_bytes)
         if media != JSON:
             raise RequestError(415, f"expected content-type {JSON}, got {media!r}")
@@ -149,4 +152,4 @@ class EngagementsEndpoint(_Endpoint):
         finally:
             self.parts.stamps.close(stamp_ms)
         self.parts.metrics.engagements.inc(len(records))
-        return msgspec.json.encode({"accepted": len(records), "event_ids": event_ids})
+        return {"accepted": len(records), "event_ids": event_ids}

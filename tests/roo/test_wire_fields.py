@@ -10,10 +10,10 @@ import pytest
 
 from roo import roo_pb2 as pb
 from roo import wire
-from roo.wire_fields import BLOCK, BYTES, FIXED32, FIXED64, HEADER, PART, REPEATED, SAMPLE, TEXT, VARINT, forms
+from roo.wire_fields import BLOCK, BYTES, FIXED32, FIXED64, HEADER, IMPRESSION, PART, REPEATED, SAMPLE, TEXT, VARINT, forms
 
 EVENT_FILTER = Path(__file__).parents[2] / "joiner" / "java" / "EventFilter.java"
-NAMED = [(HEADER, pb.Header), (BLOCK, pb.Block), (PART, pb.Part), (SAMPLE, pb.Sample)]
+NAMED = [(HEADER, pb.Header), (BLOCK, pb.Block), (PART, pb.Part), (IMPRESSION, pb.Impression), (SAMPLE, pb.Sample)]
 
 
 @pytest.mark.parametrize(("numbers", "message"), NAMED, ids=[m.DESCRIPTOR.name for _, m in NAMED])

@@ -51,8 +51,9 @@ def rank(service: RankService, **changes: Any) -> tuple[Ranked, dict[str, Any], 
     request = JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode())
     ranked = service.rank(request, NOW_MS)
     kind, message = wire.decode(ranked.record.value)
+    assert wire.encode(kind, message) == ranked.record.value, "the bytes that protobuf would have written"
     assert kind == wire.IMPRESSION and isinstance(message, pb.Impression)
-    return ranked, json.loads(ranked.answer), message
+    return ranked, json.loads(ranked.answer.json()), message
 
 
 def sample_of(impression: pb.Impression) -> Record:
