@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import os
 import signal
 import subprocess
@@ -22,6 +23,21 @@ def _at_once() -> bool:
     return True
 
 
+class StopRank(enum.IntEnum):
+    """When a program is ended, lowest first; those of one rank side by side (`infra/stopping.py` says why in this order)."""
+
+    TRAFFIC = 1
+    SERVING = 2
+    JOINER = 3
+    WORKER = 5  # 4 is the last commit, which needs everything that is left
+    CONTROLLER = 6
+    SHARD = 7
+    FEATURES = 8
+    REDIS = 9
+    FLINK = 10
+    KAFKA = 11
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """How to start one program, know that it is ready, and end it. The three calls are made from the supervisor's thread."""
@@ -34,6 +50,7 @@ class Program:
     prepare: Callable[[], None] = _nothing  # before every start: directories, generated files
     ready: Callable[[], bool] = _at_once  # a probe of at most a second or so
     on_ready: Callable[[], None] = _nothing  # once after each start, when `ready` first said yes
+    stop_rank: StopRank
     stop_timeout_s: float = 10.0
     stop_signal: int = signal.SIGTERM
     metrics: str | None = None

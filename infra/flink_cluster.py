@@ -9,13 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra import flink_rest, ports
-from infra.build import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
-from infra.child import Program
+from infra import ports
+from infra.child import Program, StopRank
 from infra.home import Home
+from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
 from roo.errors import SetupError
+from runtime import flink_rest
 
 JOB_MANAGER = "flink-jm"
 _OPENED = (
@@ -140,6 +141,7 @@ class Cluster:
             log=self.home.log(JOB_MANAGER),
             env=env,
             ready=lambda: flink_rest.overview(self.url) is not None,
+            stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,
         )
@@ -156,6 +158,7 @@ class Cluster:
             log=self.home.log(name),
             env=env,
             ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in flink_rest.task_managers(self.url),
+            stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,
         )

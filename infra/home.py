@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -129,7 +128,3 @@ class Home:
         except OSError:
             return False
         return f"{self.root}/".encode() in command
-
-    def wipe(self) -> None:
-        """Remove the home and all that is in it; call only while nothing runs in it."""
-        shutil.rmtree(self.root, ignore_errors=False)

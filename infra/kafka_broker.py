@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra import ports
-from infra.build import KAFKA_JARS
-from infra.child import Program
+from infra.child import Program, StopRank
 from infra.home import Home
+from infra.jars import KAFKA_JARS
 from infra.options import StackOptions
 from roo.errors import SetupError, UnavailableError
+from runtime.broker import Broker
 from runtime.kafka import create_topics, wait_for_broker
 from runtime.topics import TopicSettings
 
@@ -75,8 +76,8 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
             _format(base, conf, env)
 
     def make_topics() -> None:
-        wait_for_broker(bootstrap, timeout_s=10)
-        create_topics(bootstrap, options.prefix, _topic_settings(options))
+        wait_for_broker(Broker(bootstrap), timeout_s=10)
+        create_topics(Broker(bootstrap), options.prefix, _topic_settings(options))
 
     return Program(
         name="kafka",
@@ -86,6 +87,7 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
         prepare=prepare,
         ready=lambda: ports.answers(bootstrap),
         on_ready=make_topics,
+        stop_rank=StopRank.KAFKA,
         stop_timeout_s=15.0,
         place=home.root,
     )
@@ -120,7 +122,7 @@ def use_outside(options: StackOptions) -> None:
     """
     if not ports.answers(options.kafka, 2.0):
         raise UnavailableError(f"Kafka at {options.kafka} does not answer; start it, or leave the option out to have one started")
-    create_topics(options.kafka, options.prefix, _topic_settings(options))
+    create_topics(Broker(options.kafka), options.prefix, _topic_settings(options))
 
 
 def _topic_settings(options: StackOptions) -> TopicSettings:

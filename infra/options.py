@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roo.config import setting
-from roo.errors import ConfigError
+from roo.config import Settings, refusal, setting
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_HOME = Path(".roostream")
@@ -18,18 +17,18 @@ _PREFIX = re.compile(r"^([a-z0-9][a-z0-9._-]{0,30})?$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StackOptions:
+class StackOptions(Settings):
     """One stack; everything has a default, the demo's settings are `demo()`."""
 
     schema: Path = setting(DEMO_SCHEMA, "schema TOML of every program")
     prefix: str = setting("", "of topic names and Redis keys")
     replay: bool = setting(False, "topics keep and accept old event times")
-    num_shards: int = setting(2, "shard processes")
-    num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism")
+    num_shards: int = setting(2, "shard processes", least=1)
+    num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     seed: int = setting(0, "of initial rows, model and exploration")
-    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records")
-    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records")
-    log_bytes: int = setting(16 << 20, "size at which a log file is rotated (one older file is kept)")
+    retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", least=1)
+    retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", least=1)
+    log_bytes: int = setting(16 << 20, "size at which a log file is rotated (one older file is kept)", least=1 << 16)
     java: str = setting("", "path of a java ≥ 17; empty = the runtime that set-up installed")
     kafka: str = setting("", "host:port of a broker to use instead of an own one")
     redis: str = setting("", "host:port of a Redis to use instead of an own one")
@@ -40,11 +39,9 @@ class StackOptions:
     overrides: Mapping[str, Mapping[str, Any]] = setting(help="program → keys of its TOML", factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not _PREFIX.match(self.prefix):
-            raise ConfigError(f"prefix: expected up to 31 of a-z 0-9 . _ - , got {self.prefix!r}")
-        for name, least in (("num_shards", 1), ("num_task_managers", 1), ("log_bytes", 1 << 16)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+            raise refusal("prefix", "up to 31 of a-z 0-9 . _ -", self.prefix)
 
     @property
     def settle_ms(self) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from infra.options import StackOptions
 from infra.ports import HOST, Ports
-
-OURS_WITH_METRICS = ("joiner", "controller", "worker", "features", "simulate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,8 @@ def address(port: int) -> str:
     return f"{HOST}:{port}"
 
 
-def draw(ports: Ports, options: StackOptions) -> Places:
-    """Ports for every part; those in `options.ports` are taken, the others drawn.
+def draw(ports: Ports, options: StackOptions, with_metrics: Iterable[str]) -> Places:
+    """Ports for every part, and one of /metrics for each of `with_metrics`; those in `options.ports` are taken, the others drawn.
 
     Raises:
         SetupError: a chosen port is taken.
@@ -76,5 +75,5 @@ def draw(ports: Ports, options: StackOptions) -> Places:
         serving=port("serving"),
         controller=port("controller"),
         shards=tuple(port(s) for s in shards),
-        metrics={name: ports.draw() for name in (*OURS_WITH_METRICS, *shards)},
+        metrics={name: ports.draw() for name in with_metrics},
     )

@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from infra import jars
-from infra.build import COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS
 from infra.checks import require_disk
 from infra.flink_cluster import pyflink_home
-from infra.java import find_java
+from infra.jars import COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
 from infra.options import ROOT
 from infra.warm import MODULES
 from roo.errors import RoostreamError, SetupError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra import ports
-from infra.child import Program
+from infra.child import Program, StopRank
 from infra.home import Home
 from roo.errors import SetupError
 
@@ -48,6 +48,7 @@ def program(home: Home, env: Mapping[str, str], port: int) -> Program:
         env=env,
         prepare=prepare,
         ready=lambda: ports.answers(f"{ports.HOST}:{port}"),
+        stop_rank=StopRank.REDIS,
         stop_timeout_s=5.0,
         place=home.root,
     )

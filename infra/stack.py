@@ -48,11 +48,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from infra import checks, kafka_broker, logs, places, programs, redis_server, stopping
+from infra import checks, kafka_broker, kinds, logs, places, programs, redis_server, stopping
 from infra.child import Program
 from infra.flink_cluster import Cluster
 from infra.home import Home
-from infra.java import find_java, java_home
+from infra.jars import find_java, java_home
 from infra.options import ROOT, StackOptions
 from infra.places import Endpoints
 from infra.ports import Ports
@@ -88,7 +88,8 @@ class Stack:
         try:
             if left := self.home.end_leftovers():
                 log.warning("ended %d processes that an earlier stack had left in %s", len(left), self.home.root)
-            self._places = places.draw(self._ports, self.options)
+            with_metrics = [n for n in kinds.names(self.options) if kinds.kind_of(n).has_metrics_port]
+            self._places = places.draw(self._ports, self.options, with_metrics)
             self._endpoints = self._places.endpoints(self.options)
             self._programs = {p.name: p for p in self._build(java)}
         except BaseException:
@@ -213,7 +214,7 @@ class Stack:
             ConfigError: an unknown name; names the nearest one.
         """
         groups = {
-            "all": [n for n in self._programs if n != programs.SIMULATE],
+            "all": [n for n in self._programs if n != kinds.SIMULATE],
             "flink": [n for n in self._programs if n.startswith("flink-")],
             "shards": [n for n in self._programs if n.startswith("shard-")],
         }
@@ -247,11 +248,11 @@ class Stack:
             kafka_broker.use_outside(options)
         if not options.redis:
             built.append(redis_server.program(self.home, env, at.redis))
-        if programs.joins_on_flink(options):
+        if kinds.joins_on_flink(options):
             cluster.make()
             built += cluster.programs(env, list(at.task_managers))
-        names = [*programs.shard_names(options), *programs.FIXED]
-        return built + [programs.program(n, self.home, options, at, env) for n in names]
+        sites = [programs.site_of(name, self.home, options, at) for name in kinds.names(options)]
+        return built + [programs.program(site, env) for site in sites]
 
     def _write(self) -> None:
         if not self._opened:

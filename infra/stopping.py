@@ -14,11 +14,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from infra import flink_rest
+from infra.child import StopRank
 from infra.home import Home
 from infra.places import Endpoints
 from infra.supervisor import Supervisor
 from roo.errors import RoostreamError
+from runtime import flink_rest
 from runtime.rpc import SocketTransport
 
 log = logging.getLogger("roostream.stack")
@@ -47,24 +48,22 @@ def stop(supervisor: Supervisor, at: Endpoints, home: Home) -> Stopped:
     """End all programs of a stack, in order; never raises for a step that fails, the next one follows."""
     stopped = Stopped()
     supervisor.halting = True
-    names = list(supervisor.slots)
-
-    def end(*kinds: str) -> None:
-        chosen = [n for n in names if n.startswith(kinds)]
+    for rank in StopRank:
+        if rank is StopRank.WORKER:
+            _settle(supervisor, at, home, stopped)
+        chosen = [name for name, slot in supervisor.slots.items() if slot.program.stop_rank is rank]
         if chosen:
             log.info("stopping %s", ", ".join(chosen))
             stopped.killed += supervisor.stop(chosen)
+    return stopped
 
-    end("simulate")  # 1
-    end("serving")  # 2
-    end("joiner")  # 3: it watches the job; the job itself is ended by the savepoint
+
+def _settle(supervisor: Supervisor, at: Endpoints, home: Home, stopped: Stopped) -> None:
+    """3 and 4: nothing new comes any more; what is joined and trained until now becomes what the next start goes on from."""
     if _ready(supervisor, "flink-jm"):
         _attempt("savepoint", stopped, lambda: _savepoint(at.flink, home.root / "flink"))
     if _ready(supervisor, "controller") and _ready(supervisor, "worker"):
-        _attempt("commit", stopped, lambda: _commit(at.controller))  # 4
-    for kinds in (("worker",), ("controller",), ("shard-",), ("features",), ("redis",), ("flink-",), ("kafka",)):  # 5 to 11
-        end(*kinds)
-    return stopped
+        _attempt("commit", stopped, lambda: _commit(at.controller))
 
 
 def _ready(supervisor: Supervisor, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from joiner.fold import fold_labels
-from joiner.state import Engagement, Folded, Impression, Source, Tombstone
+from joiner.state import Engagement, Folded, Impression, Origin, Tombstone
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import sample_id
@@ -100,15 +100,15 @@ def labels_of(tombstone: Tombstone, request_ms: int, schema: Schema) -> list[flo
 
 
 def dead_letter(
-    key: bytes, source: Source, raw: bytes | None, reason: str, error: str, *, event_id: int = 0, request_id: str = ""
+    key: bytes, origin: Origin, raw: bytes | None, reason: str, error: str, *, event_id: int = 0, request_id: str = ""
 ) -> Output:
     """A record that has no place, with where it came from and why."""
     assert reason in wire.REASONS, reason
     message = pb.DeadLetter(
         reason=reason,
-        topic=source.topic,
-        partition=source.partition,
-        offset=source.offset,
+        topic=origin.topic,
+        partition=origin.partition,
+        offset=origin.offset,
         error=error,
         raw=(raw or b"")[:MAX_RAW_BYTES],
         raw_bytes=len(raw or b""),
@@ -121,7 +121,7 @@ def dead_letter(
 def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: str) -> Output:
     """The dead letter of an event that could be read."""
     event_id = event.event_id if isinstance(event, Engagement) else 0
-    return dead_letter(key, event.source, event.raw, reason, error, event_id=event_id, request_id=event.request_id)
+    return dead_letter(key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id)
 
 
 def header_of(impression: Impression) -> bytes:

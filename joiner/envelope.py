@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 
 from joiner.build import Output
-from roo.record import Record
-from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, SAMPLES
+from roo.wire import Record
+from runtime.topics import CORRECTIONS, DEAD_LETTERS, EVENTS, SAMPLES
 
-INPUTS = (IMPRESSIONS, ENGAGEMENTS)  # a topic's place is its byte
 OUTPUTS = (SAMPLES, CORRECTIONS, DEAD_LETTERS)
 NOW = -(1 << 63)
 
@@ -23,7 +22,7 @@ def unpack(data: bytes) -> Record:
     at = _IN.size + max(key_bytes, 0)
     key = None if key_bytes < 0 else data[_IN.size : at]
     value: bytes = None if value_bytes == _NULL else data[at:]  # type: ignore[assignment]
-    return Record(INPUTS[topic], partition, offset, timestamp_ms, key, value)
+    return Record(EVENTS[topic], partition, offset, timestamp_ms, key, value)
 
 
 def pack(output: Output) -> bytes:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from joiner.build import Output, dead_letter
-from joiner.state import Engagement, Impression, Source
+from joiner.state import Engagement, Impression, Origin
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import check_block
 from roo.errors import WireError
 from roo.ids import hash64, key_bytes
-from roo.record import Record
 from roo.schema import Limits, Schema
+from roo.wire import Record
 
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64
 
 Event: TypeAlias = Impression | Engagement
-Side: TypeAlias = Literal["ro", "nro"]
 
 
 class Reader:
@@ -38,15 +37,15 @@ class Reader:
 
     def read(self, record: Record) -> Event | Output | None:
         """An event; a dead letter; None for a heartbeat or end marker, which only move the watermark. Never raises."""
-        source = Source(record.topic, record.partition, record.offset)
+        origin = Origin(record.topic, record.partition, record.offset)
         found: pb.Impression | pb.Engagement | None = None
         try:
             found = self._decode(record.value)
-            return None if found is None else self._event(record, source, found)
+            return None if found is None else self._event(record, origin, found)
         except WireError as error:
-            return self._dead(record, source, found, error.reason, str(error))
+            return self._dead(record, origin, found, error.reason, str(error))
         except Exception as error:
-            return self._dead(record, source, found, "undecodable", f"could not be read: {error!r}")
+            return self._dead(record, origin, found, "undecodable", f"could not be read: {error!r}")
 
     def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | None:
         if value is not None and len(value) > self.limits.max_record_bytes:
@@ -58,13 +57,13 @@ class Reader:
             return message
         raise WireError("unknown_type", f"expected an impression or an engagement, got type {kind}")
 
-    def _event(self, record: Record, source: Source, message: pb.Impression | pb.Engagement) -> Event:
+    def _event(self, record: Record, origin: Origin, message: pb.Impression | pb.Engagement) -> Event:
         _check_header(record, message.header)
         if isinstance(message, pb.Engagement):
             _check_engagement(message)
-            return _engagement(record, source, message)
+            return _engagement(record, origin, message)
         self._check_impression(message)
-        return _impression(record, source, message)
+        return _impression(record, origin, message)
 
     def _check_impression(self, message: pb.Impression) -> None:
         schema = self.schemas(message.header.schema)
@@ -90,11 +89,11 @@ class Reader:
             check_block(schema, "ro", message.ro, 1, self.limits)
         check_block(schema, "nro", message.nro, n, self.limits)
 
-    def _dead(self, record: Record, source: Source, found: object, reason: str, error: str) -> Output:
+    def _dead(self, record: Record, origin: Origin, found: object, reason: str, error: str) -> Output:
         request_id = found.header.request_id if isinstance(found, (pb.Impression, pb.Engagement)) else ""
         event_id = found.event_id if isinstance(found, pb.Engagement) else 0
         key = record.key or bytes(8)
-        return dead_letter(key, source, record.value, reason, error, event_id=event_id, request_id=request_id)
+        return dead_letter(key, origin, record.value, reason, error, event_id=event_id, request_id=request_id)
 
 
 def _check_header(record: Record, header: pb.Header) -> None:
@@ -125,10 +124,10 @@ def _check_finite(name: str, values: Iterable[float]) -> None:
         raise WireError("non_finite", f"expected finite {name}, got an infinity or NaN")
 
 
-def _impression(record: Record, source: Source, message: pb.Impression) -> Impression:
+def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impression:
     header = message.header
     return Impression(
-        source=source,
+        origin=origin,
         request_id=header.request_id,
         session_id=header.session_id,
         surface=header.surface,
@@ -141,9 +140,9 @@ def _impression(record: Record, source: Source, message: pb.Impression) -> Impre
     )
 
 
-def _engagement(record: Record, source: Source, message: pb.Engagement) -> Engagement:
+def _engagement(record: Record, origin: Origin, message: pb.Engagement) -> Engagement:
     return Engagement(
-        source=source,
+        origin=origin,
         request_id=message.header.request_id,
         event_id=message.event_id,
         item_id=message.item_id,

@@ -1,4 +1,4 @@
-"""The Flink job; `joiner/submit.py` has Flink's client run `main` with `--settings JSON`.
+"""The Flink job; `joiner/submit.py` has Flink's client run `main` with `--settings FILE`.
 
     impressions ─► deserializer ─► watermarks ─┐
                                                ├─► drop heartbeats ─► by key ─► JoinFunction ─► samples, corrections, dead_letters
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from pyflink.common import Configuration, Duration, Types, WatermarkStrategy
 from pyflink.datastream import DataStream, KeyedStream, StreamExecutionEnvironment
@@ -19,10 +20,12 @@ from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSi
 from pyflink.java_gateway import get_gateway
 
 from joiner.config import JoinerConfig
-from joiner.envelope import INPUTS, OUTPUTS
+from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
 from joiner.submit import JOB_NAME
-from runtime.topics import name_of
+from roo.config import build as make
+from roo.config import from_dict
+from runtime.topics import EVENTS, name_of
 
 MAX_PARALLELISM = 128
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
@@ -32,7 +35,7 @@ _ALIGN_EVERY_MS = 100
 def build(config: JoinerConfig) -> StreamExecutionEnvironment:
     """The environment with the whole job in it."""
     env = _environment(config)
-    impressions, engagements = (_read(env, config, topic) for topic in range(len(INPUTS)))
+    impressions, engagements = (_read(env, config, topic) for topic in range(len(EVENTS)))
     joined = _by_key(_events(impressions.union(engagements))).process(JoinFunction(config), output_type=_ENVELOPE)
     joined.name("join").uid("join").sink_to(_sink(config)).name("write").uid("write")
     return env
@@ -58,7 +61,7 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
     """One topic. Event time is the record timestamp; the watermark is per partition, and the slowest one's counts."""
-    name = name_of(config.prefix, INPUTS[topic])
+    name = name_of(config.prefix, EVENTS[topic])
     builder = (
         KafkaSource.builder()
         .set_bootstrap_servers(config.bootstrap)
@@ -70,6 +73,8 @@ def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> 
         .set_property("isolation.level", "read_committed")
         .set_property("fetch.max.wait.ms", "50")
     )
+    for key, value in config.kafka_security.java().items():
+        builder.set_property(key, value)
     builder._j_builder.setDeserializer(get_gateway().jvm.roostream.RecordDeserializer(topic))
     strategy = WatermarkStrategy.for_bounded_out_of_orderness(Duration.of_millis(config.lateness_ms))
     strategy = strategy.with_watermark_alignment(
@@ -77,7 +82,7 @@ def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> 
     )
     if config.idleness_ms and not config.replay:
         strategy = strategy.with_idleness(Duration.of_millis(config.idleness_ms))
-    return env.from_source(builder.build(), strategy, name).uid(f"read-{INPUTS[topic]}")
+    return env.from_source(builder.build(), strategy, name).uid(f"read-{EVENTS[topic]}")
 
 
 def _events(records: DataStream) -> DataStream:
@@ -100,6 +105,8 @@ def _sink(config: JoinerConfig) -> KafkaSink:
         .set_property("compression.type", "zstd")
         .set_property("max.request.size", str(4 << 20))
     )
+    for key, value in config.kafka_security.java().items():
+        builder.set_property(key, value)
     topics = ",".join(name_of(config.prefix, topic) for topic in OUTPUTS)
     builder._j_builder.setRecordSerializer(get_gateway().jvm.roostream.OutputSerializer(topics))
     return builder.build()
@@ -107,6 +114,6 @@ def _sink(config: JoinerConfig) -> KafkaSink:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Submit the joiner's job to the cluster of Flink's configuration.")
-    parser.add_argument("--settings", required=True, help="JoinerConfig as JSON")
-    config = JoinerConfig(**json.loads(parser.parse_args().settings))
-    build(config).execute(JOB_NAME)
+    parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
+    settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
+    build(make(JoinerConfig, from_dict(JoinerConfig, settings, None), None)).execute(JOB_NAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import REGISTRY
@@ -17,7 +16,7 @@ from roo.schema import Schema, load_schema
 from roo.schema_registry import lookup, register
 from runtime import metrics
 from runtime.backoff import Backoff
-from runtime.checkpoint_store import FileStore
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.program import Stop
 from runtime.program import run as run_program
@@ -33,9 +32,9 @@ def run(config: JoinerConfig) -> int:
 
 
 def _body(config: JoinerConfig, stop: Stop) -> None:
-    config.require("schema", "store", "home" if config.engine == "local" else "flink")
-    schema = register(FileStore(config.store), load_schema(config.schema))
-    metrics.serve(config.metrics_port)
+    config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
+    schema = register(open_store(config.store), load_schema(config.schema))
+    metrics.serve(config)
     meters = Meters(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, meters, stop)
@@ -45,15 +44,15 @@ def _body(config: JoinerConfig, stop: Stop) -> None:
 
 def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) -> None:
     """Kafka → Kafka in this process until `stop` is set."""
-    from joiner.kafka import KafkaSink, KafkaSource
-    from joiner.local import LocalEngine
-    from joiner.pump import Pump, Snapshots
+    from joiner.local_engine import LocalEngine
+    from joiner.local_kafka import KafkaSink, KafkaSource
+    from joiner.local_pump import Pump, Snapshots
     from runtime.kafka import wait_for_broker
 
-    wait_for_broker(config.bootstrap, stop)
-    engine = LocalEngine(config, schema, lookup(FileStore(config.store)))
-    source, sink = KafkaSource(config.bootstrap, config.prefix), KafkaSink(config.bootstrap, config.prefix)
-    snapshots = Snapshots(FileStore(Path(config.home)))
+    wait_for_broker(config.broker, stop)
+    engine = LocalEngine(config, schema, lookup(open_store(config.store)))
+    source, sink = KafkaSource(config.broker, config.prefix), KafkaSink(config.broker, config.prefix)
+    snapshots = Snapshots(open_store(config.home))
     try:
         Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)
     finally:

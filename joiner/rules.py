@@ -12,34 +12,53 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from joiner.state import OPEN, WAITING, Engagement, Impression, Request, State
 from roo import roo_pb2 as pb
+from roo.config import Settings, parse_duration_ms, refusal, setting
 from roo.ids import sample_id, splitmix64
 
 WINDOW, ENGAGED, NEXT_REQUEST = pb.CLOSE_WINDOW, pb.CLOSE_ENGAGED, pb.CLOSE_NEXT_REQUEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
-    """See JoinerConfig for what each means; here all defaults are filled in."""
+class Rules(Settings):
+    """What joins with what, and for how long. A 0 that means "as the longest window" is replaced when the rules are made, and
+    so are the durations of `surface_windows`: what is read from rules is what holds."""
 
-    window_ms: int
-    surface_windows: Mapping[str, int]
-    window_jitter_ms: int
-    orphan_timeout_ms: int
-    late_horizon_ms: int
-    next_request: Literal["off", "session", "user"]
-    linger_ms: int
-    engaged_threshold: int
-    terminal_actions: frozenset[str]
-    engaged_min_wait_ms: int
-    correction_horizon_ms: int
-    max_open_requests: int
-    max_requests: int
-    max_orphans: int
-    max_engagements: int
+    window_ms: int = setting(600_000, "a request closes this long after its time at the latest", least=1)
+    surface_windows: dict[str, Any] = setting(factory=dict, help="windows of single surfaces: name = duration")
+    window_jitter_ms: int = setting(0, "windows are shortened by a hash of the request, by up to this", least=0)
+    orphan_timeout_ms: int = setting(0, "how long an engagement waits for its request and item; 0 = the longest window", least=0)
+    late_horizon_ms: int = setting(0, "how long a closed request is remembered; 0 = 10 x the longest window", least=0)
+    next_request: Literal["off", "session", "user"] = setting("off", "a later request of the same session (user) closes one")
+    linger_ms: int = setting(0, "next_request: how long after that later request", least=0)
+    engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", least=0)
+    terminal_actions: tuple[str, ...] = setting((), "an engagement with one of these actions closes its request")
+    engaged_min_wait_ms: int = setting(0, "such a close comes no sooner than this after the request (calibration)", least=0)
+    correction_horizon_ms: int = setting(0, "corrections carry features this long after the close; 0 = labels only", least=0)
+    max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", least=1)
+    max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", least=1)
+    max_orphans: int = setting(256, "engagements of a user that wait for their request or item", least=0)
+    max_engagements: int = setting(10_000, "distinct engagements a request", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        windows = {surface: _window_ms(surface, window) for surface, window in self.surface_windows.items()}
+        object.__setattr__(self, "surface_windows", windows)
+        object.__setattr__(self, "orphan_timeout_ms", self.orphan_timeout_ms or self.longest_window_ms)
+        object.__setattr__(self, "late_horizon_ms", self.late_horizon_ms or 10 * self.longest_window_ms)
+        if self.window_jitter_ms >= self.shortest_window_ms:
+            raise refusal(
+                "window_jitter_ms", f"less than the shortest window ({self.shortest_window_ms} ms)", self.window_jitter_ms
+            )
+        if self.late_horizon_ms < self.longest_window_ms:
+            raise refusal("late_horizon_ms", f"at least the longest window ({self.longest_window_ms} ms)", self.late_horizon_ms)
+        if self.correction_horizon_ms > self.late_horizon_ms:
+            raise refusal(
+                "correction_horizon_ms", f"at most the late horizon ({self.late_horizon_ms} ms)", self.correction_horizon_ms
+            )
 
     @property
     def longest_window_ms(self) -> int:
@@ -52,6 +71,13 @@ class Rules:
     @property
     def closes_on_engagement(self) -> bool:
         return self.engaged_threshold > 0 or bool(self.terminal_actions)
+
+
+def _window_ms(surface: str, window: Any) -> int:
+    ms = parse_duration_ms(window)
+    if ms < 1:
+        raise refusal(f"surface_windows.{surface}", "at least 1 ms", window)
+    return ms
 
 
 def opening(impressions: Iterable[Impression]) -> Impression:

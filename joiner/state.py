@@ -25,7 +25,7 @@ START = -(1 << 63)
 WAITING, OPEN, CLOSED, THIN = range(4)
 
 
-class Source(Struct, array_like=True, frozen=True):
+class Origin(Struct, array_like=True, frozen=True):
     """Where a record came from."""
 
     topic: str
@@ -36,7 +36,7 @@ class Source(Struct, array_like=True, frozen=True):
 class Impression(Struct, array_like=True):
     """An impression event: candidates shown for a request."""
 
-    source: Source
+    origin: Origin
     request_id: str
     session_id: int
     surface: str
@@ -52,7 +52,7 @@ class Impression(Struct, array_like=True):
 class Engagement(Struct, array_like=True):
     """An engagement event on an item of a request."""
 
-    source: Source
+    origin: Origin
     request_id: str
     event_id: int
     item_id: int

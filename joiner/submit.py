@@ -98,7 +98,10 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     with tempfile.TemporaryDirectory(prefix="roostream-job-") as folder:
         script = Path(folder) / "roostream_joiner.py"
         script.write_text(_SCRIPT, encoding="utf-8")
-        command += ["-py", str(script), "--settings", json.dumps(dataclasses.asdict(config))]
+        settings = Path(folder) / "settings.json"  # a file, since everybody can read a process's arguments
+        settings.touch(mode=0o600)
+        settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+        command += ["-py", str(script), "--settings", str(settings)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()) as client:
             output = _wait(client, stop)
     found = re.search(r"JobID ([0-9a-f]{32})", output)

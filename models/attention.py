@@ -1,6 +1,6 @@
 """Attention of candidates to a request's history, and to each other.
 
-Letters: R requests, B candidates, G requests and K candidates of a group (lists.py), N entries of a history, H heads,
+Letters: R requests, B candidates, G requests and K candidates of a group (candidate_groups.py), N entries of a history, H heads,
 D width. Padding is masked before the softmax, where its probability underflows to exactly 0: neither results nor gradients
 depend on it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.lists import Lists
+from models.candidate_groups import CandidateGroups
 
 
 def attend(q_GKD: Tensor, k_GND: Tensor, v_GND: Tensor, mask_GN: Tensor | None, heads: int) -> Tensor:
@@ -45,21 +45,21 @@ class TargetAttention(nn.Module):
         self.width = width
         self._heads = heads
 
-    def forward(self, query_BQ: Tensor, entry_RNE: Tensor, mask_RN: Tensor | None, lists: Lists) -> Tensor:
+    def forward(self, query_BQ: Tensor, entry_RNE: Tensor, mask_RN: Tensor | None, groups: CandidateGroups) -> Tensor:
         """`entry_RNE`: the histories; `mask_RN`: True = an entry, None = no padding. → [B, width]."""
         query_BD = self.query(query_BQ)
         if entry_RNE.shape[1] == 0:
             return query_BD.new_zeros(query_BD.shape)
         key_value = self.key_value(entry_RNE)
         out = []
-        for group, q_GKD in zip(lists.groups, lists.pad(query_BD), strict=True):
+        for group, q_GKD in zip(groups.groups, groups.pad(query_BD), strict=True):
             kv, mask = key_value, mask_RN
             if group.request_G is not None:
                 kv = kv.index_select(0, group.request_G)
                 mask = None if mask is None else mask.index_select(0, group.request_G)
             k_GND, v_GND = kv.chunk(2, dim=-1)
             out.append(attend(q_GKD, k_GND, v_GND, mask, self._heads))
-        return lists.unpad(out, self.width, query_BD)
+        return groups.unpad(out, self.width, query_BD)
 
 
 class ListAttention(nn.Module):
@@ -75,11 +75,11 @@ class ListAttention(nn.Module):
         self.out = nn.Linear(width, width)
         self._heads = heads
 
-    def forward(self, x_BD: Tensor, lists: Lists) -> Tensor:
+    def forward(self, x_BD: Tensor, groups: CandidateGroups) -> Tensor:
         width = x_BD.shape[1]
         out = []
-        padded = lists.pad(self.query_key_value(self.norm(x_BD)))
-        for group, qkv in zip(lists.groups, padded, strict=True):
+        padded = groups.pad(self.query_key_value(self.norm(x_BD)))
+        for group, qkv in zip(groups.groups, padded, strict=True):
             q, k, v = qkv.chunk(3, dim=-1)
             out.append(attend(q, k, v, group.mask_GK, self._heads))
-        return x_BD + self.out(lists.unpad(out, width, x_BD))
+        return x_BD + self.out(groups.unpad(out, width, x_BD))

@@ -1,22 +1,70 @@
-"""From a schema, a configuration and a seed to a model: the same bits in the trainer and in serving."""
+"""From a schema, a configuration and a seed to a model: the same bits in the trainer and in serving.
+
+A kind of model is a module with its configuration and its `Model`, and a row of KINDS.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
-from models.config import ModelConfig
-from models.mlp import init_parameters
+from models.config import ModelConfig, RankerConfig
+from models.layers import init_parameters
+from models.model import Model
 from models.ranker import Ranker
+from roo.config import build, from_dict, load, read_toml, where
+from roo.errors import ConfigError, nearest
 from roo.schema import Schema
 
 
-def build_model(schema: Schema, config: ModelConfig, seed: int) -> Ranker:
-    """A ranker whose parameters are a function of the arguments; the global random state is left as it was.
+@dataclasses.dataclass(frozen=True)
+class ModelKind:
+    """How the models of a kind are configured and made."""
+
+    config: type[ModelConfig]
+    build: Callable[[Schema, Any], Model]  # the second is a `config`
+
+
+KINDS = {"ranker": ModelKind(RankerConfig, Ranker)}
+
+
+def build_model(schema: Schema, config: ModelConfig, seed: int) -> Model:
+    """A model whose parameters are a function of the arguments; the global random state is left as it was.
 
     Raises:
         SchemaError: the schema declares no feature.
     """
     with torch.random.fork_rng(devices=[]):
-        model = Ranker(schema, config)
+        model = KINDS[config.kind].build(schema, config)
     init_parameters(model, seed)
     return model
+
+
+def load_model_config(path: str = "") -> ModelConfig:
+    """The TOML at `path`; a ranker with its defaults if it is empty.
+
+    Raises:
+        ConfigError: names key, value, file and line.
+    """
+    return load(_kind_of(read_toml(path), path).config, path) if path else RankerConfig()
+
+
+def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
+    """What `dataclasses.asdict` gave, as a manifest keeps it; one without `kind` is a ranker's.
+
+    Raises:
+        ConfigError: a key or value that this version does not know.
+    """
+    config = _kind_of(raw).config
+    return build(config, from_dict(config, raw, None), None)
+
+
+def _kind_of(raw: Mapping[str, Any], path: str | None = None) -> ModelKind:
+    name = raw.get("kind", "ranker")
+    if name not in KINDS:
+        near = nearest(str(name), KINDS)
+        raise ConfigError(f"{where(path, 'kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}")
+    return KINDS[name]

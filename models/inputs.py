@@ -1,7 +1,7 @@
 """A batch, its lookup and its rows as tensors: the only way into a model, for training and for serving.
 
 Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D width of a
-stack, L entries, S bags (one a feature and row), N the longest sequence of the batch.
+stack, L entries, S bags (one a feature and row), N the longest of a sequence in the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.lists import Lists, build_lists
+from models.candidate_groups import CandidateGroups, build_groups
 from roo.batch import Batch
 from roo.jagged import Jagged
 from roo.lookup import Lookup
@@ -38,12 +38,23 @@ class Bags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequence:
-    """A request-only sequence, padded to the longest of the batch."""
+    """A request-only sequence, jagged: all requests' entries behind each other. A part that wants squares pads them itself.
 
-    index_RN: Tensor  # int64, positions in the stack's rows; padding = 0
-    mask_RN: Tensor | None  # bool, True = an entry; None = no padding
-    column_RN: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
-    bucket_RN: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
+    length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
+    """
+
+    length_R: Tensor  # int64
+    offset_R1: Tensor  # int64
+    longest: int  # of length_R; known without asking the device
+    index_L: Tensor  # int64, positions in the stack's rows
+    column_L: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
+    bucket_L: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
+
+    def mask_RN(self) -> Tensor | None:
+        """bool [R, longest], True = an entry; None where every request has `longest`."""
+        if len(self.index_L) == self.longest * len(self.length_R):
+            return None
+        return torch.arange(self.longest, device=self.length_R.device) < self.length_R[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +70,7 @@ class Inputs:
     rows: dict[str, Tensor]  # stack → [U, D] leaf
     bags: tuple[Bags, ...]
     sequences: dict[str, Sequence]
-    lists: Lists
+    groups: CandidateGroups
 
 
 def build_inputs(
@@ -81,7 +92,7 @@ def build_inputs(
         rows=tensors,
         bags=_build_bags(batch, lookup, device),
         sequences={f.name: _build_sequence(schema, f, batch, lookup, device) for f in schema.lists("ro") if f.kind == "sequence"},
-        lists=build_lists(batch.num_candidates_R, device),
+        groups=build_groups(batch.num_candidates_R, device),
     )
 
 
@@ -122,24 +133,19 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
 
 
 def _build_sequence(schema: Schema, f: Feature, batch: Batch, lookup: Lookup, device: str) -> Sequence:
-    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)]
-    longest = int(length_R.max(initial=0))
-    mask_RN = np.arange(longest) < length_R[:, None]
+    def index_of(table: str, key: str) -> Tensor:
+        return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key], device)
 
-    def pad(value_L: np.ndarray) -> Tensor:
-        out = np.zeros(mask_RN.shape, dtype=np.int64)
-        out[mask_RN] = value_L
-        return _wrap(out, device)
-
-    def index_of(table: str, key: str) -> np.ndarray:
-        return lookup.stacks[schema.table_by_name[table].stack].index[key]
-
+    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
     asked_ms_L = np.repeat(batch.time_ms_R, length_R)
+    gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
     return Sequence(
-        index_RN=pad(index_of(f.table, f.name)),
-        mask_RN=None if mask_RN.all() else _wrap(mask_RN, device),
-        column_RN={c: pad(index_of(table, f"{f.name}.{c}")) for c, table in f.column_tables.items()},
-        bucket_RN={c: pad(time_buckets(asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"])) for c in f.time_columns},
+        length_R=_wrap(length_R, device),
+        offset_R1=_wrap(np.concatenate([[0], np.cumsum(length_R)]), device),
+        longest=int(length_R.max(initial=0)),
+        index_L=index_of(f.table, f.name),
+        column_L={c: index_of(table, f"{f.name}.{c}") for c, table in f.column_tables.items()},
+        bucket_L={c: _wrap(time_buckets(gap_ms_L), device) for c, gap_ms_L in gap_ms.items()},
     )
 
 

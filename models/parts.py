@@ -1,7 +1,7 @@
 """What a model is put together from: parts that read `Inputs` and give a block of columns, R or B rows of it.
 
 A new module (UserArch, HSTU's target output) is one more `Part`; `request_parts` and `candidate_parts` say which ones a
-schema and a configuration ask for, and models concatenate what they get.
+schema and a ranker's configuration ask for, and models concatenate what they get.
 
 Letters: R requests, B candidates, G floats, N sequence entries, D width.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import TargetAttention
-from models.config import ModelConfig
+from models.config import RankerConfig
 from models.inputs import Inputs, Sequence
 from roo.schema import Feature, Schema
 from roo.transform import output_names
@@ -95,7 +95,7 @@ class HistoryAttention(Part):
     (an id column without a table is carried in the data and not modelled).
     """
 
-    def __init__(self, schema: Schema, feature: Feature, config: ModelConfig) -> None:
+    def __init__(self, schema: Schema, feature: Feature, config: RankerConfig) -> None:
         super().__init__()
         self._feature = feature
         self._stacks = {c: schema.table_by_name[t].stack for c, t in (("", feature.table), *feature.column_tables.items())}
@@ -112,15 +112,24 @@ class HistoryAttention(Part):
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         sequence = inputs.sequences[self._feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
-        return self.attention(query_BQ, self._entries(inputs, sequence), sequence.mask_RN, inputs.lists)
+        mask_RN = sequence.mask_RN()
+        return self.attention(query_BQ, self._entries(inputs, sequence, mask_RN), mask_RN, inputs.groups)
 
-    def _entries(self, inputs: Inputs, sequence: Sequence) -> Tensor:
-        index = {"": sequence.index_RN, **sequence.column_RN}
-        blocks = [_gather(inputs.rows[stack], index[c]) for c, stack in self._stacks.items()]
+    def _entries(self, inputs: Inputs, sequence: Sequence, mask_RN: Tensor | None) -> Tensor:
+        shape_RN = (len(sequence.length_R), sequence.longest)
+        index_L = {"": sequence.index_L, **sequence.column_L}
+        blocks = [_gather(inputs.rows[stack], _pad(index_L[c], shape_RN, mask_RN)) for c, stack in self._stacks.items()]
         for column, table in self.times.items():
-            bucket_RN = sequence.bucket_RN[column].clamp_max(self._last_bucket)
-            blocks.append(table(bucket_RN))
+            bucket_L = sequence.bucket_L[column].clamp_max(self._last_bucket)
+            blocks.append(table(_pad(bucket_L, shape_RN, mask_RN)))
         return torch.cat(blocks, dim=-1)
+
+
+def _pad(index_L: Tensor, shape_RN: tuple[int, int], mask_RN: Tensor | None) -> Tensor:
+    """→ int64 [R, N]; padding points at 0, any row, since what is made of it is masked."""
+    if mask_RN is None:
+        return index_L.view(shape_RN)
+    return index_L.new_zeros(shape_RN).masked_scatter_(mask_RN, index_L)
 
 
 def _gather(rows_UD: Tensor, index_RN: Tensor) -> Tensor:
@@ -128,13 +137,13 @@ def _gather(rows_UD: Tensor, index_RN: Tensor) -> Tensor:
     return rows_UD.index_select(0, index_RN.reshape(-1)).view(*index_RN.shape, rows_UD.shape[1])
 
 
-def request_parts(schema: Schema, config: ModelConfig) -> dict[str, Part]:
+def request_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
     """Name → part that runs once a request; parts that would have no columns are left out."""
     parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
     return {name: part for name, part in parts.items() if part.width}
 
 
-def candidate_parts(schema: Schema, config: ModelConfig) -> dict[str, Part]:
+def candidate_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
     """Name → part that runs once a candidate."""
     parts: dict[str, Part] = {"floats": Floats(schema, "nro"), "embeddings": Embeddings(schema, "nro")}
     if config.history_attention and schema.lists("nro"):

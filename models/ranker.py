@@ -14,23 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import ListAttention
-from models.config import ModelConfig
-from models.cross import CrossNet
+from models.config import RankerConfig
 from models.inputs import Inputs
-from models.mlp import Mlp
+from models.layers import CrossNet, Mlp
+from models.loss import loss
+from models.model import Model, Targets
 from models.parts import Pooled, candidate_parts, pool, request_parts
 from roo.errors import SchemaError
 from roo.schema import Schema
 
 
-class Ranker(nn.Module):
+class Ranker(Model):
     """A logit for each candidate and task; a candidate's depend on its own request only.
 
     Raises:
         SchemaError: the schema declares no feature.
     """
 
-    def __init__(self, schema: Schema, config: ModelConfig) -> None:
+    def __init__(self, schema: Schema, config: RankerConfig) -> None:
         super().__init__()
         request, candidate = request_parts(schema, config), candidate_parts(schema, config)
         self.request_parts, self.candidate_parts = nn.ModuleDict(request), nn.ModuleDict(candidate)
@@ -53,8 +54,12 @@ class Ranker(nn.Module):
             blocks.insert(0, self.request(inputs, pooled).index_select(0, inputs.request_index_B))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
-            x_BD = block(x_BD, inputs.lists)
+            x_BD = block(x_BD, inputs.groups)
         return self.heads(self.deep(x_BD))
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        """Pointwise: binary cross-entropy of every candidate, see models/loss.py."""
+        return loss(logits_BT, targets.label_BT, targets.weight_BT)
 
     def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         """What all candidates of a request share, [R, D]."""

@@ -1,7 +1,7 @@
 """How trainer and serving reach the rows: one pull and one push a batch and shard, all stacks in it.
 
 The keys of a batch are unique already (`roo.lookup`); here they are split by shard, sent to all shards at once, and the
-answers put back in their places. `Replica` and `initial_rows` are what readers outside training use.
+answers put back in their places. Readers outside training have a `Replica` instead.
 
 Letters: U unique keys of a stack, D width, S shards.
 """
@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from param_server import kernels
-from param_server.initial import initial_rows
-from param_server.replica import Replica
 from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
 from roo.lookup import Lookup
 from roo.schema import Schema
@@ -25,8 +23,6 @@ from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
 from runtime.topics import NUM_BUCKETS
 from runtime.transport import Answer, Arrays, Header, Transport
-
-__all__ = ["Client", "Replica", "initial_rows"]
 
 
 class _Share(NamedTuple):

@@ -1,4 +1,4 @@
-"""(table, id) → place: which of a growing set of places holds a key. The arrays beside it (rows, accumulators) are its owner's.
+"""(table, id) → place: which of a growing set of places holds a key. The arrays beside it (rows, their state) are its owner's.
 
 Letters: U keys asked for, N places, C slots.
 """

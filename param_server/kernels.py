@@ -172,6 +172,17 @@ def unknown_table(table_U: np.ndarray, known_K: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
+def which_table(table_U: np.ndarray, known_K: np.ndarray) -> np.ndarray:
+    """int64 [U]: position of each key's table among the stack's, which must be one of them."""
+    out_U = np.empty(table_U.shape[0], dtype=np.int64)
+    k = 0
+    for u in range(table_U.shape[0]):
+        k = table_at(table_U[u], known_K, k)
+        out_U[u] = k
+    return out_U
+
+
+@njit(cache=True, nogil=True)
 def gather(
     rows_ND: np.ndarray,
     place_U: np.ndarray,
@@ -197,23 +208,27 @@ def gather(
 @njit(cache=True, nogil=True)
 def fill_new(
     rows_ND: np.ndarray,
-    accumulator_NA: np.ndarray,
+    state_NA: np.ndarray,
     place_U: np.ndarray,
     new_U: np.ndarray,
     table_U: np.ndarray,
     id_U: np.ndarray,
+    which_U: np.ndarray,
     seed: np.uint64,
-    known_K: np.ndarray,
     scale_K: np.ndarray,
-    initial_accumulator: np.float32,
+    first_state_K: np.ndarray,
 ) -> None:
-    """First values of the rows that `find_or_insert` has just made."""
-    k = 0
+    """First values, in rows_ND float32 [N, D] and state_NA float32 [N, A], of the rows that `find_or_insert` has just made:
+    those of the U keys where `new_U` (bool) is True, at places `place_U` (int64).
+
+    A key is (`table_U` uint32, `id_U` int64); `which_U` (int64) is its table's position among the stack's K, whose half ranges
+    of initial values are `scale_K` (float32) and whose first states are `first_state_K` (float32). `seed` as in `initial_rows`.
+    """
     for u in range(place_U.shape[0]):
         if new_U[u]:
-            k = table_at(table_U[u], known_K, k)
-            fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), rows_ND[place_U[u]])
-            accumulator_NA[place_U[u], :] = initial_accumulator
+            k = which_U[u]
+            fill_one(seed, table_U[u], id_U[u], scale_K[k], rows_ND[place_U[u]])
+            state_NA[place_U[u], :] = first_state_K[k]
 
 
 @njit(cache=True, nogil=True)

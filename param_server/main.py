@@ -1,6 +1,6 @@
 """A shard process: rows behind a port, led by the controller, followed by readers of `rows`.
 
-Start: 1 kernels, schema, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
+Start: 1 schema, kernels, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
 Stop:  1 the member (a command in hand may end)  2 calls in hand  3 the publisher  4 segments
 """
 
@@ -17,20 +17,21 @@ import numpy as np
 
 from param_server.blobs import Blobs, RocksBlobs
 from param_server.calls import Calls
-from param_server.config import ShardConfig
-from param_server.identity import ShardIdentity
+from param_server.config import ShardConfig, ShardIdentity
 from param_server.metrics import ShardMetrics
 from param_server.publish import Publisher
 from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
 from param_server.server import Shard
+from param_server.table import shapes_of
 from param_server.warm import warm
 from roo.schema import load_schema
 from runtime import metrics, program
-from runtime.checkpoint_store import FileStore
+from runtime.address import parse_address
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.member import Member
-from runtime.rpc import RpcServer, SocketTransport, parse_address
+from runtime.rpc import RpcServer, SocketTransport
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.shard")
@@ -53,21 +54,21 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
+        warm()
         blobs.open()
         opened.callback(blobs.close)
         latency = metrics.Quantiles("roostream_shard_call_ms", "time to answer a call")
         address = _listen(config, shard, latency, opened)  # 2
-        topic = KafkaRows(config.bootstrap, config.prefix) if config.bootstrap else None
+        topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         exported = ShardMetrics(shard, publisher, latency)
         opened.callback(exported.unregister)
         exported.register()
-        at = metrics.serve(config.metrics_port)  # 3
-        warm()  # 4
+        at = metrics.serve(config)  # 3
         if publisher and topic:
             opened.callback(topic.close)
-            _start_publishing(publisher, stop, failures, opened)  # 5
-        _start_member(config, shard, stop, opened)  # 6
+            _start_publishing(publisher, stop, failures, opened)  # 4
+        _start_member(config, shard, stop, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
         stop.wait()
     if failures:
@@ -84,8 +85,8 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         publishing=bool(config.bootstrap),
         max_publish_norm=config.max_publish_norm,
     )
-    segments = Segments(blobs, identity.shapes(), identity.num_buckets)
-    return Shard(identity, segments, FileStore(config.store), SystemClock())
+    segments = Segments(blobs, shapes_of(identity.schema), identity.num_buckets)
+    return Shard(identity, segments, open_store(config.store), SystemClock())
 
 
 def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:

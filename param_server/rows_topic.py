@@ -12,6 +12,7 @@ from param_server.publish import Message, OffsetGoneError
 from roo.errors import UnavailableError
 from runtime import kafka
 from runtime.backoff import Backoff
+from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
 from runtime.topics import PARTITIONS, ROWS, name_of
 
@@ -66,15 +67,15 @@ class InMemoryRows:
 class KafkaRows:
     """The real one. Clients are made when they are first needed, and anew after an error that they don't outlive."""
 
-    def __init__(self, bootstrap: str, prefix: str, clock: Clock | None = None) -> None:
-        self.bootstrap, self.topic, self.clock = bootstrap, name_of(prefix, ROWS), clock or SystemClock()
+    def __init__(self, broker: Broker, prefix: str, clock: Clock | None = None) -> None:
+        self.broker, self.topic, self.clock = broker, name_of(prefix, ROWS), clock or SystemClock()
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
         if not messages:
             return []
-        self._producer = producer = self._producer or kafka.producer(self.bootstrap)
+        self._producer = producer = self._producer or kafka.producer(self.broker)
         outcome: dict[int, int | KafkaError] = {}
         for n, message in enumerate(messages):
 
@@ -95,20 +96,20 @@ class KafkaRows:
         if len(offsets) < len(messages):
             self._producer = None  # an idempotent producer doesn't outlive a lost message
             error = next(o for o in outcome.values() if not isinstance(o, int))
-            raise UnavailableError(f"topic {self.topic} at {self.bootstrap} refused rows: {error.str()}")
+            raise UnavailableError(f"topic {self.topic} at {self.broker} refused rows: {error.str()}")
         return offsets
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
         try:
             low, high = self._reader().get_watermark_offsets(TopicPartition(self.topic, partition), timeout=2.0)
         except KafkaException as error:
-            raise UnavailableError(f"Kafka at {self.bootstrap}: {error.args[0].str()}") from None
+            raise UnavailableError(f"Kafka at {self.broker}: {error.args[0].str()}") from None
         return low, high
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
         reader = self._reader()
         reader.assign([TopicPartition(self.topic, partition, start)])
-        backoff = Backoff(what=f"topic {self.topic} at {self.bootstrap}", clock=self.clock)
+        backoff = Backoff(what=f"topic {self.topic} at {self.broker}", clock=self.clock)
         at = start
         while at < end:
             record = reader.poll(0.2)
@@ -135,7 +136,7 @@ class KafkaRows:
 
     def _reader(self) -> Consumer:
         if self._consumer is None:
-            self._consumer = kafka.consumer(self.bootstrap, f"{self.topic}-shard", auto_offset_reset="error")
+            self._consumer = kafka.consumer(self.broker, f"{self.topic}-shard", auto_offset_reset="error")
         return self._consumer
 
     def _await(self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event) -> None:
@@ -146,6 +147,6 @@ class KafkaRows:
                 raise UnavailableError("stopped while rows were on their way")
             if not said and self.clock.monotonic_s() - began_s > 5.0:
                 said = True
-                log.warning("waiting for Kafka at %s to take %d deltas of rows", self.bootstrap, wanted - len(outcome))
+                log.warning("waiting for Kafka at %s to take %d deltas of rows", self.broker, wanted - len(outcome))
         if said:
-            log.info("Kafka at %s took them after %.1f s", self.bootstrap, self.clock.monotonic_s() - began_s)
+            log.info("Kafka at %s took them after %.1f s", self.broker, self.clock.monotonic_s() - began_s)

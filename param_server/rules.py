@@ -1,65 +1,127 @@
-"""Update rules: one gradient a row applied to rows and their accumulators, in place, in float32.
+"""The kernels of update rules: one gradient a row applied to rows and their state, in place, in float32. What a rule is
+called, its parameters and its first state: `roo/rules.py`.
 
-Letters: U rows to update, N row places of a stack, D width.
+Letters: U rows to update, N row places of a stack, D width, A numbers of state a row, K tables of the stack, P parameters.
 
 Adagrad (Duchi, Hazan, Singer 2011, figure 1, diagonal; epsilon as in torch.optim.Adagrad and FBGEMM's exact optimizers):
-    a += g * g                  w -= lr * g / (sqrt(a) + eps)           one accumulator an element
+    a += g * g                  w -= lr * g / (sqrt(a) + eps)           A = D: one accumulator an element
 Row-wise Adagrad (Gupta et al. 2014; FBGEMM EXACT_ROWWISE_ADAGRAD, Mudigere et al. 2022):
-    a += mean over D of g * g   w -= lr * g / (sqrt(a) + eps)           one accumulator a row
+    a += mean over D of g * g   w -= lr * g / (sqrt(a) + eps)           A = 1: one accumulator a row
+Adam (Kingma, Ba 2015, algorithm 1; epsilon as in torch.optim.Adam), where t counts the row's own updates, so that each row
+moves exactly as Adam moves it on its gradients alone:
+    t += 1                      m = b1 * m + (1 - b1) * g               v = b2 * v + (1 - b2) * g * g
+    w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)         A = 2 D + 1: m, v, and t for a row
 
-No fastmath: the same inputs give the same bits on every machine. `error_model="numpy"` takes out the test for a zero
-divisor, which would keep the loops from using vector instructions; the divisors are positive. Keys of one push are unique;
-were they not, they would be applied one after the other.
+No fastmath, and powers by multiplication: the same inputs give the same bits on every machine. `error_model="numpy"` takes
+out the test for a zero divisor, which would keep the loops from using vector instructions; the divisors are positive. Keys of
+one push are unique; were they not, they would be applied one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 from numba import njit
 
-EPSILON = np.float32(1e-8)
+
+class Kernel(Protocol):
+    """Apply one gradient a row, in place."""
+
+    def __call__(
+        self,
+        rows_ND: np.ndarray,  # float32
+        state_NA: np.ndarray,  # float32
+        place_U: np.ndarray,  # int64: which row
+        gradient_UD: np.ndarray,  # float32, finite
+        which_U: np.ndarray,  # int64: which of the stack's tables the row is of
+        parameters_KP: np.ndarray,  # float64: each table's, in the order of the rule's fields
+    ) -> None: ...
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def adagrad(
-    rows_ND: np.ndarray, accumulator_ND: np.ndarray, place_U: np.ndarray, gradient_UD: np.ndarray, learning_rate: np.float32
+    rows_ND: np.ndarray,
+    state_ND: np.ndarray,
+    place_U: np.ndarray,
+    gradient_UD: np.ndarray,
+    which_U: np.ndarray,
+    parameters_KP: np.ndarray,
 ) -> None:
+    """P: learning rate, initial accumulator, epsilon."""
     for u in range(place_U.shape[0]):
-        w_D, a_D, g_D = rows_ND[place_U[u]], accumulator_ND[place_U[u]], gradient_UD[u]
+        learning_rate = np.float32(parameters_KP[which_U[u], 0])
+        epsilon = np.float32(parameters_KP[which_U[u], 2])
+        w_D, a_D, g_D = rows_ND[place_U[u]], state_ND[place_U[u]], gradient_UD[u]
         for j in range(g_D.shape[0]):
             a_D[j] += g_D[j] * g_D[j]
-            w_D[j] -= learning_rate * g_D[j] / (np.sqrt(a_D[j]) + EPSILON)
+            w_D[j] -= learning_rate * g_D[j] / (np.sqrt(a_D[j]) + epsilon)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def rowwise_adagrad(
-    rows_ND: np.ndarray, accumulator_N1: np.ndarray, place_U: np.ndarray, gradient_UD: np.ndarray, learning_rate: np.float32
+    rows_ND: np.ndarray,
+    state_N1: np.ndarray,
+    place_U: np.ndarray,
+    gradient_UD: np.ndarray,
+    which_U: np.ndarray,
+    parameters_KP: np.ndarray,
 ) -> None:
+    """P: learning rate, initial accumulator, epsilon."""
     width = np.float32(gradient_UD.shape[1])
     for u in range(place_U.shape[0]):
+        learning_rate = np.float32(parameters_KP[which_U[u], 0])
+        epsilon = np.float32(parameters_KP[which_U[u], 2])
         w_D, g_D = rows_ND[place_U[u]], gradient_UD[u]
         total = np.float32(0)
         for j in range(g_D.shape[0]):
             total += g_D[j] * g_D[j]
-        a = accumulator_N1[place_U[u], 0] + total / width
-        accumulator_N1[place_U[u], 0] = a
-        step = learning_rate / (np.sqrt(a) + EPSILON)
+        a = state_N1[place_U[u], 0] + total / width
+        state_N1[place_U[u], 0] = a
+        step = learning_rate / (np.sqrt(a) + epsilon)
         for j in range(g_D.shape[0]):
             w_D[j] -= step * g_D[j]
 
 
-class UpdateRule(NamedTuple):
-    """`apply(rows_ND, accumulator_NA, place_U, gradient_UD, learning_rate)`, all float32; A = accumulator_width(D)."""
+@njit(cache=True, nogil=True, error_model="numpy")
+def adam(
+    rows_ND: np.ndarray,
+    state_NA: np.ndarray,
+    place_U: np.ndarray,
+    gradient_UD: np.ndarray,
+    which_U: np.ndarray,
+    parameters_KP: np.ndarray,
+) -> None:
+    """P: learning rate, beta 1, beta 2, epsilon. A row's state: m [D], v [D], t."""
+    width = gradient_UD.shape[1]
+    for u in range(place_U.shape[0]):
+        p_P = parameters_KP[which_U[u]]
+        learning_rate, beta1, beta2, epsilon = p_P[0], p_P[1], p_P[2], p_P[3]
+        w_D, g_D, state_A = rows_ND[place_U[u]], gradient_UD[u], state_NA[place_U[u]]
+        m_D, v_D = state_A[:width], state_A[width : 2 * width]
+        state_A[2 * width] += np.float32(1)  # stays at 2^24, where nothing is left to correct
+        t = np.int64(state_A[2 * width])
+        step = np.float32(learning_rate / (1.0 - _power(beta1, t)))
+        root = np.float32(np.sqrt(1.0 - _power(beta2, t)))
+        b1, b2, eps = np.float32(beta1), np.float32(beta2), np.float32(epsilon)
+        new1, new2 = np.float32(1.0 - beta1), np.float32(1.0 - beta2)
+        for j in range(width):
+            m_D[j] = b1 * m_D[j] + new1 * g_D[j]
+            v_D[j] = b2 * v_D[j] + new2 * g_D[j] * g_D[j]
+            w_D[j] -= step * m_D[j] / (np.sqrt(v_D[j]) / root + eps)
 
-    apply: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.float32], None]
-    accumulator_width: Callable[[int], int]
+
+@njit(cache=True, nogil=True)
+def _power(base: float, exponent: int) -> float:
+    """base ** exponent for an exponent of 0 and more."""
+    out = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            out *= base
+        base *= base
+        exponent >>= 1
+    return out
 
 
-RULES: dict[str, UpdateRule] = {
-    "adagrad": UpdateRule(adagrad, lambda dim: dim),
-    "rowwise_adagrad": UpdateRule(rowwise_adagrad, lambda dim: 1),
-}
-"""By `Table.rule`."""
+KERNELS: dict[str, Kernel] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}
+"""By `Rule.name`."""

@@ -1,7 +1,7 @@
 """Committed rows of one shard: segments, each the changes of one commit, and which of them together are the state.
 
     d/<segment>                     directory: what the segment consists of, with checksums; empty while it is being written
-    b/<segment>/<stack>/<bucket>    one block (param_server/block.py)
+    b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
     history                         the newest commits, as this shard knows them: [[seq, incarnation, [segment…]]…]
 
 A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: a key's newest entry
@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from param_server import block as blocks
+from param_server import row_block as blocks
 from param_server.blobs import Blobs
-from param_server.block import Block
 from param_server.index import KeyIndex
+from param_server.row_block import RowBlock
 from roo.errors import CheckpointError
 from roo.ids import buckets_of
+from runtime.manifest import Manifest
 
 log = logging.getLogger("roostream.segments")
 
@@ -42,12 +43,12 @@ class Segment(NamedTuple):
     checksum: str  # of its directory, xxh3-64 in hex; the directory has those of the blocks
 
 
-class Part(NamedTuple):
+class SegmentBucket(NamedTuple):
     """A bucket's keys in every segment of a commit."""
 
     stack: str
     bucket: int
-    blocks: list[Block]  # newest first
+    blocks: list[RowBlock]  # newest first
 
 
 class Commit(NamedTuple):
@@ -56,13 +57,31 @@ class Commit(NamedTuple):
     segments: tuple[Segment, ...]  # oldest first
 
 
+BEGINNING = Commit(0, 0, ())  # before any commit
+
+
+def commit_of(manifest: Manifest, index: int) -> Commit:
+    """What `manifest` names of shard `index`.
+
+    Raises:
+        CheckpointError: it names none of this shard's segments.
+    """
+    try:
+        segments = tuple(Segment(**{f: s[f] for f in Segment._fields}) for s in manifest.shards[index]["segments"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{manifest.name}: expected the segments of shard {index}, got none that can be read ({error!r})"
+        ) from None
+    return Commit(manifest.seq, manifest.incarnation, segments)
+
+
 class Segments:
-    """`shapes`: stack → (width, accumulator width). One thread at a time."""
+    """`shapes`: stack → (width, state width). One thread at a time."""
 
     def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]], num_buckets: int) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
 
-    def write(self, name: str, changes: Mapping[str, Block], base: Sequence[Segment]) -> tuple[Segment, ...]:
+    def write(self, name: str, changes: Mapping[str, RowBlock], base: Sequence[Segment]) -> tuple[Segment, ...]:
         """Store `changes` (stack → block) over `base`; the new state's segments. Durable when it returns, part of nothing
         until a manifest names it.
 
@@ -76,7 +95,7 @@ class Segments:
         segment = self._write_blocks(name, self._merged(changes, base) if merging else self._split(changes))
         return (segment,) if merging else (*base, segment)
 
-    def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[Part]:
+    def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
         """Every part of a state (of the given stacks' buckets), verified as it is read. Marks of what is unpublished are those
         of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now are passed over.
 
@@ -92,7 +111,7 @@ class Segments:
                 found = [(name, d["blocks"].get(stack, {}).get(str(bucket))) for name, d in reversed(directories)]
                 part = [(name, self._block(name, stack, bucket, entry)) for name, entry in found if entry]
                 if part:
-                    yield Part(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
+                    yield SegmentBucket(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
 
     def commit(self, commit: Commit) -> None:
         """A manifest names this state: remember it, and delete what none of the newest KEEP_COMMITS needs."""
@@ -125,13 +144,13 @@ class Segments:
         self.store.write([(_HISTORY, msgspec.json.encode(history))], sync=True)
         return history
 
-    def _split(self, changes: Mapping[str, Block]) -> Iterator[Part]:
+    def _split(self, changes: Mapping[str, RowBlock]) -> Iterator[SegmentBucket]:
         for stack, block in changes.items():
             bucket_K = buckets_of(block.keys.id_U, block.keys.table_U, self.num_buckets)
             for bucket, part in blocks.split_by_bucket(block, bucket_K).items():
-                yield Part(stack, bucket, [part])
+                yield SegmentBucket(stack, bucket, [part])
 
-    def _merged(self, changes: Mapping[str, Block], base: Sequence[Segment]) -> Iterator[Part]:
+    def _merged(self, changes: Mapping[str, RowBlock], base: Sequence[Segment]) -> Iterator[SegmentBucket]:
         """Keys that are gone are dropped, unless readers are yet to be told so."""
         newest = {(p.stack, p.bucket): p.blocks[0] for p in self._split(changes)}
         for part in self.read(base):
@@ -139,11 +158,11 @@ class Segments:
             older = [blocks.published(block) for block in part.blocks]
             merged = merge([*([mine] if mine else []), *older], self.num_buckets)
             if len(merged.keys):
-                yield Part(part.stack, part.bucket, [merged])
+                yield SegmentBucket(part.stack, part.bucket, [merged])
         for (stack, bucket), block in newest.items():
-            yield Part(stack, bucket, [block])
+            yield SegmentBucket(stack, bucket, [block])
 
-    def _write_blocks(self, name: str, parts: Iterable[Part]) -> Segment:
+    def _write_blocks(self, name: str, parts: Iterable[SegmentBucket]) -> Segment:
         entries: dict[str, dict[str, Any]] = {}
         batch: list[tuple[bytes, bytes]] = []
         waiting = total = rows = 0
@@ -171,7 +190,7 @@ class Segments:
             raise CheckpointError(f"segment {segment.name}: expected format {FORMAT}, got {directory['format']}")
         return directory
 
-    def _block(self, name: str, stack: str, bucket: int, entry: Mapping[str, Any]) -> Block:
+    def _block(self, name: str, stack: str, bucket: int, entry: Mapping[str, Any]) -> RowBlock:
         key = _block_key(name, stack, bucket)
         data = self.store.get(key)
         if data is None or len(data) != entry["bytes"] or data[-8:].hex() != entry["checksum"]:
@@ -184,7 +203,7 @@ class Segments:
             self.store.write((), keys)
 
 
-def merge(newest_first: Sequence[Block], num_buckets: int) -> Block:
+def merge(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
     """One block with each key's newest entry; gone keys stay only where they are marked unpublished."""
     seen = KeyIndex(num_buckets)
     live, gone = [], []

@@ -23,17 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from param_server import manifest
-from param_server.block import Block
-from param_server.identity import ShardIdentity
+from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
 from param_server.kernels import publishable
-from param_server.manifest import BEGINNING, Restorable
 from param_server.outbox import Delta
-from param_server.segments import Commit, Segment, Segments
-from param_server.table import StackTable
+from param_server.row_block import RowBlock
+from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
+from param_server.table import StackTable, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from roo.ids import buckets_of
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.topics import PARTITIONS, ROWS
@@ -47,7 +46,7 @@ class Frozen:
 
     seq: int
     incarnation: int
-    changes: dict[str, Block]
+    changes: dict[str, RowBlock]
     rows_end: dict[int, int]
     segments: tuple[Segment, ...] | None = None  # once written
 
@@ -84,12 +83,19 @@ class Rollback(NamedTuple):
     rows_end: dict[int, int]
 
 
+class Target(NamedTuple):
+    """What a restore goes to."""
+
+    commit: Commit
+    rows_end: Mapping[int, int]  # `rows` partition → first offset after the commit
+
+
 class Shard:
     """See the module. `segments` and `store` are used by commands only."""
 
     def __init__(self, identity: ShardIdentity, segments: Segments, store: CheckpointStore, clock: Clock) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
-        self.tables = identity.tables()
+        self.tables = build_tables(identity)
         self.incarnation = 0
         self.ready = False
         self.committed = BEGINNING
@@ -264,10 +270,7 @@ class Shard:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
                 raise FencedError(f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over")
             self.incarnation, self.ready = incarnation, False
-        me = self.identity
-        target = manifest.load(
-            self.store, name, index=me.index, num_shards=me.num_shards, num_buckets=me.num_buckets, seed=me.seed
-        )
+        target = self._target(name)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
         if self._known and target.commit.segments in states:
             self._roll_back(target)
@@ -276,10 +279,23 @@ class Shard:
         self.segments.restored(target.commit)
         with self._lock:
             self._restored(target)
-        log.info("shard %d restored to %s as incarnation %d", me.index, name or "the beginning", incarnation)
+        log.info("shard %d restored to %s as incarnation %d", self.identity.index, name or "the beginning", incarnation)
         return {"rows": sum(t.num_rows for t in self.tables.values())}
 
-    def _roll_back(self, target: Restorable) -> None:
+    def _target(self, name: str) -> Target:
+        if not name:
+            return Target(BEGINNING, {})
+        manifest, me = manifests.load(self.store, name).manifest, self.identity
+        manifests.check_shape(
+            manifest,
+            num_shards=me.num_shards,
+            num_buckets=me.num_buckets,
+            num_partitions=me.num_partitions,
+            seed=me.seed,
+        )
+        return Target(commit_of(manifest, me.index), manifest.rows_end)
+
+    def _roll_back(self, target: Target) -> None:
         """Re-read exactly what changed in either generation."""
         self._known = False
         changed = {name: self._changed(name, table) for name, table in self.tables.items()}
@@ -298,7 +314,7 @@ class Shard:
     def _changed(self, name: str, table: StackTable) -> Keys:
         return join_keys(table.keys_changed(), self._frozen.changes[name].keys if self._frozen else no_keys())
 
-    def _reload(self, target: Restorable) -> None:
+    def _reload(self, target: Target) -> None:
         """Read everything."""
         self._known = False
         unpublished: dict[str, list[Keys]] = {name: [] for name in self.tables}
@@ -311,7 +327,7 @@ class Shard:
         for name, keys in unpublished.items():
             self.tables[name].mark_unpublished(join_keys(no_keys(), *keys))
 
-    def _restored(self, target: Restorable) -> None:
+    def _restored(self, target: Target) -> None:
         for table in self.tables.values():
             table.forget_changes()
             if self._settled_late is not None:

@@ -1,6 +1,7 @@
-"""The rows of one stack: tables of equal width and update rule, stored together in growing arrays.
+"""The rows of one stack: tables of equal width and update rule, stored together in growing arrays; what a rule's parameters
+are is each table's own.
 
-Letters: U keys asked for, N places, M chosen rows, D width, A accumulator width, K tables of the stack, B buckets.
+Letters: U keys asked for, N places, M chosen rows, D width, A state width, K tables of the stack, P parameters, B buckets.
 
 Two generations of changes can be open. `freeze` copies what changed since the last freeze and starts the next generation;
 until the copy is committed (the caller keeps it), `keys_changed` and the copy's keys together are what a rollback must undo.
@@ -13,13 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from param_server import kernels
-from param_server.block import Block
+from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
 from param_server.kernels import DIRTY, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import Outbox
-from param_server.rules import RULES
+from param_server.row_block import RowBlock
+from param_server.rules import KERNELS
 from roo.errors import SchemaError, WireError
-from roo.schema import Table
+from roo.schema import Schema, Table
 
 _NEVER = np.iinfo(np.int64).min
 
@@ -28,10 +30,10 @@ class StackTable:
     """Not thread-safe; the shard's lock makes every method one step. Equal pushes in equal order give equal bits."""
 
     def __init__(self, name: str, tables: Sequence[Table], *, seed: int, num_buckets: int, publishing: bool = True) -> None:
-        self.name, self.width, self.rule = name, tables[0].dim, RULES[tables[0].rule]
-        self.accumulator_width = self.rule.accumulator_width(self.width)
-        self.learning_rate = np.float32(tables[0].learning_rate)
-        self.initial_accumulator = np.float32(tables[0].initial_accumulator)
+        self.name, self.width, self.kernel = name, tables[0].dim, KERNELS[tables[0].rule.name]
+        self.state_width = tables[0].rule.state_width(self.width)
+        self.parameters_KP = np.array([t.rule.parameters for t in tables], np.float64)
+        self.first_state_K = np.array([t.rule.first_state for t in tables], np.float32)
         self.table_K = np.array([t.id for t in tables], np.uint32)
         self.names = {t.id: t.name for t in tables}
         self.scale_K = np.array([t.init_scale for t in tables], np.float32)
@@ -44,7 +46,7 @@ class StackTable:
         self.index = KeyIndex(self.num_buckets)
         self.outbox = Outbox(self)
         self.rows_ND = np.zeros((self.index.capacity, self.width), np.float32)
-        self.accumulator_NA = np.zeros((self.index.capacity, self.accumulator_width), np.float32)
+        self.state_NA = np.zeros((self.index.capacity, self.state_width), np.float32)
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
         self._gone = no_keys()
 
@@ -55,7 +57,7 @@ class StackTable:
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays that grow with the rows."""
-        return self.index.capacity * (4 * self.width + 4 * self.accumulator_width + 61)
+        return self.index.capacity * (4 * self.width + 4 * self.state_width + 61)
 
     def check_keys(self, keys: Keys) -> None:
         """Raises SchemaError: a key's table is not one of this stack."""
@@ -95,20 +97,21 @@ class StackTable:
         """Apply checked gradients at event time `time_ms`, making the rows that don't exist; bool [B]: buckets touched."""
         self.reserve(len(keys))
         place_U, new_U = self.index.add(keys)
+        which_U = kernels.which_table(keys.table_U, self.table_K)
         kernels.fill_new(
             self.rows_ND,
-            self.accumulator_NA,
+            self.state_NA,
             place_U,
             new_U,
             keys.table_U,
             keys.id_U,
+            which_U,
             self.seed,
-            self.table_K,
             self.scale_K,
-            self.initial_accumulator,
+            self.first_state_K,
         )
         self.stamp_ms_N[place_U[new_U]] = _NEVER
-        self.rule.apply(self.rows_ND, self.accumulator_NA, place_U, gradient_UD, self.learning_rate)
+        self.kernel(self.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
         kernels.stamp(place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B)
@@ -123,25 +126,25 @@ class StackTable:
         """What was changed or expired since the last freeze."""
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
 
-    def freeze(self, watermark_ms: int) -> Block:
+    def freeze(self, watermark_ms: int) -> RowBlock:
         """Expire by the watermark, then copy everything that changed since the last freeze, and what readers haven't got yet;
         the next generation is empty."""
         self._expire(watermark_ms)
         place_M = self.index.flagged(DIRTY | UNPUBLISHED | IN_FLIGHT)
         gone, unpublished_G = self._take_gone()
-        block = Block(
+        block = RowBlock(
             keys=join_keys(self.index.keys_at(place_M), gone),
             unpublished_K=np.concatenate([(self.index.flags_N[place_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]).astype(
                 np.uint8
             ),
             stamp_ms_L=self.stamp_ms_N[place_M],
             rows_LD=kernels.take_rows(self.rows_ND, place_M),
-            accumulator_LA=kernels.take_rows(self.accumulator_NA, place_M),
+            state_LA=kernels.take_rows(self.state_NA, place_M),
         )
         self.index.replace_flags(DIRTY)
         return block
 
-    def unfreeze(self, block: Block) -> None:
+    def unfreeze(self, block: RowBlock) -> None:
         """The copy will not be committed: its keys belong to the open generation again."""
         place_K = self.index.find(block.keys)
         self.index.flags_N[place_K[place_K >= 0]] |= DIRTY
@@ -175,13 +178,13 @@ class StackTable:
 
     # Restoring
 
-    def put(self, block: Block, flags: int = 0) -> None:
+    def put(self, block: RowBlock, flags: int = 0) -> None:
         """Rows of committed state as they were, clean but for `flags`; its gone keys are forgotten. What the block marks as
         unpublished is not marked here (`mark_unpublished`)."""
         self.reserve(block.num_live)
         place_L, _ = self.index.add(block.live)
         kernels.put_rows(self.rows_ND, place_L, block.rows_LD)
-        kernels.put_rows(self.accumulator_NA, place_L, block.accumulator_LA)
+        kernels.put_rows(self.state_NA, place_L, block.state_LA)
         self.stamp_ms_N[place_L] = block.stamp_ms_L
         self.index.flags_N[place_L] = kernels.LIVE | flags
         self.index.remove(block.gone)
@@ -205,5 +208,19 @@ class StackTable:
     def reserve(self, num_more: int) -> None:
         """Take memory for that many more rows. **If it fails** (MemoryError): the rows are as they were."""
         if self.index.reserve(num_more):
-            for name in ("rows_ND", "accumulator_NA", "stamp_ms_N"):
+            for name in ("rows_ND", "state_NA", "stamp_ms_N"):
                 setattr(self, name, grown(getattr(self, name), self.index.capacity))
+
+
+def build_tables(identity: ShardIdentity) -> dict[str, StackTable]:
+    """Stack → its rows on this shard, none yet."""
+    seed, num_buckets, publishing = identity.seed, identity.num_buckets, identity.publishing
+    return {
+        name: StackTable(name, tables, seed=seed, num_buckets=num_buckets, publishing=publishing)
+        for name, tables in identity.schema.stacks.items()
+    }
+
+
+def shapes_of(schema: Schema) -> dict[str, tuple[int, int]]:
+    """Stack → (width, state width)."""
+    return {name: (t.dim, t.rule.state_width(t.dim)) for name, (t, *_) in schema.stacks.items()}

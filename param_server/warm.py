@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from param_server import block, kernels
+from param_server import kernels, row_block
 from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.segments import merge
 from param_server.table import StackTable
-from roo.schema import Rule, Table
+from roo.rules import RULES
+from roo.schema import Table
 
 
 def warm() -> None:
     """Seconds where nothing is cached, else a fraction of one."""
-    rules: tuple[Rule, ...] = ("adagrad", "rowwise_adagrad")
-    for rule in rules:
-        _live(StackTable("warm", [Table(name="warm", dim=2, rule=rule, expire_after_ms=1)], seed=1, num_buckets=4))
+    for rule in RULES.values():
+        _live(StackTable("warm", [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)], seed=1, num_buckets=4))
     keys = _keys(3)
     kernels.split_by_shard(keys.table_U, keys.id_U, 4, 2, np.empty(3, np.int64), np.empty(3, np.int64))
     kernels.buckets(keys.table_U, keys.id_U, 4)
@@ -38,6 +38,6 @@ def _live(table: StackTable) -> None:
     table.outbox.settle(True)
     table.outbox.settles_at(0)
     changes = table.freeze(1000)
-    stored = block.decode(block.encode(changes, b"warm"), b"warm", 2, table.accumulator_width)
+    stored = row_block.decode(row_block.encode(changes, b"warm"), b"warm", 2, table.state_width)
     table.put(merge([stored], 4))
     table.put(stored)

@@ -30,6 +30,7 @@ class Batch:
     request_index_B: np.ndarray  # int64, sorted
     item_B: np.ndarray  # int64
     label_BT: np.ndarray  # float32
+    label_before_BT: np.ndarray  # float32: what a correction corrects; NaN = nothing was trained before
     weight_BT: np.ndarray  # float32: the sample's weight; 0 = no such label in the data
     position_B: np.ndarray  # int32; -1 = unknown
     propensity_B: np.ndarray  # float32; 1 = shown without exploration
@@ -38,6 +39,7 @@ class Batch:
     close_ms_R: np.ndarray  # int64
     oldest_engagement_ms_R: np.ndarray  # int64: 0 = no engagement
     sample_id_R: np.ndarray  # int64 (uint64 bits)
+    correction_R: np.ndarray  # bool: train loss(label) - loss(label_before)
     partition_R: np.ndarray  # int32
     offset_R: np.ndarray  # int64: of the sample's own record
 
@@ -47,11 +49,10 @@ class Batch:
             assert getattr(self, name).shape == (n, len(self.schema.floats("ro" if name[0] == "r" else "nro"))), name
         assert self.ro_lists.num_rows == r and self.nro_lists.num_rows == b
         assert int(self.num_candidates_R.sum()) == b == len(self.request_index_B)
-        for name in ("label_BT", "weight_BT", "served_score_BT"):
+        for name in ("label_BT", "label_before_BT", "weight_BT", "served_score_BT"):
             assert getattr(self, name).shape == (b, t), name
-        for name in ("time_ms_R", "close_ms_R", "oldest_engagement_ms_R", "sample_id_R", "partition_R", "offset_R"):
-            assert len(getattr(self, name)) == r, name
-        assert len(self.position_B) == len(self.propensity_B) == b
+        for name, value in vars(self).items():
+            assert not isinstance(value, np.ndarray) or len(value) == (r if _by_request(name) else b), name
 
     @property
     def num_requests(self) -> int:
@@ -81,7 +82,12 @@ class Batch:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
-                changes[field.name] = value[rows_M] if field.name.endswith(("_R", "_RF")) else value[at_B]
+                changes[field.name] = value[rows_M] if _by_request(field.name) else value[at_B]
         changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
         changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _by_request(name: str) -> bool:
+    """Arrays whose names end so have a row for each request, all others one for each candidate."""
+    return name.endswith(("_R", "_RF"))

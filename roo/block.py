@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roo.columns import IDS, TIMES, WEIGHTS, Columns, Side, check_columns, columns_of, missing_bits, pack
+from roo.columns import Columns, Side, check_columns, columns_of, missing_bits, pack
 from roo.errors import WireError, nearest
 from roo.ids import MASK64, item_id
 from roo.schema import Feature, Limits, Schema
@@ -106,19 +106,19 @@ class _Taker:
     """Walks `ids`, `weights` and `times` list by list."""
 
     def __init__(self, columns: Columns) -> None:
-        self.left = {IDS: columns.ids, WEIGHTS: columns.weights, TIMES: columns.times}
+        self.left = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
 
     def value(self, f: Feature, length: int) -> object:
-        ids = self._next(IDS, length)
+        ids = self._next("ids", length)
         if f.kind == "ids":
             return ids
         if f.kind == "weighted_ids":
-            return {"ids": ids, "weights": self._next(WEIGHTS, length)}
+            return {"ids": ids, "weights": self._next("weights", length)}
         out: dict[str, list[float]] = {main_key(f): ids}
-        out |= {c: self._next(IDS, length) for c in f.id_columns}
-        return out | {c: self._next(TIMES, length) for c in f.time_columns}
+        out |= {c: self._next("ids", length) for c in f.id_columns}
+        return out | {c: self._next("times", length) for c in f.time_columns}
 
-    def _next(self, what: int, length: int) -> list[float]:
+    def _next(self, what: str, length: int) -> list[float]:
         taken, self.left[what] = self.left[what][:length], self.left[what][length:]
         return taken.tolist()
 

@@ -6,6 +6,7 @@ tag and a length. Plain numpy: the joiner runs this inside the JVM's Python.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,10 +15,10 @@ from google.protobuf.message import DecodeError
 from roo import roo_pb2 as pb
 from roo.errors import WireError
 from roo.schema import Limits, Schema
+from roo.wire_fields import BLOCK, BYTES
 
 Side = Literal["ro", "nro"]
-FLOATS, LENGTHS, IDS, WEIGHTS, TIMES, MISSING = range(1, 7)
-_DTYPES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")
+_DTYPES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")  # of `wire_fields.BLOCK`, whose numbers are 1 to 6
 
 
 class Columns(NamedTuple):
@@ -98,7 +99,8 @@ def _columns_by_protobuf(data: bytes) -> Columns:
 
 
 def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
-    """See `roo.block.check_block`."""
+    """See `roo.block.check_block`. `roo.decode_kernels.check_block` is the same rule for many blocks at once: two statements,
+    since this one says which number was wrong; tests/roo/test_decode.py holds them equal on damaged blocks."""
     if num_rows > limits.max_candidates:
         raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
     if any(len(c) for c in columns):
@@ -153,11 +155,16 @@ def pack(
     missing: np.ndarray = _NO_BYTES,
 ) -> bytes:
     """The columns as packed fields in order; empty ones are left out."""
+    columns = (floats, lengths, ids, weights, times, missing)
+    return fields_of((number, c.tobytes() if c.size else None) for number, c in zip(BLOCK, columns, strict=True))
+
+
+def fields_of(contents: Iterable[tuple[int, bytes | None]]) -> bytes:
+    """A message of length-delimited fields (bytes, messages, packed columns), in the order given; None = absent."""
     out = bytearray()
-    for number, column in enumerate((floats, lengths, ids, weights, times, missing), 1):
-        if column.size:
-            raw = column.tobytes()
-            out += bytes((number << 3 | 2,)) + varint_bytes(len(raw)) + raw
+    for number, content in contents:
+        if content is not None:
+            out += bytes((number << 3 | BYTES,)) + varint_bytes(len(content)) + content
     return bytes(out)
 
 

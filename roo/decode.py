@@ -20,14 +20,14 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo import wire_kernels as w
 from roo.batch import Batch
-from roo.columns import canonical, varint_bytes
-from roo.decode_fill import fill, nro_blocks, ro_blocks
-from roo.decode_scan import UNTRAINABLE, Scan, field, join, scan
+from roo.columns import Side, canonical
+from roo.decode_fill import Plans, Scan, block_of, field, fill, fill_request, join, nro_blocks, ro_blocks, scan, scan_blocks
+from roo.decode_kernels import Blocks
 from roo.errors import SchemaError, WireError
 from roo.ids import unsigned
-from roo.plan import Plans
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
+from roo.wire_fields import SAMPLE
 
 _WRONG = {
     k.BAD_SHAPE: ("bad_shape", "expected columns whose lengths agree with candidates, features and each other; got others"),
@@ -45,29 +45,19 @@ class Reject:
     error: str
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decoded:
-    batch: Batch
-    rejects: tuple[Reject, ...]  # in the order of the records
-    kept_R: np.ndarray  # int64: which record each request of the batch is
-    num_skipped_features: int  # features of the kept samples that the schema in use no longer has
-    skipped_corrections_C: np.ndarray
-    """int64, indices into the records: corrections left out; all unless asked for, otherwise those without features."""
-    correction_R: np.ndarray  # bool: this request is a correction: train loss(label) - loss(label_before)
-    label_before_BT: np.ndarray  # float32; 0 except for corrections
-
-
 class Decoder:
     """`registry` gives the schema of a fingerprint, or None (roo.schema_registry). Not thread-safe: one a thread."""
 
     def __init__(self, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
         self.schema = schema
         self.plans = Plans(schema, registry)
+        self.num_skipped_features = 0  # so far: features of decoded samples that the schema in use no longer has
+        self.num_skipped_corrections = 0  # so far: not asked for, or without features
 
-    def decode(self, records: Sequence[Record], *, corrections: bool = False) -> Decoded:
-        """Samples (and, if asked, trainable corrections) of one poll as a batch, in the records' order.
+    def decode(self, records: Sequence[Record], *, corrections: bool = False) -> tuple[Batch, list[Reject]]:
+        """Samples (and, if asked, trainable corrections) of one poll as a batch, and what can't be read, in the records' order.
 
-        Never raises for what a record holds: each is in exactly one of `kept_R`, `rejects`, `skipped_corrections_C`.
+        Never raises for what a record holds: each is a request of the batch, a reject, or a correction that is left out.
         """
         rejects: dict[int, tuple[str, str]] = {}
         values = [record.value or b"" for record in records]
@@ -79,50 +69,43 @@ class Decoder:
         correction_N = kinds[found.index_N] == wire.CORRECTION
         trainable_N = ~correction_N
         if corrections:
-            trainable_N |= w.read_varint(found.buf, field(found.spans_N, UNTRAINABLE)) == 0
+            trainable_N |= w.read_varint(found.buf, field(found.spans_N, SAMPLE.untrainable)) == 0
         kept = np.flatnonzero((status_N == k.OK) & trainable_N)
-        filled = fill(self.plans, found, plan_N, kept)
         index_R = found.index_N[kept]
         batch = Batch(
             schema=self.schema,
-            partition_R=np.fromiter((records[i].partition for i in index_R), dtype=np.int32, count=len(index_R)),
-            offset_R=np.fromiter((records[i].offset for i in index_R), dtype=np.int64, count=len(index_R)),
-            **filled.arrays,
-        )
-        return Decoded(
-            batch=batch,
-            rejects=tuple(Reject(i, *rejects[i]) for i in sorted(rejects)),
-            kept_R=index_R,
-            num_skipped_features=int(self.plans.num_skipped_S[plan_N[kept]].sum()),
-            skipped_corrections_C=found.index_N[(status_N == k.OK) & ~trainable_N],
             correction_R=correction_N[kept],
-            label_before_BT=filled.label_before_BT,
+            partition_R=np.array([record.partition for record in records], dtype=np.int32)[index_R],
+            offset_R=np.array([record.offset for record in records], dtype=np.int64)[index_R],
+            **fill(self.plans, found, plan_N, kept),
         )
+        self.num_skipped_features += int(self.plans.num_skipped_S[plan_N[kept]].sum())
+        self.num_skipped_corrections += int(((status_N == k.OK) & ~trainable_N).sum())
+        return batch, [Reject(i, *rejects[i]) for i in sorted(rejects)]
 
-    def decode_request(
-        self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int, *, fingerprint: int | None = None
-    ) -> Batch:
+    def decode_request(self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int) -> Batch:
         """One request as serving scores it: R = 1, B = len(item_ids), labels 0, weights 1, no offset (-1).
 
-        It is written as a sample and decoded like any other, so what serving scores is what training will read.
-        `fingerprint` names the schema of the blocks if it isn't the one in use.
+        Its blocks, written in the schema in use, are read by the kernels that read a sample's: what serving scores is what
+        training will read.
 
         Raises:
-            WireError: `undecodable`, `bad_shape`, `non_finite`, `oversized` or `unknown_schema`.
+            WireError: `undecodable`, `bad_shape`, `non_finite` or `oversized`.
         """
-        schema = self.schema.fingerprint if fingerprint is None else fingerprint
-        num_labels = int(self.plans.num_labels_S[self.plans.number_of(schema)]) if self._known(schema) else 0
-        value = _request_sample(ro, nro, item_ids, time_ms, schema, num_labels)
-        decoded = self.decode([Record("", 0, -1, time_ms, None, value)])
-        if decoded.rejects:
-            raise WireError(decoded.rejects[0].reason, decoded.rejects[0].error)
-        return decoded.batch
-
-    def _known(self, fingerprint: int) -> bool:
-        try:
-            return self.plans.number_of(fingerprint) >= 0
-        except SchemaError:
-            return False
+        limits, n = self.schema.limits, len(item_ids)
+        if n > limits.max_candidates:
+            raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {n}")
+        buf, spans_2, ok_2 = scan_blocks(ro or b"", nro)
+        if not ok_2.all():
+            buf, spans_2, _ = scan_blocks(canonical(ro or b""), canonical(nro))
+        blocks: dict[Side, Blocks] = {"ro": block_of(spans_2[:1], 1), "nro": block_of(spans_2[1:], n)}
+        for side, block in blocks.items():
+            status = np.zeros(1, dtype=np.int64)
+            k.check_blocks(buf, block, self.plans.side(side), limits.max_list, status)
+            if status[0]:
+                reason, error = _WRONG[int(status[0])]
+                raise WireError(reason, f"{side} block: {error}")
+        return fill_request(self.plans, buf, blocks["ro"], blocks["nro"], item_ids, time_ms)
 
     def _scan(self, values: list[bytes], rejects: dict[int, tuple[str, str]]) -> tuple[Scan, np.ndarray]:
         """The samples among `values`, all in our writers' form (3), and each value's type byte."""
@@ -204,18 +187,6 @@ def rewritten(value: bytes) -> bytes:
     for part in sample.parts:
         part.nro = canonical(part.nro)
     return value[:2] + sample.SerializeToString(deterministic=True)
-
-
-def _request_sample(ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int, fingerprint: int, num_labels: int) -> bytes:
-    """A request as a sample record without labels, its arrays copied whole."""
-    part = pb.Part(nro=nro, num_rows=len(item_ids)).SerializeToString()
-    header = pb.Header(time_ms=time_ms, schema=fingerprint).SerializeToString()
-    ids, labels = item_ids.astype("<i8").tobytes(), bytes(4 * len(item_ids) * num_labels)
-    fields = [(1, header), (6, ids), (7, part), (8, labels)]
-    if ro is not None:
-        fields.insert(1, (5, ro))
-    body = b"".join(bytes((number << 3 | 2,)) + varint_bytes(len(data)) + data for number, data in fields)
-    return bytes((wire.SAMPLE, wire.VERSION)) + body
 
 
 def warm() -> None:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from roo.wire_fields import BLOCK, SAMPLE
 from roo.wire_kernels import any_infinite, i64, u32
 
 OK, BAD_SHAPE, NON_FINITE, OVERSIZED = range(4)
+_FINITE_FLOATS = (SAMPLE.labels, SAMPLE.propensities, SAMPLE.weight, SAMPLE.event_values, SAMPLE.labels_before)
 
 
 class Plan(NamedTuple):
@@ -62,25 +64,44 @@ def check_parts(
 def check_sample(buf: np.ndarray, spans: np.ndarray, labels: int, used: int, max_candidates: int) -> int:
     """A status: column lengths agree with the candidates, events with each other, numbers are finite."""
     size = spans[:, 1] - spans[:, 0]
-    n, events = size[6] // 8, size[13] // 8
+    n = size[SAMPLE.item_ids] // 8
     if n > max_candidates:
         return OVERSIZED
-    if used != n or size[8] != 4 * n * labels or (size[20] and size[20] != 4 * n * labels):
+    if used != n or size[SAMPLE.labels] != 4 * n * labels:
         return BAD_SHAPE
-    if (size[9] and size[9] != 4 * n * labels) or (size[10] and size[10] != 4 * n) or (size[11] and size[11] != 4 * n):
+    if size[SAMPLE.labels_before] and size[SAMPLE.labels_before] != 4 * n * labels:
         return BAD_SHAPE
-    if size[14] != 4 * events or size[15] != 4 * events or size[16] != 4 * events or size[17] != 8 * events:
+    if size[SAMPLE.scores] and size[SAMPLE.scores] != 4 * n * labels:
         return BAD_SHAPE
-    for e in range(events):
-        if u32(buf, spans[14, 0] + 4 * e) >= n or u32(buf, spans[15, 0] + 4 * e) >= spans[18, 1]:
+    for number in (SAMPLE.positions, SAMPLE.propensities):
+        if size[number] and size[number] != 4 * n:
             return BAD_SHAPE
-    for at in range(spans[10, 0], spans[10, 1], 4):
+    if not has_event_shape(buf, spans, n):
+        return BAD_SHAPE
+    for at in range(spans[SAMPLE.positions, 0], spans[SAMPLE.positions, 1], 4):
         if u32(buf, at) > 0x7FFFFFFF:
             return BAD_SHAPE
-    for number in (8, 11, 12, 16, 20):
+    for number in _FINITE_FLOATS:
         if any_infinite(buf, spans[number], True):
             return NON_FINITE
-    return NON_FINITE if any_infinite(buf, spans[9], False) else OK
+    return NON_FINITE if any_infinite(buf, spans[SAMPLE.scores], False) else OK
+
+
+@njit(cache=True, nogil=True)
+def has_event_shape(buf: np.ndarray, spans: np.ndarray, n: int) -> bool:
+    """Whether the columns of events agree with each other, with the `n` candidates and with the actions."""
+    size = spans[:, 1] - spans[:, 0]
+    events = size[SAMPLE.event_ids] // 8
+    if size[SAMPLE.event_times] != 8 * events:
+        return False
+    for number in (SAMPLE.event_candidates, SAMPLE.event_actions, SAMPLE.event_values):
+        if size[number] != 4 * events:
+            return False
+    candidates, actions = spans[SAMPLE.event_candidates, 0], spans[SAMPLE.event_actions, 0]
+    for e in range(events):
+        if u32(buf, candidates + 4 * e) >= n or u32(buf, actions + 4 * e) >= spans[SAMPLE.actions, 1]:
+            return False
+    return True
 
 
 @njit(cache=True, nogil=True)
@@ -93,6 +114,11 @@ def check_samples(
 
 
 @njit(cache=True, nogil=True)
+def is_given(spans: np.ndarray, number: int) -> bool:
+    return spans[number, 1] > spans[number, 0]
+
+
+@njit(cache=True, nogil=True)
 def is_missing(buf: np.ndarray, span: np.ndarray, bit: int) -> bool:
     at = span[0] + (bit >> 3)
     return at < span[1] and (buf[at] >> (bit & 7)) & 1 == 1
@@ -101,34 +127,37 @@ def is_missing(buf: np.ndarray, span: np.ndarray, bit: int) -> bool:
 @njit(cache=True, nogil=True)
 def is_blank(spans: np.ndarray) -> bool:
     """A block without columns: every feature is missing."""
-    for number in range(1, 7):  # noqa: SIM110 (a generator can't be compiled)
-        if spans[number, 1] > spans[number, 0]:
+    for number in BLOCK:  # noqa: SIM110 (a generator can't be compiled)
+        if is_given(spans, number):
             return False
     return True
 
 
 @njit(cache=True, nogil=True)
 def check_block(buf: np.ndarray, spans: np.ndarray, rows: int, plan: Plan, s: int, max_list: int) -> int:
-    """The status that roo.block.check_block gives."""
+    """The status that `roo.columns.check_columns` gives: two statements of one rule (that one says which number was wrong,
+    this one is fast); tests/roo/test_decode.py holds them equal on damaged blocks."""
     if is_blank(spans):
         return OK
     lists = plan.num_lists_S[s]
     size = spans[:, 1] - spans[:, 0]
-    if size[1] != 4 * rows * plan.num_floats_S[s] or size[2] != 4 * rows * lists or size[6] > (rows * lists + 7) // 8:
+    if size[BLOCK.floats] != 4 * rows * plan.num_floats_S[s] or size[BLOCK.lengths] != 4 * rows * lists:
+        return BAD_SHAPE
+    if size[BLOCK.missing] > (rows * lists + 7) // 8:
         return BAD_SHAPE
     ids, weights, times, conflict = np.int64(0), np.int64(0), np.int64(0), False
     for i in range(rows * lists):
-        length = u32(buf, spans[2, 0] + 4 * i)
+        length = u32(buf, spans[BLOCK.lengths, 0] + 4 * i)
         if length > max_list:
             return OVERSIZED
-        conflict = conflict or (length > 0 and is_missing(buf, spans[6], i))
+        conflict = conflict or (length > 0 and is_missing(buf, spans[BLOCK.missing], i))
         streams = plan.streams_SK3[s, i % lists]
         ids += length * streams[0]
         weights += length * streams[1]
         times += length * streams[2]
-    if conflict or size[3] != 8 * ids or size[4] != 4 * weights or size[5] != 8 * times:
+    if conflict or size[BLOCK.ids] != 8 * ids or size[BLOCK.weights] != 4 * weights or size[BLOCK.times] != 8 * times:
         return BAD_SHAPE
-    return NON_FINITE if any_infinite(buf, spans[1], False) or any_infinite(buf, spans[4], True) else OK
+    return NON_FINITE if any_infinite(buf, spans[BLOCK.floats], False) or any_infinite(buf, spans[BLOCK.weights], True) else OK
 
 
 @njit(cache=True, nogil=True)
@@ -167,15 +196,15 @@ def fill_rows(
             b = blocks.out_M[m] + taken
             taken += 1
             for f in range(floats):
-                bits, to = u32(buf, spans[1, 0] + 4 * (row * floats + f)), plan.float_to_SF[s, f]
+                bits, to = u32(buf, spans[BLOCK.floats, 0] + 4 * (row * floats + f)), plan.float_to_SF[s, f]
                 if to >= 0 and bits & 0x7FFFFFFF <= 0x7F800000:
                     float_NF[b, to] = bits
                     present_NF[b, to] = True
             for k in range(lists):
                 to = plan.list_to_SK[s, k]
                 if to >= 0:
-                    lengths_KN[to, b] = min(u32(buf, spans[2, 0] + 4 * (row * lists + k)), plan.max_len_K[to])
-                    present_KN[to, b] = not is_missing(buf, spans[6], row * lists + k)
+                    lengths_KN[to, b] = min(u32(buf, spans[BLOCK.lengths, 0] + 4 * (row * lists + k)), plan.max_len_K[to])
+                    present_KN[to, b] = not is_missing(buf, spans[BLOCK.missing], row * lists + k)
 
 
 class Lists(NamedTuple):
@@ -198,13 +227,13 @@ def fill_lists(buf: np.ndarray, blocks: Blocks, plan: Plan, out: Lists) -> None:
         if is_blank(spans):
             continue
         lists = plan.num_lists_S[s]
-        at_ids, at_weights, at_times = spans[3, 0], spans[4, 0], spans[5, 0]
+        at_ids, at_weights, at_times = spans[BLOCK.ids, 0], spans[BLOCK.weights, 0], spans[BLOCK.times, 0]
         for row in range(blocks.rows_M[m]):
             use = selected(buf, blocks.select_M[m], row, taken)
             b = blocks.out_M[m] + taken
             taken += use
             for k in range(lists):
-                length, streams = u32(buf, spans[2, 0] + 4 * (row * lists + k)), plan.streams_SK3[s, k]
+                length, streams = u32(buf, spans[BLOCK.lengths, 0] + 4 * (row * lists + k)), plan.streams_SK3[s, k]
                 if use and plan.list_to_SK[s, k] >= 0:
                     fill_list(buf, at_ids, at_weights, at_times, length, streams, out, plan.list_to_SK[s, k], b)
                 at_ids += 8 * length * streams[0]
@@ -253,27 +282,27 @@ def fill_candidates(
 ) -> None:
     """Columns of checked samples; `label_to_RT` (writer's label → reader's, -1 = gone, -2 = none)."""
     for r in range(len(spans_R)):
-        spans = spans_R[r]
+        spans, start = spans_R[r], spans_R[r, :, 0]
         labels = 0
         while labels < label_to_RT.shape[1] and label_to_RT[r, labels] > -2:
             labels += 1
-        for i in range((spans[6, 1] - spans[6, 0]) // 8):
+        for i in range((spans[SAMPLE.item_ids, 1] - spans[SAMPLE.item_ids, 0]) // 8):
             b = out_R[r] + i
-            out.item_B[b] = i64(buf, spans[6, 0] + 8 * i)
-            if spans[10, 1] > spans[10, 0]:
-                out.position_B[b] = u32(buf, spans[10, 0] + 4 * i)
-            if spans[11, 1] > spans[11, 0]:
-                out.propensity_B[b] = u32(buf, spans[11, 0] + 4 * i)
+            out.item_B[b] = i64(buf, start[SAMPLE.item_ids] + 8 * i)
+            if is_given(spans, SAMPLE.positions):
+                out.position_B[b] = u32(buf, start[SAMPLE.positions] + 4 * i)
+            if is_given(spans, SAMPLE.propensities):
+                out.propensity_B[b] = u32(buf, start[SAMPLE.propensities] + 4 * i)
             for t in range(labels):
                 at, to = 4 * (i * labels + t), label_to_RT[r, t]
                 if to < 0:
                     continue
                 out.weight_BT[b, to] = weight_R[r]
-                out.label_BT[b, to] = u32(buf, spans[8, 0] + at)
-                if spans[20, 1] > spans[20, 0]:
-                    out.before_BT[b, to] = u32(buf, spans[20, 0] + at)
-                if spans[9, 1] > spans[9, 0]:
-                    out.score_BT[b, to] = u32(buf, spans[9, 0] + at)
+                out.label_BT[b, to] = u32(buf, start[SAMPLE.labels] + at)
+                if is_given(spans, SAMPLE.labels_before):
+                    out.before_BT[b, to] = u32(buf, start[SAMPLE.labels_before] + at)
+                if is_given(spans, SAMPLE.scores):
+                    out.score_BT[b, to] = u32(buf, start[SAMPLE.scores] + at)
 
 
 @njit(cache=True, nogil=True)

@@ -6,13 +6,15 @@ Letters: U unique rows of a stack, L entries of one list feature (or of one of i
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from roo.batch import Batch
+from roo.columns import Side
 from roo.jagged import Jagged
-from roo.schema import Feature, Schema, Table
+from roo.schema import Schema, Table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,35 +32,41 @@ class Lookup:
     stacks: dict[str, StackLookup]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
 
 
+class Source(NamedTuple):
+    """Ids of a batch that are keys of rows: a list feature's, or those of one of its id columns that has a table."""
+
+    key: str  # `feature` or `feature.column`
+    table: Table
+    side: Side
+    is_column: bool
+
+
 def build_lookup(batch: Batch) -> Lookup:
     """Deduplicated row keys of a batch; a pure function of it, so equal on every machine and in every run."""
-    entries = _entries(batch.schema, "ro", batch.ro_lists) + _entries(batch.schema, "nro", batch.nro_lists)
-    stacks = {}
-    for stack in batch.schema.stacks:
-        stacks[stack] = _dedupe([(key, table.id, ids) for key, table, ids in entries if table.stack == stack])
-    return Lookup(stacks)
+    lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
+    return Lookup(
+        {
+            stack: _dedupe([(s.key, s.table.id, _ids_of(lists[s.side], s)) for s in sources])
+            for stack, sources in batch.schema.derived(sources_of).items()
+        }
+    )
 
 
-def keys_of(schema: Schema) -> dict[str, Table]:
-    """Every index key (`feature` or `feature.column`) → its table, in the order of `build_lookup`."""
-    out: dict[str, Table] = {}
-    for f in (*schema.lists("ro"), *schema.lists("nro")):
-        out |= dict(_tables_of(schema, f))
-    return out
+def sources_of(schema: Schema) -> dict[str, tuple[Source, ...]]:
+    """Every stack → what its rows are looked up for, in the order of `build_lookup`; ask `schema.derived(sources_of)`."""
+    out: dict[str, list[Source]] = {stack: [] for stack in schema.stacks}
+    sides: tuple[Side, ...] = ("ro", "nro")
+    for side in sides:
+        for f in schema.lists(side):
+            columns = [(f"{f.name}.{c}", f.column_tables[c]) for c in f.id_columns if c in f.column_tables]
+            for key, name in ((f.name, f.table), *columns):
+                table = schema.table_by_name[name]
+                out[table.stack].append(Source(key, table, side, key != f.name))
+    return {stack: tuple(sources) for stack, sources in out.items()}
 
 
-def _tables_of(schema: Schema, f: Feature) -> list[tuple[str, Table]]:
-    columns = [(f"{f.name}.{c}", f.column_tables[c]) for c in f.id_columns if c in f.column_tables]
-    return [(key, schema.table_by_name[table]) for key, table in ((f.name, f.table), *columns)]
-
-
-def _entries(schema: Schema, side: str, lists: Jagged) -> list[tuple[str, Table, np.ndarray]]:
-    out = []
-    for f in getattr(schema, side):
-        if f.is_list:
-            for key, table in _tables_of(schema, f):
-                out.append((key, table, lists.values_of(key) if key == f.name else lists.columns[key]))
-    return out
+def _ids_of(lists: Jagged, source: Source) -> np.ndarray:
+    return lists.columns[source.key] if source.is_column else lists.values_of(source.key)
 
 
 def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:

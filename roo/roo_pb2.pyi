@@ -246,3 +246,19 @@ class DeadLetter(_message.Message):
     event_id: int
     request_id: str
     def __init__(self, reason: _Optional[str] = ..., topic: _Optional[str] = ..., partition: _Optional[int] = ..., offset: _Optional[int] = ..., error: _Optional[str] = ..., raw: _Optional[bytes] = ..., raw_bytes: _Optional[int] = ..., event_id: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class RankAnswer(_message.Message):
+    __slots__ = ("request_id", "model_version", "tasks", "scores", "order", "degraded")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model_version: str
+    tasks: _containers.RepeatedScalarFieldContainer[str]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    order: _containers.RepeatedScalarFieldContainer[int]
+    degraded: bool
+    def __init__(self, request_id: _Optional[str] = ..., model_version: _Optional[str] = ..., tasks: _Optional[_Iterable[str]] = ..., scores: _Optional[_Iterable[float]] = ..., order: _Optional[_Iterable[int]] = ..., degraded: bool = ...) -> None: ...

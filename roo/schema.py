@@ -1,8 +1,8 @@
 """The schema: the only place where tables, features, labels and transforms are declared.
 
-`load_schema(path)` reads the TOML of docs/schema.md. The fingerprint covers what bytes depend on (features, their kinds,
-tables, columns, labels), not training settings: a sample carries the fingerprint of the schema that wrote it, and
-`reading_plan(writer, reader)` says how to read it with another one.
+`load_schema(path)` reads the TOML of docs/schema.md, with its families written out (schema_expand.py). The fingerprint
+covers what bytes depend on (features, their kinds, tables, columns, labels), not training settings: a sample carries the
+fingerprint of the schema that wrote it, and `reading_plan(writer, reader)` says how to read it with another one.
 """
 
 from __future__ import annotations
@@ -10,38 +10,43 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from roo.config import build, from_dict, read_toml, setting, where
+from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
-from roo.schema_check import check, check_name, check_ranges
+from roo.rules import Adagrad, Rule, take_rule
+from roo.schema_check import check
+from roo.schema_expand import Places, expand
 
+T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
-ColumnKind = Literal["ids", "time_ms"]
 Fold = Literal["any", "count", "sum", "max", "last"]
-Rule = Literal["adagrad", "rowwise_adagrad"]
+_FLOAT = 3e38  # fits a float32
 Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
-    """A logical embedding table; tables of equal dim and rule settings are stored together, as one stack."""
+class Table(Settings):
+    """A logical embedding table; tables of equal dim and rule are stored together, as one stack, each with its own
+    parameters of the rule."""
 
     name: str = setting("", "taken from the TOML table's own name")
-    dim: int = setting(help="width of a row's embedding")
-    rule: Rule = setting("adagrad", "update rule")
-    learning_rate: float = setting(0.05, "step size of the update rule")
-    initial_accumulator: float = setting(1e-5, "initial value of Adagrad's accumulator; small, as gradients are of the mean loss")
-    init_scale: float = setting(0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)")
-    expire_after_ms: int = setting(0, "rows not pushed for this long in event time are dropped at a commit; 0 = never")
+    dim: int = setting(help="width of a row's embedding", least=1, most=4096)
+    rule: Rule = setting(help="update rule and its parameters", factory=Adagrad)
+    init_scale: float = setting(
+        0.05, "a new row is uniform in [-init_scale, init_scale], a function of (seed, table, id)", least=0, most=1e3
+    )
+    expire_after_ms: int = setting(
+        0, "rows not pushed for this long in event time are dropped at a commit; 0 = never", least=0, most=1 << 53
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("table", self.name)
-        ranges = (("dim", 1, 4096), ("learning_rate", 0, 1e6), ("initial_accumulator", 0, 1e9), ("init_scale", 0, 1e3))
-        check_ranges(f"table {self.name!r}", self, (*ranges, ("expire_after_ms", 0, 1 << 53)))
 
     @cached_property
     def id(self) -> int:
@@ -51,11 +56,11 @@ class Table:
     @property
     def stack(self) -> str:
         """Name of the stack that stores it, e.g. `d16-adagrad`: equal names mean equal width and update rule."""
-        return f"d{self.dim}-{self.rule}"
+        return f"d{self.dim}-{self.rule.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Feature:
+class Feature(Settings):
     """One RO or NRO feature."""
 
     name: str = setting(help="unique over RO and NRO")
@@ -70,6 +75,7 @@ class Feature:
     online: str = setting("", "which online feature serving hydrates it with when a request lacks it (docs/schema.md)")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (self.name, *self.columns):
             check_name("feature", name)
         if not math.isfinite(self.default):
@@ -89,62 +95,54 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Label:
+class Label(Settings):
     """How a candidate's engagements fold into one number; 0 without any."""
 
     name: str = setting(help="unique name; the model's task")
     action: str = setting(help="the engagements that count")
     fold: Fold = setting("any", "any | count | sum | max | last")
-    window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window")
-    threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all")
+    window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window", least=0, most=1 << 53)
+    threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all", least=-_FLOAT, most=_FLOAT)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("label", self.name)
-        check_ranges(f"label {self.name!r}", self, (("window_ms", 0, 1 << 53), ("threshold", -3e38, 3e38)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transform:
+class Transform(Settings):
     """A float derived from an NRO or RO float, the same at training and at serving (roo/transform.py)."""
 
     output: str = setting(help="name of the derived float; equal to input to replace it")
     input: str = setting(help="declared float, or the output of an earlier transform")
     op: Op = setting(help="log1p | clip | standardize | rank | share")
-    low: float = setting(0.0, "clip: lower bound")
-    high: float = setting(1.0, "clip: upper bound")
-    mean: float = setting(0.0, "standardize: (x - mean) / std")
-    std: float = setting(1.0, "standardize: (x - mean) / std")
+    low: float = setting(0.0, "clip: lower bound", least=-_FLOAT, most=_FLOAT)
+    high: float = setting(1.0, "clip: upper bound", least=-_FLOAT, most=_FLOAT)
+    mean: float = setting(0.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
+    std: float = setting(1.0, "standardize: (x - mean) / std", least=-_FLOAT, most=_FLOAT)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name("transform", self.output)
-        ranges = tuple((name, -3e38, 3e38) for name in ("low", "high", "mean", "std"))
-        check_ranges(f"transform {self.output!r}", self, ranges)
         if self.low > self.high:
-            raise SchemaError(f"transform {self.output!r}: expected low <= high, got {self.low} > {self.high}")
+            raise refusal("low", f"at most high = {self.high:g}", self.low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Settings):
     """Hard caps: beyond them a record is a dead letter and a request is answered 413."""
 
-    max_candidates: int = setting(1000, "candidates a request")
-    max_list: int = setting(2000, "entries a list feature")
-    max_record_bytes: int = setting(1 << 20, "bytes a record")
-
-    def __post_init__(self) -> None:
-        ranges = (("max_candidates", 1, 1 << 20), ("max_list", 1, 1 << 20), ("max_record_bytes", 1024, 1 << 30))
-        check_ranges("limits", self, ranges)
+    max_candidates: int = setting(1000, "candidates a request", least=1, most=1 << 20)
+    max_list: int = setting(2000, "entries a list feature", least=1, most=1 << 20)
+    max_record_bytes: int = setting(1 << 20, "bytes a record", least=1024, most=1 << 30)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online:
+class Online(Settings):
     """What the feature updater counts; see roo/counters.py."""
 
     click: str = setting("click", "the action that counts as a click")
-    history_len: int = setting(50, "newest clicks kept a user, newest first")
-
-    def __post_init__(self) -> None:
-        check_ranges("online", self, (("history_len", 0, 10_000),))
+    history_len: int = setting(50, "newest clicks kept a user, newest first", least=0, most=10_000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +198,20 @@ class Schema:
         """List features of a side in declared order: the K features of its block and batch."""
         return self._by_kind[side, True]
 
+    def derived(self, make: Callable[[Schema], T]) -> T:
+        """`make(self)`, made once and kept: what other files work out of a schema lives and dies with it.
+
+        `make` is a function of a module, and pure: two threads may make it at the same time.
+        """
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        made: T = self._derived[make]
+        return made
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Schema], Any], Any]:
+        return {}
+
     @cached_property
     def _by_kind(self) -> dict[tuple[str, bool], tuple[Feature, ...]]:
         sides = {"ro": self.ro, "nro": self.nro}
@@ -220,41 +232,53 @@ def load_schema(path: str | Path) -> Schema:
         raise SchemaError(str(error)) from None
 
 
-def schema_from_dict(raw: dict[str, object], path: str | Path | None = None) -> Schema:
+def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> Schema:
     """The same from a parsed table; `path` only for messages."""
     try:
-        return check(_parse(dict(raw), path), path)
+        long, blocks = expand(raw, path)
+        places = Places(path, blocks)
+        return check(_parse(long, places), places)
     except SchemaError:
         raise
     except ConfigError as error:
         raise SchemaError(str(error)) from None
 
 
-def _parse(raw: dict[str, object], path: str | Path | None) -> Schema:
+def _parse(raw: dict[str, Any], places: Places) -> Schema:
+    path = places.path
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
         raise SchemaError(f"{path or 'schema'}: expected [tables.NAME] tables, got {tables!r}")
     for name, t in tables.items():
         if not isinstance(t, dict):
             raise SchemaError(f"{where(path, name)}expected a table [tables.{name}], got {t!r}")
-    parsed: dict[str, object] = {
-        "tables": tuple(
-            build(Table, {**from_dict(Table, t, path, f"tables.{name}."), "name": name}, path) for name, t in tables.items()
-        )
-    }
+    parsed: dict[str, object] = {"tables": tuple(_table(name, dict(t), path) for name, t in tables.items())}
     lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
     for key, cls in lists.items():
-        rows = raw.pop(key, [])
-        if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
-            raise SchemaError(f"{path or 'schema'}: expected [[{key}]] tables, got {rows!r}")
-        parsed[key + "s" if key in ("label", "transform") else key] = tuple(
-            build(cls, from_dict(cls, r, path, f"{key}."), path) for r in rows
-        )
+        rows = enumerate(raw.pop(key))
+        plural = key + "s" if key in ("label", "transform") else key
+        parsed[plural] = tuple(_row(cls, row, places, key, index) for index, row in rows)
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
             raise SchemaError(f"{where(path, key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
     return build(Schema, {**parsed, **from_dict(Schema, raw, path)}, path)
+
+
+def _table(name: str, raw: dict[str, Any], path: str | Path | None) -> Table:
+    prefix = f"tables.{name}."
+    rule = take_rule(raw, path, prefix)
+    return build(Table, {**from_dict(Table, raw, path, prefix), "name": name, "rule": rule}, path, prefix)
+
+
+def _row(cls: type[Any], raw: dict[str, Any], places: Places, section: str, index: int) -> Any:
+    values = from_dict(cls, raw, places.path, f"{section}.")
+    name = values.get("output" if cls is Transform else "name", "")
+    try:
+        return build(cls, values, None, f"{section}.{name}.", lambda key: places.of(section, index, key.rsplit(".", 1)[-1]))
+    except ConfigError as error:
+        text = str(error)
+        raise SchemaError(text if "key " in text else f"{places.of(section, index)}{text}") from None
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-from roo.config import where
 from roo.errors import SchemaError, nearest
 
 if TYPE_CHECKING:
     from roo.schema import Feature, Schema
+    from roo.schema_expand import Places
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _LIVES = ("10m", "1h", "6h", "24h")
 ONLINE = {
     "ro": ("history", "history_len", "gap_s", "num_candidates", "hour_of_day"),
@@ -24,27 +23,31 @@ ONLINE = {
 """What `online` may name, by side; computed by roo/counters.py, but for `item_id`: the candidate's own id."""
 
 
-def check_ranges(what: str, item: object, ranges: tuple[tuple[str, float, float], ...]) -> None:
-    for name, low, high in ranges:
-        if not low <= getattr(item, name) <= high:
-            raise SchemaError(f"{what}: expected {name} in {low}..{high}, got {getattr(item, name)}")
+At: TypeAlias = Callable[..., str]
+"""Keys of a row's block → `"file:line: "` of the first that it sets."""
 
 
-def check_name(what: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise SchemaError(f"{what} {name!r}: expected a name of lower-case letters, digits, '_' and '-' (at most 64)")
+def check(schema: Schema, places: Places) -> Schema:
+    """The schema itself, if everything that it names is there and goes together.
 
-
-def check(schema: Schema, path: str | Path | None) -> Schema:
-    at = f"{path}: " if path else ""
+    Raises:
+        SchemaError: the first thing that doesn't; names file and, for features and transforms, the line.
+    """
     names: set[str] = set()
-    for f in (*schema.ro, *schema.nro):
-        at = where(path, "name", f.name)
-        if f.name in names:
-            raise SchemaError(f"{at}duplicate feature {f.name!r}; give each feature its own name")
-        names.add(f.name)
-        _check_feature(schema, f, at, path)
-    at = f"{path}: " if path else ""
+    for side in ("ro", "nro"):
+        for row, f in enumerate(getattr(schema, side)):
+            at = partial(places.of, side, row)
+            if f.name in names:
+                raise SchemaError(f"{at('name', 'online')}duplicate feature {f.name!r}; give each feature its own name")
+            names.add(f.name)
+            _check_feature(schema, f, at)
+            _check_online(schema, side, f, at)
+    _check_tables_and_labels(schema, places.file())
+    _check_transforms(schema, places)
+    return schema
+
+
+def _check_tables_and_labels(schema: Schema, at: str) -> None:
     for group in ("labels", "tables"):
         seen: set[str] = set()
         for x in getattr(schema, group):
@@ -58,46 +61,46 @@ def check(schema: Schema, path: str | Path | None) -> Schema:
         if t.id in ids:
             raise SchemaError(f"{at}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one")
         ids[t.id] = t.name
-    _check_stacks(schema, at)
-    _check_transforms(schema, at)
-    return schema
 
 
-def _check_feature(schema: Schema, f: Feature, at: str, path: str | Path | None) -> None:
+def _check_feature(schema: Schema, f: Feature, at: At) -> None:
     tables = schema.table_by_name
-    _check_online(schema, f, path)
     if f.kind == "float":
         if f.table or f.columns:
-            raise SchemaError(f"{at}feature {f.name!r}: a float has no table and no columns; remove them or change its kind")
+            raise SchemaError(
+                f"{at('table', 'columns')}feature {f.name!r}: a float has no table and no columns; remove them or change its kind"
+            )
     elif f.table not in tables:
-        raise SchemaError(
-            f"{where(path, 'table', f.table)}feature {f.name!r}: unknown table {f.table!r}{nearest(f.table, tables)}"
-        )
+        raise SchemaError(f"{at('table', 'name')}feature {f.name!r}: unknown table {f.table!r}{nearest(f.table, tables)}")
     if f.columns and f.kind != "sequence":
-        raise SchemaError(f"{at}feature {f.name!r}: only a sequence has columns, this is {f.kind!r}")
+        raise SchemaError(f"{at('columns')}feature {f.name!r}: only a sequence has columns, this is {f.kind!r}")
     if "ids" in f.columns:
-        raise SchemaError(f"{at}feature {f.name!r}: a column can't be named 'ids', which are the sequence's own; rename it")
+        raise SchemaError(
+            f"{at('columns')}feature {f.name!r}: a column can't be named 'ids', which are the sequence's own; rename it"
+        )
     for column, kind in f.columns.items():
         if kind not in ("ids", "time_ms"):
             near = nearest(str(kind), ["ids", "time_ms"])
-            raise SchemaError(f"{at}feature {f.name!r}: column {column!r}: expected ids or time_ms, got {kind!r}{near}")
+            raise SchemaError(
+                f"{at('columns')}feature {f.name!r}: column {column!r}: expected ids or time_ms, got {kind!r}{near}"
+            )
     for column, table in f.column_tables.items():
         if column not in f.id_columns:
-            raise SchemaError(f"{at}feature {f.name!r}: column_tables names {column!r}{nearest(column, f.id_columns)}")
+            raise SchemaError(
+                f"{at('column_tables')}feature {f.name!r}: column_tables names {column!r}{nearest(column, f.id_columns)}"
+            )
         if table not in tables:
-            raise SchemaError(f"{at}feature {f.name!r}: unknown table {table!r}{nearest(str(table), tables)}")
+            raise SchemaError(f"{at('column_tables')}feature {f.name!r}: unknown table {table!r}{nearest(str(table), tables)}")
     if not 0 <= f.max_len <= schema.limits.max_list:
-        raise SchemaError(
-            f"{at}feature {f.name!r}: expected max_len in 0..{schema.limits.max_list} (limits.max_list), got {f.max_len}"
-        )
+        most = f"{schema.limits.max_list} (limits.max_list)"
+        raise SchemaError(f"{at('max_len')}feature {f.name!r}: expected max_len in 0..{most}, got {f.max_len}")
 
 
-def _check_online(schema: Schema, f: Feature, path: str | Path | None) -> None:
+def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
     """The online name exists on this side, and the feature can hold its value."""
     if not f.online:
         return
-    side = "ro" if f in schema.ro else "nro"
-    at = f"{where(path, 'online', f.online)}feature {f.name!r}"
+    at = f"{place('online')}feature {f.name!r}"
     if f.online not in ONLINE[side]:
         raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{nearest(f.online, ONLINE[side])}")
     kinds = {"history": ("ids", "sequence"), "item_id": ("ids",)}.get(f.online, ("float",))
@@ -111,30 +114,21 @@ def _check_online(schema: Schema, f: Feature, path: str | Path | None) -> None:
         raise SchemaError(f"{at}: expected the kind, table and columns of {first.name!r}, which has the same online value")
 
 
-def _check_stacks(schema: Schema, at: str) -> None:
-    for stack, tables in schema.stacks.items():
-        for t in tables[1:]:
-            for key in ("learning_rate", "initial_accumulator"):
-                if getattr(t, key) != getattr(tables[0], key):
-                    raise SchemaError(
-                        f"{at}tables {tables[0].name!r} and {t.name!r} share stack {stack} and must share {key}: "
-                        f"got {getattr(tables[0], key)} and {getattr(t, key)}"
-                    )
-
-
-def _check_transforms(schema: Schema, at: str) -> None:
+def _check_transforms(schema: Schema, places: Places) -> None:
     known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}
     declared = {f.name for f in (*schema.ro, *schema.nro)}
-    for t in schema.transforms:
+    for row, t in enumerate(schema.transforms):
+        at = partial(places.of, "transform", row)
         side = next((s for s in ("ro", "nro") if t.input in known[s]), None)
         if side is None:
-            raise SchemaError(
-                f"{at}transform {t.output!r}: unknown input {t.input!r}{nearest(t.input, known['ro'] | known['nro'])}"
-            )
+            near = nearest(t.input, known["ro"] | known["nro"])
+            raise SchemaError(f"{at('inputs', 'input')}transform {t.output!r}: unknown input {t.input!r}{near}")
         if t.op in ("rank", "share") and side == "ro":
-            raise SchemaError(f"{at}transform {t.output!r}: {t.op} is within a request's candidates; {t.input!r} is request-only")
+            raise SchemaError(
+                f"{at('op')}transform {t.output!r}: {t.op} is within a request's candidates; {t.input!r} is request-only"
+            )
         if t.output != t.input and t.output in declared | known["ro"] | known["nro"]:
-            raise SchemaError(f"{at}transform {t.output!r}: that name is taken; choose another output")
+            raise SchemaError(f"{at('output')}transform {t.output!r}: that name is taken; choose another output")
         if t.op == "standardize" and t.std <= 0:
-            raise SchemaError(f"{at}transform {t.output!r}: expected std > 0, got {t.std}")
+            raise SchemaError(f"{at('std')}transform {t.output!r}: expected std > 0, got {t.std}")
         known[side].add(t.output)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from roo.errors import CheckpointError, ConfigError, SchemaError
+from roo.rules import Rule, as_table
 from roo.schema import Schema, schema_from_dict
 
 
@@ -50,24 +51,34 @@ def lookup(store: Store) -> Callable[[int], Schema | None]:
     return find
 
 
-def to_toml(schema: Schema) -> str:
-    """A TOML text that `load_schema` reads as an equal schema."""
-    lines = [f"name = {_value(schema.name)}"]
-    for section in ("limits", "online"):
-        lines += ["", f"[{section}]", *_settings(getattr(schema, section))]
+def to_toml(schema: Schema, *, defaults: bool = True) -> str:
+    """A TOML text that `load_schema` reads as an equal schema, a row a feature; `defaults=False` leaves out settings that
+    have their default."""
+
+    def block(header: str, item: object, skip: str = "") -> list[str]:
+        settings = [
+            f"{f.name} = {_value(getattr(item, f.name))}"
+            for f in dataclasses.fields(item)  # type: ignore[arg-type]
+            if f.name != skip and (defaults or getattr(item, f.name) != _default(f))
+        ]
+        return ["", header, *settings] if settings or header.startswith("[[") else []
+
+    lines = [f"name = {_value(schema.name)}", *block("[limits]", schema.limits), *block("[online]", schema.online)]
     for table in schema.tables:
-        lines += ["", f"[tables.{_value(table.name)}]", *_settings(table, skip=("name",))]
+        lines += block(f"[tables.{_value(table.name)}]", table, skip="name")
     for section, rows in (("ro", schema.ro), ("nro", schema.nro), ("label", schema.labels), ("transform", schema.transforms)):
         for row in rows:
-            lines += ["", f"[[{section}]]", *_settings(row)]
+            lines += block(f"[[{section}]]", row)
     return "\n".join(lines) + "\n"
 
 
-def _settings(item: Any, skip: tuple[str, ...] = ()) -> list[str]:
-    return [f"{f.name} = {_value(getattr(item, f.name))}" for f in dataclasses.fields(item) if f.name not in skip]
+def _default(field: dataclasses.Field[Any]) -> object:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _value(value: object) -> str:
+    if isinstance(value, Rule):
+        value = as_table(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_value(k)} = {_value(v)}" for k, v in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -38,25 +38,17 @@ def apply(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """(RO floats f4[R, G_ro], NRO floats f4[B, G_nro]); columns are `output_names`."""
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)
     np.cumsum(batch.num_candidates_R, out=starts_R1[1:])
-    ro, nro = _programs(batch.schema)
+    ro, nro = batch.schema.derived(_programs)
     return _run(ro, batch.ro_float_RF, np.zeros(1, dtype=np.int64)), _run(nro, batch.nro_float_BF, starts_R1)
 
 
 def output_names(schema: Schema, side: Side) -> tuple[str, ...]:
     """Declared floats (a transform onto its own input replaces the value, not the place), then derived ones in order."""
-    return _programs(schema)[0 if side == "ro" else 1].names
-
-
-_known: dict[int, tuple[Schema, tuple[_Program, _Program]]] = {}
+    return schema.derived(_programs)[0 if side == "ro" else 1].names
 
 
 def _programs(schema: Schema) -> tuple[_Program, _Program]:
-    """Made once a schema object; kept with it, so that its id stays taken."""
-    if id(schema) not in _known:
-        if len(_known) >= 64:
-            _known.clear()
-        _known[id(schema)] = (schema, (_program(schema, "ro"), _program(schema, "nro")))
-    return _known[id(schema)][1]
+    return _program(schema, "ro"), _program(schema, "nro")
 
 
 def _program(schema: Schema, side: Side) -> _Program:

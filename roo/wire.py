@@ -1,12 +1,12 @@
 """Records: a type byte, a version byte, then the protobuf message of `roo.proto`.
 
 Every record on every topic, and in serving's log, is one of these. `decode` never returns half a message: bytes that
-can't be read raise WireError with the reason that the dead letter then carries.
+can't be read raise WireError with the reason that the dead letter then carries. `Record` is one as it was consumed.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
@@ -15,8 +15,6 @@ from roo.errors import WireError
 
 VERSION = 1
 IMPRESSION, ENGAGEMENT, SAMPLE, CORRECTION, DEAD_LETTER, HEARTBEAT, END_MARKER, ROW_DELTA, BARRIER, PREDICTION = range(1, 11)
-
-Wire: TypeAlias = Message
 
 TYPES: dict[int, type[Message]] = {
     IMPRESSION: pb.Impression,
@@ -46,6 +44,17 @@ REASONS = (
     "too_late",  # an engagement beyond the late horizon
     "overflow",  # open requests or orphans of one user beyond the caps
 )
+
+
+class Record(NamedTuple):
+    """A consumed record, the same from Kafka, from a file and from a test."""
+
+    topic: str  # without the stack's prefix
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes
 
 
 def encode(kind: int, message: Message) -> bytes:

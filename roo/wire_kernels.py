@@ -1,8 +1,9 @@
 """Kernels that walk protobuf messages in a byte buffer. No Python objects, no GIL, no read out of bounds.
 
-`scan` notes where each field of a message lies, by a table of its fields, and vouches for every bound. It knows the form that
-protobuf writers produce (fields in ascending order, packed columns whole, ASCII text) and says False to everything else,
-damaged or merely unusual: protobuf itself then decides (roo/decode.py). The others read only inside spans so noted.
+`scan` notes where each field of a message lies, by the forms of its fields (roo/wire_fields.py), and vouches for every bound.
+It knows the form that protobuf writers produce (fields in ascending order, packed columns whole, ASCII text) and says False to
+everything else, damaged or merely unusual: protobuf itself then decides (roo/decode.py). The others read only inside spans so
+noted.
 
 A span is [start, end); N messages, P parts.
 """
@@ -12,28 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-REPEATED, TEXT = 1, 2
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-
-
-def field_table(fields: dict[int, tuple[int, int, int]]) -> np.ndarray:
-    """Field number → (wire type, bytes an element, flags), as int64 [highest + 1, 3]; absent numbers have wire type -1."""
-    out = np.full((max(fields) + 1, 3), -1, dtype=np.int64)
-    for number, row in fields.items():
-        out[number] = row
-    return out
-
-
-_TEXT, _MESSAGE, _LONG, _FLOATS, _LONGS = (_BYTES, 1, TEXT), (_BYTES, 1, 0), (_FIXED64, 1, 0), (_BYTES, 4, 0), (_BYTES, 8, 0)
-_INT = (_VARINT, 1, 0)
-HEADER = field_table({1: _TEXT, 2: _LONG, 3: _LONG, 4: _TEXT, 5: _LONG, 6: _LONG, 7: _TEXT})
-BLOCK = field_table({1: _FLOATS, 2: _FLOATS, 3: _LONGS, 4: _FLOATS, 5: _LONGS, 6: _MESSAGE})
-PART = field_table({1: _MESSAGE, 2: _INT, 3: _FLOATS})
-SAMPLE = field_table(
-    {1: _MESSAGE, 2: _LONG, 3: _INT, 4: _LONG, 5: _MESSAGE, 6: _LONGS, 7: (_BYTES, 1, REPEATED)}
-    | {8: _FLOATS, 9: _FLOATS, 10: _FLOATS, 11: _FLOATS, 12: (_FIXED32, 1, 0), 13: _LONGS, 14: _FLOATS, 15: _FLOATS}
-    | {16: _FLOATS, 17: _LONGS, 18: (_BYTES, 1, REPEATED | TEXT), 19: _INT, 20: _FLOATS, 21: _INT}
-)
+from roo.wire_fields import BYTES, FIXED32, FIXED64, REPEATED, TEXT, VARINT
 
 
 @njit(cache=True, nogil=True)
@@ -76,14 +56,14 @@ def any_infinite(buf: np.ndarray, span: np.ndarray, nan_too: bool) -> bool:
 @njit(cache=True, nogil=True)
 def skip(buf: np.ndarray, at: int, end: int, wire: int) -> tuple[int, int | np.int64]:
     """(start, end) of the field's content at `at`; end -1 if it doesn't fit in `end`."""
-    if wire == 0:
+    if wire == VARINT:
         return at, varint(buf, at, end)[1]
-    size = np.int64(8 if wire == 1 else 4)
-    if wire == 2:
+    size = np.int64(8 if wire == FIXED64 else 4)
+    if wire == BYTES:
         size, at = varint(buf, at, end)
         if at < 0:
             return at, -1
-    elif wire != 1 and wire != 5:
+    elif wire != FIXED64 and wire != FIXED32:
         return at, -1
     return (at, at + size) if 0 <= size <= end - at else (at, -1)
 
@@ -105,13 +85,13 @@ def walk(buf: np.ndarray, at: int, end: int, fields: np.ndarray, spans: np.ndarr
             last = number
             continue
         flags = fields[number, 2]
-        if fields[number, 0] != tag & 7 or (at - start) % fields[number, 1] or (number == last and not flags & 1):
+        if fields[number, 0] != tag & 7 or (at - start) % fields[number, 1] or (number == last and not flags & REPEATED):
             return False
-        if flags & 2:
+        if flags & TEXT:
             for i in range(start, at):
                 if buf[i] >= 0x80:
                     return False
-        if flags & 1:
+        if flags & REPEATED:
             spans[number, 0] = spans[number, 0] if spans[number, 1] else place
             spans[number, 1] += 1
         else:
@@ -136,7 +116,7 @@ def split_parts(buf: np.ndarray, parts_N: np.ndarray, end: int, starts_P: np.nda
     for n in range(len(parts_N)):
         at = parts_N[n, 0]
         for _ in range(parts_N[n, 1]):
-            starts_P[p], ends_P[p] = skip(buf, varint(buf, at, end)[1], end, 2)
+            starts_P[p], ends_P[p] = skip(buf, varint(buf, at, end)[1], end, BYTES)
             at = ends_P[p]
             p += 1
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from roo.errors import CheckpointError
+from roo.errors import CheckpointError, ConfigError, nearest
 
 NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
 
@@ -93,6 +94,27 @@ class FileStore:
             os.unlink(temporary)
             raise
         return temporary
+
+
+STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": FileStore}
+"""Scheme of a URL → what opens the rest of it; a new kind of store is one class and one entry."""
+
+
+def open_store(url: str | Path) -> CheckpointStore:
+    """`/a/directory`, `a/directory` or `file:///a/directory`. Reads and writes nothing yet.
+
+    Raises:
+        ConfigError: a scheme that is not known; names those that are.
+    """
+    scheme, is_url, place = str(url).partition("://")
+    if not is_url:
+        return FileStore(url)
+    if scheme not in STORES:
+        known = ", ".join(f"{name}://" for name in STORES)
+        raise ConfigError(f"expected a store that is a path or begins with {known}, got {str(url)!r}{nearest(scheme, STORES)}")
+    if not place.startswith("/"):
+        raise ConfigError(f"expected a store like {scheme}:///a/directory, got {str(url)!r}; add the third slash")
+    return STORES[scheme](place)
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,6 +12,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, TopicSettings, configs, name_of
 
 log = logging.getLogger("roostream.kafka")
@@ -24,13 +25,17 @@ def _on_error(error: KafkaError) -> None:
     log.debug("kafka: %s", error)
 
 
-def producer(bootstrap: str, **overrides: Any) -> Producer:
+def _common(broker: Broker) -> dict[str, Any]:
+    return {"bootstrap.servers": broker.bootstrap, "error_cb": _on_error, **_QUIET, **broker.security.librdkafka()}
+
+
+def producer(broker: Broker, **overrides: Any) -> Producer:
     """Idempotent, keyed by murmur2 as Java's producers are. Give `transactional_id` for transactions.
 
     Delivery errors reach the callback given to `produce`; a full queue raises BufferError there.
     """
     settings = {
-        "bootstrap.servers": bootstrap,
+        **_common(broker),
         "partitioner": "murmur2_random",
         "enable.idempotence": True,
         "acks": "all",
@@ -39,16 +44,14 @@ def producer(bootstrap: str, **overrides: Any) -> Producer:
         "message.max.bytes": 4 << 20,
         "queue.buffering.max.kbytes": 262_144,
         "delivery.timeout.ms": 2_000_000_000,
-        "error_cb": _on_error,
-        **_QUIET,
     }
     return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
 
 
-def consumer(bootstrap: str, group: str, **overrides: Any) -> Consumer:
+def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
     """Manual offsets, earliest when there are none, committed transactions only, end of partition reported."""
     settings = {
-        "bootstrap.servers": bootstrap,
+        **_common(broker),
         "group.id": group,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -59,38 +62,41 @@ def consumer(bootstrap: str, group: str, **overrides: Any) -> Consumer:
         "queued.max.messages.kbytes": 65_536,
         "max.partition.fetch.bytes": 8 << 20,
         "topic.metadata.refresh.interval.ms": 10_000,
-        "error_cb": _on_error,
-        **_QUIET,
     }
     return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
 
 
-def wait_for_broker(bootstrap: str, stop: threading.Event | None = None, timeout_s: float | None = None) -> str:
+def admin(broker: Broker) -> AdminClient:
+    """For topics and offsets; connects at the first call."""
+    return AdminClient(_common(broker))
+
+
+def wait_for_broker(broker: Broker, stop: threading.Event | None = None, timeout_s: float | None = None) -> str:
     """Block until the broker answers; its cluster id.
 
     Raises:
         UnavailableError: `timeout_s` passed, or `stop` was set. Says once a minute that it waits.
     """
-    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
-    backoff = Backoff(what=f"Kafka at {bootstrap}", timeout_s=timeout_s)
+    backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
+    client = admin(broker)
     while True:
         try:
-            metadata = admin.list_topics(timeout=2)
+            metadata = client.list_topics(timeout=2)
             backoff.reached()
             return str(metadata.cluster_id)
         except KafkaException as error:
             backoff.wait(error, stop)
 
 
-def create_topics(bootstrap: str, prefix: str, settings: TopicSettings, names: Iterable[str] = PARTITIONS) -> None:
+def create_topics(broker: Broker, prefix: str, settings: TopicSettings, names: Iterable[str] = PARTITIONS) -> None:
     """Create the topics that are absent; existing ones stay as they are.
 
     Raises:
         UnavailableError: the broker refused; says which topic and why.
     """
-    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
     new = [NewTopic(name_of(prefix, t), PARTITIONS[t], 1, config=configs(t, settings)) for t in names]
-    for topic, future in admin.create_topics(new, operation_timeout=20).items():
+    client = admin(broker)  # kept while it is waited for: a client that is collected gives up its requests
+    for topic, future in client.create_topics(new, operation_timeout=20).items():
         try:
             future.result()
         except KafkaException as error:
@@ -98,12 +104,12 @@ def create_topics(bootstrap: str, prefix: str, settings: TopicSettings, names: I
                 raise UnavailableError(f"topic {topic} could not be created: {error.args[0].str()}") from None
 
 
-def topic_ids(bootstrap: str, topics: Iterable[str]) -> dict[str, str]:
+def topic_ids(broker: Broker, topics: Iterable[str]) -> dict[str, str]:
     """Topic → the broker's id of it (changes when a topic is deleted and made again)."""
     from confluent_kafka import TopicCollection
 
-    admin = AdminClient({"bootstrap.servers": bootstrap, "error_cb": _on_error, **_QUIET})
-    described = admin.describe_topics(TopicCollection(list(topics)), request_timeout=10)
+    client = admin(broker)
+    described = client.describe_topics(TopicCollection(list(topics)), request_timeout=10)
     return {name: str(future.result().topic_id) for name, future in described.items()}
 
 

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from roo.errors import SetupError
+from runtime.deployment import Watched
 
 
 class Quantiles(Collector):
@@ -55,12 +56,13 @@ def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
     return Gauge(f"roostream_{name}", help, labels)
 
 
-def serve(port: int, host: str = "127.0.0.1") -> int:
-    """Start `/metrics` on `port` (0 = any free one); the port in use.
+def serve(config: Watched) -> int:
+    """Start `/metrics` where the settings say; the port in use.
 
     Raises:
         SetupError: the port is taken.
     """
+    host, port = config.metrics_host, config.metrics_port
     try:
         server, _ = start_http_server(port, addr=host)
     except (OSError, OverflowError) as error:

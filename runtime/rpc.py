@@ -19,27 +19,15 @@ from typing import Any
 import numpy as np
 
 from roo import errors
-from roo.errors import ConfigError, RoostreamError, SetupError, TransportError, WireError
+from roo.errors import RoostreamError, SetupError, TransportError, WireError
 from runtime import frames
+from runtime.address import is_loopback, parse_address
 from runtime.transport import Answer, Arrays, Handler, Header
 
 log = logging.getLogger("roostream.rpc")
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SOCKET_BYTES = 4 << 20
 _MAX_BUFFERS = min(getattr(os, "sysconf", lambda _: 1024)("SC_IOV_MAX"), 1024)
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """`"host:port"` → (host, port).
-
-    Raises:
-        ConfigError: it has another form.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"expected an address like '127.0.0.1:7000', got {address!r}")
-    return host, int(port)
 
 
 class RpcServer:
@@ -73,7 +61,7 @@ class RpcServer:
         Raises:
             SetupError: the port is taken, or the address is not loopback and `insecure` was not given.
         """
-        if self.host not in _LOOPBACK and not self.insecure:
+        if not is_loopback(self.host) and not self.insecure:
             raise SetupError(
                 f"expected to listen on 127.0.0.1, got {self.host!r}: calls carry no authentication; "
                 "set insecure = true if the network is yours alone"

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+Partition: TypeAlias = tuple[str, int]
+"""(topic without prefix, number): the one name of a partition."""
+
+Progress: TypeAlias = dict[Partition, int]
+"""Partition → next offset to read."""
 
 IMPRESSIONS, ENGAGEMENTS, SAMPLES = "impressions", "engagements", "samples"
 CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS = "corrections", "rows", "predictions", "dead_letters"
+EVENTS = (IMPRESSIONS, ENGAGEMENTS)  # what the joiner reads; in its envelopes a topic's place is its byte
 
 PARTITIONS = {IMPRESSIONS: 4, ENGAGEMENTS: 4, SAMPLES: 4, CORRECTIONS: 4, ROWS: 4, PREDICTIONS: 4, DEAD_LETTERS: 1}
 NUM_BUCKETS = 64  # a stack; `rows` partition of a bucket = bucket mod 4
@@ -26,6 +35,19 @@ class TopicSettings:
 
 def name_of(prefix: str, topic: str) -> str:
     return prefix + topic
+
+
+def nested(at: Progress) -> dict[str, dict[int, int]]:
+    """Topic → partition → offset: a progress as calls and manifests carry it."""
+    out: dict[str, dict[int, int]] = {}
+    for (topic, partition), offset in sorted(at.items()):
+        out.setdefault(topic, {})[partition] = offset
+    return out
+
+
+def flat(by_topic: Mapping[str, Mapping[int | str, int]]) -> Progress:
+    """Inverse of `nested`; JSON's keys are text."""
+    return {(topic, int(p)): int(offset) for topic, at in by_topic.items() for p, offset in at.items()}
 
 
 def configs(topic: str, settings: TopicSettings) -> dict[str, str]:

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route
 
+from serving.build import Parts
 from serving.openapi import describe
-from serving.parts import Parts
 from serving.routes import EngagementsEndpoint, RankEndpoint
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
+from serving.answer import RankAnswer
 from serving.errors import RequestError
 
 JSON = "application/json"
@@ -71,10 +73,22 @@ def _too_large(max_bytes: int) -> RequestError:
     return RequestError(413, f"expected a body of at most {max_bytes} bytes (also inflated)")
 
 
-async def respond(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    """One JSON answer."""
-    raw: list[tuple[bytes, bytes]] = [(b"content-type", JSON.encode()), (b"content-length", str(len(body)).encode())]
-    raw += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+def accepts_protobuf(scope: Scope) -> bool:
+    """Whether the client named protobuf among what it accepts; JSON is for everybody else."""
+    return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
+
+
+def encoded(answer: object, protobuf: bool) -> tuple[bytes, str]:
+    """(body, its media type). Only a rank's answer has a form in protobuf; everything else, errors too, is JSON."""
+    if isinstance(answer, RankAnswer):
+        return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
+    return msgspec.json.encode(answer), JSON
+
+
+async def respond(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
+    """One whole answer."""
+    raw: list[tuple[bytes, bytes]] = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
+    raw += [(name.encode(), value.encode()) for name, value in headers.items()]
     start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": raw}
     await send(start)
     await send({"type": "http.response.body", "body": body})

@@ -6,30 +6,31 @@ import dataclasses
 import logging
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from models.config import load_model_config
-from param_server.client import Replica
+from features.hydration import Hydrator
+from models.build import load_model_config
+from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema
-from runtime.checkpoint_store import CheckpointStore, FileStore
+from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
+from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc import SocketTransport
 from serving.config import ServingConfig
-from serving.dense import DenseFollower, ManifestHead
-from serving.feature_log import FeatureLog
-from serving.hydration import Hydrator
-from serving.kafka_sink import KafkaSink
-from serving.log_sender import LogSender
+from serving.dense import DenseFollower
+from serving.feature_log.kafka_sink import KafkaSink
+from serving.feature_log.log import FeatureLog
+from serving.feature_log.sender import LogSender
 from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
-from serving.parts import Parts
 from serving.rank import Policy, RankService
 from serving.row_topic import KafkaRowTopic
 from serving.rows import RowFollower
@@ -37,6 +38,20 @@ from serving.scorer import Version, Versions, first_version
 from serving.stamps import Stamps
 
 log = logging.getLogger("roostream.serving")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """What the routes work with. `waiting_for` says what this process still lacks; empty = ready."""
+
+    config: ServingConfig
+    schema: Schema
+    service: RankService
+    log: FeatureLog
+    stamps: Stamps
+    metrics: ServingMetrics
+    executor: Executor  # one thread: scoring
+    waiting_for: Callable[[], list[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +94,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,
-        KafkaRowTopic.open(config.bootstrap, config.prefix),
+        KafkaRowTopic.open(config.broker, config.prefix),
         [SocketTransport(address) for address in config.shards],
         freshness().observe,
         clock,
@@ -96,11 +111,11 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         waiting_for=lambda: [] if rows.ready else ["rows of the shards"],
     )
 
-    def installed(version: Version, head: ManifestHead) -> None:
-        metrics.show_version(version.name, head.time_ms)
+    def installed(version: Version, manifest: Manifest) -> None:
+        metrics.show_version(version.name, manifest.time_ms)
 
     metrics.show_version(versions.newest.name, 0)
-    sender = LogSender(feature_log, lambda: KafkaSink.open(config.bootstrap, config.prefix))
+    sender = LogSender(feature_log, lambda: KafkaSink.open(config.broker, config.prefix))
     process = Process(
         parts=parts,
         sender=sender,
@@ -120,7 +135,7 @@ def warm(parts: Parts) -> None:
 
 
 def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
-    store = FileStore(config.store)
+    store = open_store(config.store)
     try:
         schema_registry.register(store, schema)
     except OSError as error:

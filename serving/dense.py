@@ -6,22 +6,20 @@ is damaged is passed over, with one warning, for the version that is in use (G5)
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
-import safetensors.torch
 import torch
-import xxhash
-from safetensors import SafetensorError
 
-from models.config import ModelConfig, model_config_from_dict
+from models.build import model_config_from_dict
 from roo.errors import CheckpointError, ConfigError
 from roo.schema import Schema
+from runtime import manifest as manifests
+from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.manifest import Manifest
 from serving.scorer import Version, Versions, build_version
 
 log = logging.getLogger("roostream.serving.dense")
@@ -29,68 +27,21 @@ log = logging.getLogger("roostream.serving.dense")
 POLL_S = 1.0
 
 
-class ManifestHead(NamedTuple):
-    """What serving reads of a manifest."""
-
-    name: str
-    seq: int
-    incarnation: int
-    schema: str  # fingerprint, hex
-    model: ModelConfig
-    dense_name: str
-    dense_bytes: int
-    dense_checksum: str
-    time_ms: int
-
-    @property
-    def version(self) -> str:
-        return f"{self.incarnation}-{self.seq}"
-
-
-def read_manifest(name: str, data: bytes) -> ManifestHead:
-    """Raises CheckpointError: damaged, or of another format."""
-    try:
-        outer = json.loads(data)
-        body, stated = outer["body"], outer["checksum"]
-        actual = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-        if actual != stated:
-            raise CheckpointError(f"{name}: expected checksum {stated}, got {actual}: the manifest is damaged")
-        if body["format"] != 1:
-            raise CheckpointError(f"{name}: expected manifest format 1, got {body['format']!r}; update serving")
-        dense = body["dense"]
-        return ManifestHead(
-            name=name,
-            seq=int(body["seq"]),
-            incarnation=int(body["incarnation"]),
-            schema=str(body["schema"]),
-            model=model_config_from_dict(body["model"]),
-            dense_name=str(dense["name"]),
-            dense_bytes=int(dense["bytes"]),
-            dense_checksum=str(dense["checksum"]),
-            time_ms=int(body["time_ms"]),
-        )
-    except (ValueError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{name}: expected a manifest, got {len(data)} bytes that aren't one ({error})") from None
-
-
-def read_weights(data: bytes, head: ManifestHead) -> dict[str, torch.Tensor]:
-    """The model's parameters of a dense file.
+def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The model's parameters of a commit.
 
     Raises:
-        CheckpointError: its bytes aren't those that the manifest names, or hold what no forward pass can use.
+        CheckpointError: the file's bytes aren't those that the manifest names, or hold what no forward pass can use.
     """
-    if len(data) != head.dense_bytes or xxhash.xxh3_64_hexdigest(data) != head.dense_checksum:
-        raise CheckpointError(
-            f"{head.dense_name}: expected {head.dense_bytes} bytes of checksum {head.dense_checksum}: it is damaged"
-        )
+    name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
     try:
-        tensors = safetensors.torch.load(data)
-    except SafetensorError as error:
-        raise CheckpointError(f"{head.dense_name}: expected a safetensors file ({error})") from None
-    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    for name, tensor in weights.items():
+        tensors, _ = tensor_file.decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    weights = {n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")}
+    for parameter, tensor in weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{head.dense_name}: parameter {name} isn't finite; it is not served")
+            raise CheckpointError(f"{name}: parameter {parameter} isn't finite; it is not served")
     return weights
 
 
@@ -103,7 +54,7 @@ class DenseFollower:
         schema: Schema,
         versions: Versions,
         seed: int,
-        installed: Callable[[Version, ManifestHead], None] = lambda version, head: None,
+        installed: Callable[[Version, Manifest], None] = lambda version, manifest: None,
     ) -> None:
         self.store, self.schema, self.versions, self.seed, self.installed = store, schema, versions, seed, installed
         self._seq = 0  # of the version in use
@@ -132,31 +83,35 @@ class DenseFollower:
 
     def _install(self, name: str) -> bool:
         try:
-            head = read_manifest(name, self.store.get(name))
-            version = self._load(head)
+            manifest = manifests.load(self.store, name).manifest
+            version = self._load(manifest)
         except CheckpointError as error:
             log.warning("dense version not taken: %s", error)
             self._bad.add(name)
             return False
         except OSError as error:
             return self._unreadable(error)
-        self._seq, self._away = head.seq, False
+        self._seq, self._away = manifest.seq, False
         self.versions.install(version)
-        self.installed(version, head)
+        self.installed(version, manifest)
         log.info("dense version %s is served", version.name)
         return True
 
-    def _load(self, head: ManifestHead) -> Version:
-        if head.schema != f"{self.schema.fingerprint:016x}":
+    def _load(self, manifest: Manifest) -> Version:
+        mine = f"{self.schema.fingerprint:016x}"
+        if manifest.schema != mine:
             raise CheckpointError(
-                f"{head.name}: expected schema {self.schema.fingerprint:016x} (serving's), got {head.schema} (the trainer's); "
+                f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the trainer's); "
                 "restart serving with the trainer's schema"
             )
-        weights = read_weights(self.store.get(head.dense_name), head)
+        weights = read_weights(self.store, manifest)
         try:
-            return build_version(head.version, self.schema, head.model, self.seed, weights)
+            model = model_config_from_dict(manifest.model)
+            return build_version(manifest.version, self.schema, model, self.seed, weights)
+        except ConfigError as error:
+            raise CheckpointError(f"{manifest.name}: expected the configuration of its model: {error}") from None
         except RuntimeError as error:
-            raise CheckpointError(f"{head.dense_name}: expected the parameters of its model: {error}") from None
+            raise CheckpointError(f"{manifest.dense.name}: expected the parameters of its model: {error}") from None
 
     def _unreadable(self, error: OSError) -> bool:
         """Trying again can help; said once an outage."""

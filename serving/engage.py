@@ -19,7 +19,7 @@ from roo.ids import hash64, key_bytes
 from roo.schema import Schema
 from runtime.topics import ENGAGEMENTS
 from serving.errors import RequestError
-from serving.log_format import LogRecord
+from serving.feature_log.format import LogRecord
 from serving.parse import decode_error
 from serving.request import MAX_TEXT_BYTES, id_of, text_of
 

@@ -13,8 +13,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from runtime.clock import Clock
 from runtime.topics import PARTITIONS
-from serving.feature_log import FeatureLog, LogFullError
-from serving.log_format import TOPICS, LogRecord
+from serving.feature_log.format import TOPICS, LogRecord
+from serving.feature_log.log import FeatureLog, LogFullError
 from serving.stamps import Stamps
 
 logger = logging.getLogger("roostream.serving.log")

@@ -14,7 +14,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from roo.errors import SetupError
-from runtime.rpc import parse_address
+from runtime.address import parse_address
 
 log = logging.getLogger("roostream.serving")
 

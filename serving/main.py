@@ -1,20 +1,78 @@
-"""The programs of this folder: `roostream serving` and `roostream features`. Each imports only what it needs."""
+"""`roostream serving`: one process from start to end."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+import threading
+
+import torch
+
 from runtime import program
-from serving.config import FeaturesConfig, ServingConfig
+from runtime.crew import Crew
+from serving import heartbeat, http_server
+from serving.app import build_app
+from serving.build import Process, build_process, warm
+from serving.config import ServingConfig
+
+log = logging.getLogger("roostream.serving")
+
+# The scoring thread and the event loop share the interpreter: hand it over sooner than after the usual 5 ms.
+SWITCH_INTERVAL_S = 0.0005
+JOIN_S = 5.0
 
 
-def run_serving(config: ServingConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code (runtime.program.run)."""
-    from serving.process import serve
-
+def run(config: ServingConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
     return program.run("serving", lambda stop: serve(config, stop))
 
 
-def run_features(config: FeaturesConfig) -> int:
-    """Until SIGTERM or SIGINT; the exit code (runtime.program.run). Imports no torch."""
-    from serving.features import features_body
+def serve(config: ServingConfig, stop: threading.Event) -> None:
+    """Start, serve until `stop`, and end in this order:
 
-    return program.run("features", lambda stop: features_body(config, stop))
+    1 accept nothing more
+    2 finish the requests in flight                    (drain_ms)
+    3 heartbeats and followers end                     (JOIN_S each)
+    4 what the log holds goes to Kafka                 (drain_ms; the rest is sent at the next start)
+    5 close
+
+    Raises:
+        ConfigError, SetupError: a setting is wrong, or port, home or store can't be used. Kafka, Redis, shards and commits
+            may be away: they are waited for while requests are answered.
+    """
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with contextlib.closing(http_server.bind(config.listen)) as bound:
+        process = build_process(config)
+        halt, crew = threading.Event(), Crew(stop)
+        process.dense.poll()
+        warm(process.parts)
+        _start_threads(crew, process, halt)
+        http_server.run(build_app(process.parts), bound, stop, config.drain_ms)
+    _end(process, crew, halt)
+    if crew.failed:
+        raise RuntimeError(f"threads failed: {', '.join(crew.failed)}")
+
+
+def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
+    parts = process.parts
+    beat = (parts.log, parts.stamps, process.producer, parts.config.heartbeat_ms, process.clock, halt)
+    crew.start("heartbeat", heartbeat.run, *beat)
+    crew.start("log", process.sender.run, halt)
+    crew.start("rows", process.rows.run, halt)
+    crew.start("dense", process.dense.run, process.clock, halt)
+
+
+def _end(process: Process, crew: Crew, halt: threading.Event) -> None:
+    """Steps 3 to 5."""
+    halt.set()
+    process.parts.log.appended.set()
+    late = crew.join(JOIN_S)
+    if late:
+        log.warning("threads that did not end in %g s: %s; the log is sent at the next start", JOIN_S, ", ".join(late))
+        return
+    left = process.sender.drain(process.parts.config.drain_ms / 1000, process.clock.monotonic_s)
+    if left:
+        log.warning("%d records of the log stay for the next start", left)
+    process.close()

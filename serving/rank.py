@@ -17,26 +17,28 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from roo import roo_pb2 as pb
 from roo import wire
+from roo.columns import fields_of
 from roo.errors import RoostreamError
 from roo.schema import Schema
+from roo.wire_fields import IMPRESSION
 from runtime.topics import IMPRESSIONS
+from serving.answer import RankAnswer
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore
+from serving.feature_log.format import LogRecord
 from serving.fill import Filler
-from serving.log_format import LogRecord
 from serving.request import RankRequest
-from serving.scorer import Rows, Version, Versions, probabilities
+from serving.scorer import Rows, Versions, probabilities
 
 log = logging.getLogger("roostream.serving")
 
 
 class Hydration(Protocol):
-    """`serving.hydration.Hydrator`."""
+    """`features.hydration.Hydrator`."""
 
     def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Online features by their names. RoostreamError while Redis is away."""
@@ -55,9 +57,8 @@ class Policy:
 class Ranked:
     """An answer and its record; nothing has left yet."""
 
-    answer: bytes  # JSON
+    answer: RankAnswer
     record: LogRecord
-    degraded: bool
 
 
 class RankService:
@@ -79,18 +80,16 @@ class RankService:
         ro, nro = self.filler.encode(request, time_ms, ro_online, nro_online)
         scores_nT = probabilities(version.score(self.rows, ro, nro, request.item_ids, time_ms))
         order, propensities = self._order(request, scores_nT)
-        impression = self._impression(request, time_ms, version, (ro, nro), scores_nT)
-        positions = np.empty(len(order), dtype=np.int64)
-        positions[order] = np.arange(request.first_position, request.first_position + len(order))
-        impression.positions.extend(positions.tolist())
-        impression.propensities.extend(propensities)
-        value = wire.encode(wire.IMPRESSION, impression)
-        if len(value) > self.schema.limits.max_record_bytes:
-            raise RequestError(
-                413, f"expected an impression of at most {self.schema.limits.max_record_bytes} bytes, got {len(value)}"
-            )
-        answer = self._answer(request, version, scores_nT, order, degraded)
-        return Ranked(answer, LogRecord(IMPRESSIONS, -1, time_ms, request.key, value), degraded)
+        answer = RankAnswer(
+            request_id=request.request_id,
+            model_version=version.name,
+            tasks=self.schema.tasks,
+            scores_nT=scores_nT,
+            order=order,
+            degraded=degraded,
+        )
+        value = self._impression(request, time_ms, (ro, nro), answer, propensities)
+        return Ranked(answer, LogRecord(IMPRESSIONS, -1, time_ms, request.key, value))
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         """(RO, NRO, degraded); without Redis the features stay missing."""
@@ -110,8 +109,9 @@ class RankService:
         return explore(best, self.policy.exploration, draw)
 
     def _impression(
-        self, request: RankRequest, time_ms: int, version: Version, blocks: tuple[bytes, bytes], scores_nT: np.ndarray
-    ) -> pb.Impression:
+        self, request: RankRequest, time_ms: int, blocks: tuple[bytes, bytes], answer: RankAnswer, propensities: list[float]
+    ) -> bytes:
+        """The record, with the arrays in it as they are. Raises RequestError 413."""
         header = pb.Header(
             request_id=request.request_id,
             user_id=request.user_id,
@@ -119,24 +119,22 @@ class RankService:
             surface=request.surface,
             time_ms=time_ms,
             schema=self.schema.fingerprint,
-            model_version=version.name,
+            model_version=answer.model_version,
         )
-        return pb.Impression(
-            header=header,
-            ro=None if request.append else blocks[0],
-            item_ids=request.item_ids.view(np.uint64).tolist(),
-            nro=blocks[1],
-            scores=scores_nT.ravel().tolist(),
+        n = len(answer.order)
+        position_n = np.empty(n, dtype="<u4")
+        position_n[answer.order] = np.arange(request.first_position, request.first_position + n)
+        fields = (
+            (IMPRESSION.header, header.SerializeToString(deterministic=True)),
+            (IMPRESSION.ro, None if request.append else blocks[0]),
+            (IMPRESSION.item_ids, request.item_ids.astype("<i8").tobytes() or None),
+            (IMPRESSION.nro, blocks[1] or None),
+            (IMPRESSION.scores, answer.scores_nT.astype("<f4").tobytes() or None),
+            (IMPRESSION.positions, position_n.tobytes() or None),
+            (IMPRESSION.propensities, np.array(propensities, dtype="<f4").tobytes() or None),
         )
-
-    def _answer(self, request: RankRequest, version: Version, scores_nT: np.ndarray, order: list[int], degraded: bool) -> bytes:
-        tasks = self.schema.tasks
-        return msgspec.json.encode(
-            {
-                "request_id": request.request_id,
-                "model_version": version.name,
-                "scores": [dict(zip(tasks, row, strict=True)) for row in scores_nT.tolist()],
-                "order": order,
-                "degraded": degraded,
-            }
-        )
+        value = bytes((wire.IMPRESSION, wire.VERSION)) + fields_of(fields)
+        most = self.schema.limits.max_record_bytes
+        if len(value) > most:
+            raise RequestError(413, f"expected an impression of at most {most} bytes, got {len(value)}")
+        return value

@@ -5,27 +5,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from roo.errors import WireError
+from serving.answer import RankAnswer
 from serving.binary import parse_impression
-from serving.body import JSON, PROTOBUF, ClientGoneError, read_body, respond
+from serving.body import JSON, PROTOBUF, ClientGoneError, accepts_protobuf, encoded, read_body, respond
+from serving.build import Parts
 from serving.engage import parse_engagements
 from serving.errors import RequestError
-from serving.feature_log import LogFullError
-from serving.gate import Gate
-from serving.log_format import LogRecord
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import LogFullError
 from serving.parse import JsonParser
-from serving.parts import Parts
 from serving.rank import Ranked
 from serving.request import RankRequest
 
 log = logging.getLogger("roostream.serving")
 
 RETRY_AFTER_S = 1
+
+
+class Gate:
+    """What is beyond capacity is refused at once, so that what is admitted keeps its deadline (G7). Used by one event loop."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.max_in_flight, self.in_flight = max_in_flight, 0
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Raises RequestError 429 with Retry-After."""
+        if self.in_flight >= self.max_in_flight:
+            raise RequestError(429, f"{self.in_flight} requests are in work, the most that this process takes; try again", "", 1)
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
 
 class _Endpoint:
@@ -40,22 +59,24 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin_s = time.perf_counter()
         headers: dict[str, str] = {}
+        answer: object
         try:
             with self.gate.admit():
-                status, body = 200, await self.answer(scope, receive)
+                status, answer = 200, await self.answer(scope, receive)
         except ClientGoneError:
             return
         except RequestError as error:
-            status, body, headers = error.status, msgspec.json.encode(error.body()), error.headers()
+            status, answer, headers = error.status, error.body(), error.headers()
         except Exception:
             log.exception("a %s request failed: this is a defect of Roostream", self.route)
             defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
-            status, body = 500, msgspec.json.encode(defect.body())
+            status, answer = 500, defect.body()
+        body, media = encoded(answer, accepts_protobuf(scope))
         self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
-        await respond(send, status, body, headers)
+        await respond(send, status, body, media, headers)
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a 200. Raises RequestError, ClientGoneError."""
+    async def answer(self, scope: Scope, receive: Receive) -> object:
+        """What a 200 says; `body.encoded` gives it its form. Raises RequestError, ClientGoneError."""
         raise NotImplementedError
 
     def append(self, records: list[LogRecord]) -> None:
@@ -78,7 +99,7 @@ class RankEndpoint(_Endpoint):
         super().__init__(parts)
         self.json = JsonParser(parts.schema)
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+    async def answer(self, scope: Scope, receive: Receive) -> RankAnswer:
         config, stamps = self.parts.config, self.parts.stamps
         stamp_ms = stamps.open()
         try:
@@ -93,7 +114,7 @@ class RankEndpoint(_Endpoint):
         finally:
             stamps.close(stamp_ms)
         self.parts.metrics.candidates.inc(len(request.item_ids))
-        if ranked.degraded:
+        if ranked.answer.degraded:
             self.parts.metrics.degraded.inc()
         return ranked.answer
 
@@ -120,7 +141,7 @@ class EngagementsEndpoint(_Endpoint):
 
     route = "engagements"
 
-    async def answer(self, scope: Scope, receive: Receive) -> bytes:
+    async def answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         body, media = await read_body(scope, receive, self.parts.config.max_body_bytes)
         if media != JSON:
             raise RequestError(415, f"expected content-type {JSON}, got {media!r}")
@@ -131,4 +152,4 @@ class EngagementsEndpoint(_Endpoint):
         finally:
             self.parts.stamps.close(stamp_ms)
         self.parts.metrics.engagements.inc(len(records))
-        return msgspec.json.encode({"accepted": len(records), "event_ids": event_ids})
+        return {"accepted": len(records), "event_ids": event_ids}

@@ -7,8 +7,9 @@ from typing import Protocol
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from roo.errors import UnavailableError
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, ROWS, name_of
 
 
@@ -46,8 +47,8 @@ class KafkaRowTopic:
         self._lag = 0
 
     @classmethod
-    def open(cls, bootstrap: str, prefix: str) -> KafkaRowTopic:
-        return cls(kafka.consumer(bootstrap, f"{prefix}serving-rows", auto_offset_reset="error"), prefix)
+    def open(cls, broker: Broker, prefix: str) -> KafkaRowTopic:
+        return cls(kafka.consumer(broker, f"{prefix}serving-rows", auto_offset_reset="error"), prefix)
 
     def end_offsets(self) -> dict[int, int]:
         try:

@@ -19,7 +19,7 @@ import numpy as np
 from roo import wire
 from roo.errors import RoostreamError, UnavailableError, WireError
 from roo.lookup import Lookup
-from roo.record import Record
+from roo.wire import Record
 from runtime.backoff import Backoff
 from runtime.clock import Clock
 from runtime.transport import Transport
@@ -31,7 +31,7 @@ POLL_S = 0.1
 
 
 class RowReplica(Protocol):
-    """`param_server.client.Replica`."""
+    """`param_server.replica.Replica`."""
 
     @property
     def needs_bootstrap(self) -> bool: ...

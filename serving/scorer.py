@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import build_inputs
+from models.model import Model
 from roo.decode import Decoder
 from roo.errors import WireError
 from roo.lookup import Lookup, build_lookup
@@ -42,7 +42,7 @@ class Version:
 
     name: str  # "<incarnation>-<seq>"
     schema: Schema
-    model: nn.Module
+    model: Model
     decoder: Decoder
 
     def score(self, rows: Rows, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> np.ndarray:

@@ -7,8 +7,9 @@ import datetime
 from pathlib import Path
 from typing import Literal
 
-from roo.config import setting
-from roo.errors import ConfigError, nearest
+from roo.config import Refusal, Settings, refusal, setting
+from roo.errors import ConfigError
+from runtime.deployment import Watched
 
 
 def parse_time_ms(text: str) -> int:
@@ -33,44 +34,35 @@ def parse_time_ms(text: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
+class SimulateConfig(Watched):
     """`roostream simulate`: users over HTTP against serving."""
 
     serving: str = setting("http://127.0.0.1:8080", "where serving answers")
-    rate: float = setting(25.0, "requests a second")
-    users: int = setting(500, "simulated users")
-    items: int = setting(300, "items alive at a time")
-    item_life_ms: int = setting(1_800_000, "mean life of an item; a new one takes its place")
-    candidates: int = setting(20, "candidates a request, on average")
+    rate: float = setting(25.0, "requests a second", least=0.01, most=10_000)
+    users: int = setting(500, "simulated users", least=1, most=10_000_000)
+    items: int = setting(300, "items alive at a time", least=2, most=1_000_000)
+    item_life_ms: int = setting(1_800_000, "mean life of an item; a new one takes its place", least=1000, most=1 << 50)
+    candidates: int = setting(20, "candidates a request, on average", least=2, most=500)
     seed: int = setting(0, "the hidden world is a function of it")
-    seconds: float = setting(0.0, "stop after this long; 0 = run until stopped")
-    max_in_flight: int = setting(64, "requests waiting for serving at once; arrivals beyond are dropped and counted")
+    seconds: float = setting(0.0, "stop after this long; 0 = run until stopped", least=0, most=1e9)
+    max_in_flight: int = setting(
+        64, "requests waiting for serving at once; arrivals beyond are dropped and counted", least=1, most=10_000
+    )
     report: str = setting("", "file that gets the JSON report, every 10 s and at the end; '' = none")
-    metrics_port: int = setting(0, "port of /metrics; 0 = draw one")
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("rate", 0.01, 10_000),
-            ("users", 1, 10_000_000),
-            ("items", 2, 1_000_000),
-            ("item_life_ms", 1000, 1 << 50),
-            ("candidates", 2, 500),
-            ("seconds", 0, 1e9),
-            ("max_in_flight", 1, 10_000),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"expected {name} in {low:g}..{high:g}, got {getattr(self, name)}")
+        super().__post_init__()
         if not self.serving.startswith(("http://", "https://")):
-            raise ConfigError(f"expected serving as http://host:port, got {self.serving!r}")
+            raise refusal("serving", "http://host:port", self.serving)
         if self.items < self.candidates:
-            raise ConfigError(f"expected items ≥ candidates ({self.candidates}), got {self.items}; raise items")
+            raise refusal("items", f"at least candidates = {self.candidates}", self.items, "raise items")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(Settings):
     """`roostream replay DATASET`: a log through the whole loop, in event time."""
 
-    dataset: str = setting(help="ebnerd | jsonl")
+    dataset: Literal["ebnerd", "jsonl"] = setting(help="ebnerd | jsonl")
     behaviors: tuple[str, ...] = setting((), "ebnerd: behaviors.parquet files")
     history: tuple[str, ...] = setting((), "ebnerd: history.parquet files")
     log: tuple[str, ...] = setting((), "jsonl: log files, one impression or engagement a line")
@@ -81,35 +73,23 @@ class ReplayConfig:
     measure_from: str = setting("", "metrics.measured covers requests from this time on; '' = all")
     freeze_at: str = setting("", "requests from this time on are scored only: weights and counters stand still; '' = never")
     freeze_weights_at: str = setting("", "the same for weights only: counters go on")
-    label_delay_ms: int = setting(0, "counters see every event this much later than it happened")
-    window_ms: int = setting(1_800_000, "the join window")
-    lateness_ms: int = setting(2000, "the joiner's bound on disorder")
-    batch_requests: int = setting(64, "requests a training batch")
+    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
+    window_ms: int = setting(1_800_000, "the join window", least=1000)
+    lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
+    batch_requests: int = setting(64, "requests a training batch", least=1)
     seed: int = setting(0, "of initial weights and rows")
-    num_shards: int = setting(2, "parameter server shards")
+    num_shards: int = setting(2, "parameter server shards", least=1)
     skip_bad: bool = setting(False, "jsonl: count bad lines and go on instead of stopping at the first")
     report: str = setting("", "file that gets the JSON report; '' = only the table")
     home: str = setting("", "stack: directory to keep; '' = a temporary one, removed at the end")
 
     def __post_init__(self) -> None:
-        if self.dataset not in ("ebnerd", "jsonl"):
-            raise ConfigError(
-                f"expected dataset ebnerd or jsonl, got {self.dataset!r}{nearest(self.dataset, ['ebnerd', 'jsonl'])}"
-            )
+        super().__post_init__()
         self._check_files()
         if self.freeze_at and self.freeze_weights_at:
             raise ConfigError("expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too")
         for name in ("measure_from", "freeze_at", "freeze_weights_at"):
             self._time_ms(name)
-        for name, low in (
-            ("label_delay_ms", 0),
-            ("window_ms", 1000),
-            ("lateness_ms", 0),
-            ("batch_requests", 1),
-            ("num_shards", 1),
-        ):
-            if getattr(self, name) < low:
-                raise ConfigError(f"expected {name} ≥ {low}, got {getattr(self, name)}")
         _ = self.speed_factor
 
     def _check_files(self) -> None:
@@ -132,7 +112,7 @@ class ReplayConfig:
         try:
             return parse_time_ms(getattr(self, name))
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+            raise Refusal(name, str(error)) from None
 
     @property
     def measure_from_ms(self) -> int:
@@ -158,7 +138,7 @@ class ReplayConfig:
         except ValueError:
             factor = 0.0
         if not 0 < factor < 1e9:
-            raise ConfigError(f"expected speed 'max' or a multiple such as '60x', got {self.speed!r}")
+            raise refusal("speed", "'max' or a multiple such as '60x'", self.speed)
         return factor
 
     @property

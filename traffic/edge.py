@@ -18,8 +18,8 @@ from roo import wire
 from roo.block import encode_nro, encode_ro
 from roo.counters import Counters
 from roo.ids import key_bytes, unsigned
-from roo.record import Record
 from roo.schema import Feature, Schema
+from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
 from traffic.events import Action, Event, Request
 from traffic.partition import partition_of

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from roo.errors import WireError
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from traffic.config import ReplayConfig
 from traffic.edge import Edge
 from traffic.events import Event

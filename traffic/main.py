@@ -24,7 +24,7 @@ def run_simulate(config: SimulateConfig) -> int:
 
     def body(stop: program.Stop) -> None:
         check_report(config.report)
-        log.info("metrics on port %d", metrics.serve(config.metrics_port))
+        log.info("metrics on port %d", metrics.serve(config))
         asyncio.run(_simulate(config, stop))
 
     return program.run("simulate", body)

@@ -1,7 +1,7 @@
 """The replay driver: a log's events as the records of the two event topics, with heartbeats and end markers.
 
 Pure: a stream in, a stream out, in the order in which one producer writes them. Who consumes it decides where they go
-(`infra.replay`: Kafka, or the local engine).
+(`command.replay`: Kafka, or the local engine).
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from google.protobuf.message import Message
+
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.record import Record
+from roo.wire import Record
 from runtime.clock import Clock
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.topics import EVENTS, PARTITIONS
 from traffic.edge import Edge
 from traffic.events import Event
 
-INPUTS = (IMPRESSIONS, ENGAGEMENTS)
 HEARTBEAT_MS = 300_000  # event time between heartbeats: bounds what the joiner holds open for a quiet partition
 _PRODUCER = "replay"
 
@@ -59,10 +60,10 @@ def records(
         yield from _everywhere(wire.END_MARKER, pb.EndMarker(time_ms=last_ms + settle_ms), last_ms + settle_ms)
 
 
-def _everywhere(kind: int, message: wire.Wire, time_ms: int) -> Iterator[Record]:
+def _everywhere(kind: int, message: Message, time_ms: int) -> Iterator[Record]:
     """The message on every partition of both topics; its key is the partition's number."""
     value = wire.encode(kind, message)
-    for topic in INPUTS:
+    for topic in EVENTS:
         for partition in range(PARTITIONS[topic]):
             yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
 

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from trainer.manifest import Manifest
+from runtime.manifest import Manifest
 
 
 class State(enum.StrEnum):
@@ -64,6 +64,7 @@ class Facts:
     num_shards: int
     num_workers: int = 1
     num_buckets: int
+    num_partitions: int
     kafka: Mapping[str, Any]
     commit_interval_s: float = 10.0
     lost_after_s: float = 3.0

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.manifest import Manifest
 from runtime.transport import Header
-from trainer import manifest as manifests
 from trainer.commit import Claim, Effect, Key, Link, Retire, State
 from trainer.coordinator import Coordinator
-from trainer.manifest import Manifest
 
 log = logging.getLogger("roostream.controller")
 

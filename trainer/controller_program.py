@@ -7,19 +7,21 @@ from typing import Any
 
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
+from runtime import manifest as manifests
 from runtime import metrics
-from runtime.checkpoint_store import FileStore
+from runtime.address import parse_address
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
+from runtime.exports import Exports, one_of
+from runtime.manifest import Manifest
 from runtime.program import Stop
-from runtime.rpc import RpcServer, parse_address
-from runtime.topics import NUM_BUCKETS
+from runtime.rpc import RpcServer
+from runtime.topics import NUM_BUCKETS, PARTITIONS, SAMPLES
 from trainer.commit import Facts, State
 from trainer.config import ControllerConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.exports import Exports, one_of
-from trainer.identity import check_kafka, check_schema, check_shape, kafka_identity
-from trainer.manifest import Manifest
+from trainer.identity import check_kafka, check_schema, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
@@ -34,15 +36,16 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     """
     schema = load_schema(config.schema)
     host, port = parse_address(config.listen)
-    store, clock = FileStore(config.store), SystemClock()
+    store, clock = open_store(config.store), SystemClock()
     register(store, schema)
-    kafka = kafka_identity(config.bootstrap, config.prefix, stop)
+    kafka = kafka_identity(config.broker, config.prefix, stop)
     facts = Facts(
         schema=f"{schema.fingerprint:016x}",
         seed=config.seed,
         num_shards=config.num_shards,
         num_workers=config.num_workers,
         num_buckets=NUM_BUCKETS,
+        num_partitions=PARTITIONS[SAMPLES],
         kafka=kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
     )
@@ -50,15 +53,21 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     def check(manifest: Manifest) -> None:
         check_kafka(manifest, kafka)
         check_schema(manifest, schema, lookup(store))
-        check_shape(manifest, num_shards=config.num_shards, num_buckets=NUM_BUCKETS, seed=config.seed)
+        manifests.check_shape(
+            manifest,
+            num_shards=config.num_shards,
+            num_buckets=NUM_BUCKETS,
+            num_partitions=PARTITIONS[SAMPLES],
+            seed=config.seed,
+        )
 
     controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=check)
-    server = RpcServer(controller.handle, host, port)
+    server = RpcServer(controller.handle, host, port, insecure=config.insecure)
     server.start()
     log.info("controller on %s", server.address)
     try:
         Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
-        metrics.serve(config.metrics_port)
+        metrics.serve(config)
         controller.run(stop)
     finally:
         server.stop()

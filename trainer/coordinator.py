@@ -24,8 +24,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from roo.errors import ConfigError
+from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
+from runtime.topics import flat
 from trainer.commit import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
-from trainer.manifest import Manifest, Restorable
 
 log = logging.getLogger("roostream.controller")
 
@@ -205,7 +206,7 @@ class Coordinator:
         """7. It is committed, whatever happens now: everyone may forget the generation before."""
         commit = self._running_commit()
         assert commit.manifest is not None
-        self.state, self.last = State.COMMITTING, Restorable(commit.manifest.name, commit.manifest)
+        self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
         self.num_commits += 1
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.committed_at_s = now_s
@@ -225,35 +226,37 @@ class Coordinator:
 
     def _manifest(self, commit: Commit) -> Manifest:
         shards = {key.index: self._results["write", key] for key in self.facts.shards}
-        dense = self._results["write", self.facts.workers[0]]
+        written = self._results["write", self.facts.workers[0]]
         rows_end: dict[int, int] = {}
         for shard in shards.values():  # the smallest: a restore that reads more republishes more, which harms nobody
             for partition, offset in shard.get("rows_end", {}).items():
                 rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
-        offsets: dict[str, dict[int, int]] = {}
-        for cut in commit.cuts:
-            for topic, at in cut["offsets"].items():
-                offsets.setdefault(topic, {}).update({int(p): int(o) for p, o in at.items()})
         first = commit.cuts[0]
-        last = self.last.manifest if self.last else None
         return Manifest(
             seq=commit.seq,
             incarnation=self.incarnation,
-            previous={"seq": last.seq, "checksum": last.checksum} if last else {"seq": 0, "checksum": ""},
+            previous={"seq": self.seq, "checksum": self.last.checksum if self.last else ""},
             step=max(int(c["step"]) for c in commit.cuts),
             watermark_ms=min(int(c["watermark_ms"]) for c in commit.cuts),
             schema=self.facts.schema,
             seed=self.facts.seed,
             num_shards=self.facts.num_shards,
             num_buckets=self.facts.num_buckets,
+            num_partitions=self.facts.num_partitions,
             kafka=dict(self.facts.kafka),
-            offsets=offsets,
             rows_end=rows_end,
             shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in shards.items()},
-            dense=dict(dense["dense"]),
+            dense=StoredFile(**written["dense"]),
             model=dict(first.get("model", {})),
-            metrics=dict(first.get("metrics", {})),
-            dedupe={"name": dense["dense"]["name"], "count": int(first.get("dedupe", 0))},
+            workers={
+                key.index: WorkerPart(
+                    offsets=flat(cut["offsets"]),
+                    file=StoredFile(**written["dense"]),
+                    dedupe=int(cut["dedupe"]),
+                    metrics=dict(cut["metrics"]),
+                )
+                for key, cut in zip(self.facts.workers, commit.cuts, strict=True)
+            },
             time_ms=int(first.get("time_ms", 0)),
         )
 

@@ -6,42 +6,17 @@ Restoring gives the same bits that were taken (G11).
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors
 from torch import nn
 
 from roo.errors import CheckpointError
 from trainer.adam import Adam
 
 log = logging.getLogger("roostream.dense")
-
-_MAX_HEADER_BYTES = 64 << 20
-
-
-def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    return safetensors.save({k: v if v.flags.c_contiguous else v.copy() for k, v in tensors.items()}, dict(metadata))
-
-
-def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """(tensors, metadata).
-
-    Raises:
-        CheckpointError: not a safetensors file, or its sizes don't agree.
-    """
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(len(data) - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"expected a safetensors header within {len(data)} bytes, got one of {size}")
-    try:
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-        return safetensors.load(data), {str(k): str(v) for k, v in metadata.items()}
-    except (SafetensorError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"expected a safetensors file, got {len(data)} bytes that aren't one ({error})") from None
 
 
 def take(model: nn.Module, optimizer: Adam) -> dict[str, np.ndarray]:

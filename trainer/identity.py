@@ -12,21 +12,22 @@ from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema, reading_plan
 from runtime import kafka
 from runtime.backoff import Backoff
+from runtime.broker import Broker
+from runtime.manifest import Manifest
 from runtime.topics import ROWS, SAMPLES, name_of
-from trainer.manifest import Manifest
 
 
-def kafka_identity(bootstrap: str, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:
+def kafka_identity(broker: Broker, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:
     """`{"cluster_id", "topics": {name: id}}` of the topics that a manifest has offsets of; waits for broker and topics.
 
     Raises:
         UnavailableError: `stop` was set meanwhile.
     """
-    cluster_id = kafka.wait_for_broker(bootstrap, stop)
-    backoff = Backoff(what=f"topics {name_of(prefix, SAMPLES)} and {name_of(prefix, ROWS)} at {bootstrap}")
+    cluster_id = kafka.wait_for_broker(broker, stop)
+    backoff = Backoff(what=f"topics {name_of(prefix, SAMPLES)} and {name_of(prefix, ROWS)} at {broker}")
     while True:
         try:
-            ids = kafka.topic_ids(bootstrap, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
+            ids = kafka.topic_ids(broker, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
             backoff.reached()
             return {"cluster_id": cluster_id, "topics": ids}
         except KafkaException as error:
@@ -41,14 +42,6 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
             f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets mean nothing there; "
             "bring the old broker's data back, or begin anew with `roostream reset`"
         )
-
-
-def check_shape(manifest: Manifest, *, num_shards: int, num_buckets: int, seed: int) -> None:
-    """Raises ConfigError: rows are spread and initialised by these; another number reads other rows."""
-    for name, mine in (("num_shards", num_shards), ("num_buckets", num_buckets), ("seed", seed)):
-        committed = getattr(manifest, name)
-        if committed != mine:
-            raise ConfigError(f"{manifest.name}: expected {name} = {committed}, got {mine}; use the committed value")
 
 
 def check_schema(manifest: Manifest, schema: Schema, lookup: Callable[[int], Schema | None]) -> None:

@@ -12,8 +12,9 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from roo.errors import UnavailableError
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, name_of
 from trainer.source import Merge, PartitionLag
 
@@ -26,8 +27,8 @@ _AWAY_AFTER_S = 5.0
 class Ends:
     """Where the partitions end, asked once a second by a thread of its own, so that no batch waits for it."""
 
-    def __init__(self, bootstrap: str, topic: str, partitions: Sequence[int]) -> None:
-        self.bootstrap, self.topic, self.partitions = bootstrap, topic, tuple(partitions)
+    def __init__(self, broker: Broker, topic: str, partitions: Sequence[int]) -> None:
+        self.broker, self.topic, self.partitions = broker, topic, tuple(partitions)
         self.known: dict[int, tuple[int, int, int]] = {}  # partition → (stable end, high watermark, newest event time)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="source-ends", daemon=True)
@@ -41,7 +42,7 @@ class Ends:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        admin = AdminClient({"bootstrap.servers": self.bootstrap, "error_cb": lambda error: log.debug("kafka: %s", error)})
+        admin = kafka.admin(self.broker)
         while not self._stop.is_set():
             try:
                 self.known = self._ask(admin)
@@ -64,10 +65,10 @@ class Ends:
 class KafkaSource:
     """See `Source`. Reads committed records only; a broker that is away is waited for by the client, without an error."""
 
-    def __init__(self, bootstrap: str, prefix: str, topic: str, *, group: str, buffered: int = 4096) -> None:
-        self.bootstrap, self.name, self.topic, self.group = bootstrap, topic, name_of(prefix, topic), group
+    def __init__(self, broker: Broker, prefix: str, topic: str, *, group: str, buffered: int = 4096) -> None:
+        self.broker, self.name, self.topic, self.group = broker, topic, name_of(prefix, topic), group
         self.partitions = tuple(range(PARTITIONS[topic]))
-        self.ends = Ends(bootstrap, self.topic, self.partitions)
+        self.ends = Ends(broker, self.topic, self.partitions)
         self._merge = Merge(self.partitions, buffered)
         self._given = dict.fromkeys(self.partitions, 0)
         self._given_ms = dict.fromkeys(self.partitions, 0)
@@ -78,7 +79,7 @@ class KafkaSource:
 
     def open(self) -> KafkaSource:
         """Start the clients; `seek` must follow."""
-        self._consumer = kafka.consumer(self.bootstrap, self.group, enable_partition_eof=True)
+        self._consumer = kafka.consumer(self.broker, self.group, enable_partition_eof=True)
         self.ends.start()
         return self
 
@@ -92,7 +93,7 @@ class KafkaSource:
         try:
             oldest = kafka.start_offsets(client, self.topic, self.partitions)
         except KafkaException as error:
-            raise UnavailableError(f"Kafka at {self.bootstrap} does not say where {self.topic} begins: {error}") from None
+            raise UnavailableError(f"Kafka at {self.broker} does not say where {self.topic} begins: {error}") from None
         for p in self.partitions:
             wanted = offsets.get(p, oldest[p])
             if wanted < oldest[p]:
@@ -192,7 +193,7 @@ class KafkaSource:
                 log.info("records of %s come again", self.topic)
             self._silent_since_s = now_s
         elif 0 <= self._silent_since_s < now_s - _AWAY_AFTER_S:
-            log.warning("waiting for Kafka at %s: no records of %s for %g s", self.bootstrap, self.topic, _AWAY_AFTER_S)
+            log.warning("waiting for Kafka at %s: no records of %s for %g s", self.broker, self.topic, _AWAY_AFTER_S)
             self._silent_since_s = -1.0
 
     def _client(self) -> Consumer:

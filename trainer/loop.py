@@ -19,13 +19,13 @@ import torch
 from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
-from models.loss import loss
+from models.model import Targets
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder, Reject
 from roo.lookup import Lookup, build_lookup
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 from runtime.clock import Clock
 from trainer import dense
 from trainer.adam import Adam
@@ -194,10 +194,9 @@ class TrainLoop:
     def _train(self, records: Sequence[Record]) -> None:
         started_s, read_ms = self.clock.monotonic_s(), self.clock.now_ms()
         self.num_steps += 1
-        decoded = self.decoder.decode(records)
-        for reject in decoded.rejects:
+        batch, rejects = self.decoder.decode(records)
+        for reject in rejects:
             self._reject(records[reject.index], reject)
-        batch = decoded.batch
         new_R = self.dedupe.take_new(batch.sample_id_R, batch.close_ms_R)
         if not new_R.all():
             batch = batch.take_requests(np.flatnonzero(new_R))
@@ -245,7 +244,8 @@ class TrainLoop:
         """Gradients, and the dense step. False: they aren't finite; the batch is skipped, its offsets move on."""
         self.optimizer.zero_grad()
         device = self.config.device
-        value = loss(logits_BT, torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+        targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+        value = self.model.loss(inputs, logits_BT, targets)
         value.backward()  # type: ignore[no-untyped-call]
         gradients = [t.grad for t in (*inputs.rows.values(), *self.model.parameters()) if t.grad is not None]
         if not (torch.isfinite(value) and all(torch.isfinite(g).all() for g in gradients)):

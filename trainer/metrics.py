@@ -1,4 +1,4 @@
-"""Progressive metrics: every candidate is scored before its labels are used, and counted here (style.md, "Quality").
+"""Progressive metrics: every candidate is scored before its labels are used, and counted here.
 
 Letters: R requests, B candidates, T tasks. A label counts as positive when it is above 0, as in `models.loss`; weight 0
 leaves a candidate out of a task.
@@ -145,7 +145,7 @@ class Metrics:
 
 
 class DailyMetrics:
-    """The metrics of a report (format.md): overall, from `measure_from_ms` on, and by day of request time (UTC)."""
+    """Metrics of a report (docs/protocols.md, Reports): overall, from `measure_from_ms` on, by day of request time (UTC)."""
 
     def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0, max_scores: int = 1 << 24) -> None:
         self._tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms

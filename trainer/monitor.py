@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from runtime.clock import Clock
+from runtime.exports import one_of
 from trainer.caught_up import CaughtUp, Progress, Report
-from trainer.exports import one_of
 from trainer.loop import metrics_summary
 from trainer.worker import Worker
 

@@ -14,7 +14,7 @@ from roo import wire
 from roo.batch import Batch
 from roo.errors import UnavailableError
 from roo.ids import unsigned
-from roo.record import Record
+from roo.wire import Record
 from runtime import kafka
 from runtime.clock import Clock
 from runtime.topics import DEAD_LETTERS, PREDICTIONS, name_of

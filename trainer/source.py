@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from roo.record import Record
+from roo.wire import Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,16 +19,17 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
+from models.build import model_config_from_dict
+from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
 from roo.schema import Schema
+from runtime import manifest as manifests
+from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
-from runtime.topics import SAMPLES
-from trainer import dense
-from trainer import manifest as manifests
+from runtime.manifest import Manifest
+from runtime.topics import SAMPLES, nested
 from trainer.identity import check_kafka, check_schema
 from trainer.loop import Snapshot, TrainLoop, metrics_summary
-from trainer.manifest import Manifest
 
 log = logging.getLogger("roostream.worker")
 
@@ -159,7 +160,7 @@ class Worker:
         self.broken = "restoring"
         name = str(command.get("manifest", ""))
         if name:
-            manifest = manifests.load(self.store, name)
+            manifest = manifests.load(self.store, name).manifest
             self._check(manifest)
             self.loop.restore(self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}")
         else:
@@ -184,7 +185,7 @@ class Worker:
         at = self.loop.snapshot()
         self._snapshot = int(command["seq"]), at
         return {
-            "offsets": {SAMPLES: at.offsets},
+            "offsets": nested({(SAMPLES, p): o for p, o in at.offsets.items()}),
             "watermark_ms": at.watermark_ms,
             "step": at.step,
             "metrics": metrics_summary(self.loop.metrics.report()),
@@ -207,9 +208,8 @@ class Worker:
             "incarnation": str(command["incarnation"]),
             "step": str(at.step),
         }
-        data = dense.encode(at.tensors, metadata)
-        self.store.put(name, data)
-        return {"dense": {"name": name, "bytes": len(data), "checksum": manifests.checksum_of(data)}}
+        stored = manifests.store_file(self.store, name, tensor_file.encode(at.tensors, metadata))
+        return {"dense": dataclasses.asdict(stored)}
 
     def _commit(self, command: Command) -> dict[str, Any]:
         _, at = self._cut_of(command)
@@ -233,11 +233,12 @@ class Worker:
         try:
             check_kafka(manifest, self.kafka)
             check_schema(manifest, self.loop.schema, self.lookup)
-            mine = json.loads(json.dumps(dataclasses.asdict(self.loop.model_config)))
-            if manifest.model != mine:
-                differing = sorted(k for k in {*mine, *manifest.model} if mine.get(k) != manifest.model.get(k))
+            mine = dataclasses.asdict(self.loop.model_config)
+            committed = dataclasses.asdict(model_config_from_dict(manifest.model))
+            if committed != mine:
+                differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
                 raise ConfigError(
-                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {manifest.model.get(k)}' for k in differing)}, "
+                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
                     f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
                 )
         except ConfigError as error:
@@ -245,13 +246,6 @@ class Worker:
             raise
 
     def _read(self, manifest: Manifest) -> Snapshot:
-        name, stated = str(manifest.dense["name"]), manifest.dense
-        data = self.store.get(name)
-        if len(data) != stated["bytes"] or manifests.checksum_of(data) != stated["checksum"]:
-            raise CheckpointError(
-                f"{name}: expected {stated['bytes']} bytes with checksum {stated['checksum']}, "
-                f"got {len(data)} with {manifests.checksum_of(data)}: it is damaged"
-            )
-        tensors, _ = dense.decode(data)
-        offsets = manifest.offsets.get(SAMPLES, {})
+        tensors, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
+        offsets = {p: offset for (topic, p), offset in manifest.offsets.items() if topic == SAMPLES}
         return Snapshot(tensors=tensors, step=manifest.step, watermark_ms=manifest.watermark_ms, offsets=offsets)

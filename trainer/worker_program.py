@@ -7,20 +7,20 @@ import logging
 import threading
 import time
 
-from models.config import load_model_config
+from models.build import load_model_config
 from param_server.client import Client
 from roo.errors import UnavailableError
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
 from runtime import kafka, metrics
-from runtime.checkpoint_store import FileStore
+from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
+from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc import SocketTransport
 from runtime.topics import SAMPLES
 from trainer.config import WorkerConfig
-from trainer.exports import Exports
 from trainer.identity import kafka_identity
 from trainer.kafka_source import KafkaSource
 from trainer.loop import TrainLoop, exact_numerics
@@ -44,18 +44,18 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     config.check_device()
     exact_numerics(config)
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
-    store, clock = FileStore(config.store), SystemClock()
+    store, clock = open_store(config.store), SystemClock()
     register(store, schema)
-    identity = kafka_identity(config.bootstrap, config.prefix, stop)
+    identity = kafka_identity(config.broker, config.prefix, stop)
     with contextlib.ExitStack() as opened:
-        source = KafkaSource(config.bootstrap, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
+        source = KafkaSource(config.broker, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
         opened.callback(source.close)
         shards = [SocketTransport(address) for address in config.shards]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, seed=config.seed, worker=config.index, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
-        outputs = Outputs(kafka.producer(config.bootstrap), config.prefix, clock)
+        outputs = Outputs(kafka.producer(config.broker), config.prefix, clock)
         loop = TrainLoop(
             config,
             schema,
@@ -80,7 +80,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         )
         monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
         Exports("worker", monitor.gauges, LABELS).register()
-        metrics.serve(config.metrics_port)
+        metrics.serve(config)
         left = threading.Event()  # beats go on while the last commit is waited for
         member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)
         opened.callback(member.join)

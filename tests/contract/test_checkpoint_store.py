@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 
 from roo.errors import CheckpointError
-from runtime.checkpoint_store import CheckpointStore, FileStore
+from runtime.checkpoint_store import STORES as SCHEMES
+from runtime.checkpoint_store import CheckpointStore, FileStore, open_store
 from tests.trainer.memory_store import MemoryStore
 
-STORES: dict[str, Callable[[Path], CheckpointStore]] = {"file": FileStore, "memory": lambda path: MemoryStore()}
+STORES: dict[str, Callable[[Path], CheckpointStore]] = {
+    "path": open_store,
+    "file": lambda path: open_store(f"file://{path}"),
+    "memory": lambda path: MemoryStore(),
+}
+
+
+def test_every_kind_of_store_that_can_be_opened_is_held_to_the_contract() -> None:
+    assert set(SCHEMES) <= set(STORES)
 
 
 @pytest.fixture(params=list(STORES))

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from roo import wire
-from roo.record import Record
 from roo.schema_registry import to_toml
+from roo.wire import Record
 from runtime import kafka
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, TopicSettings, name_of
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
@@ -52,7 +53,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
-    client = kafka.producer(bootstrap)
+    client = kafka.producer(Broker(bootstrap))
     for r in records:
         topic = name_of(prefix, r.topic)
         kafka.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
@@ -63,7 +64,7 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
     """All that is in a topic now."""
     from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
-    client = kafka.consumer(bootstrap, "test")
+    client = kafka.consumer(Broker(bootstrap), "test")
     name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
     client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
     left = sum(kafka.end_offsets(client, name, partitions).values())
@@ -100,7 +101,7 @@ def wait(what: str, reached: Callable[[], bool]) -> None:
 
 
 def count(bootstrap: str, prefix: str, topic: str) -> int:
-    client = kafka.consumer(bootstrap, "count")
+    client = kafka.consumer(Broker(bootstrap), "count")
     try:
         return sum(kafka.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
     finally:
@@ -124,7 +125,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
     }
     lines += [f'{k} = "{v}"' for k, v in own.items()] + ['engine = "local"', "checkpoint_interval_ms = 300", "replay = true"]
     config.write_text("\n".join(lines), encoding="utf-8")
-    command = [sys.executable, "-m", "infra.main", "joiner", "--config", str(config)]
+    command = [sys.executable, "-m", "command.main", "joiner", "--config", str(config)]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "ROOSTREAM_LOG": "WARNING"})
 
 
@@ -132,7 +133,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the local engine wrote, killed in the middle."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
-    kafka.create_topics(bootstrap, LOCAL, TopicSettings(replay=True))
+    kafka.create_topics(Broker(bootstrap), LOCAL, TopicSettings(replay=True))
     produce(bootstrap, LOCAL, RECORDS[:HALF])
     first = start_local(stack, home)
     wait("a first sample and a snapshot", lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")))

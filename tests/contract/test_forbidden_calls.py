@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("roo", "runtime", "joiner", "models", "trainer", "param_server", "serving", "traffic", "infra", "benchmarks")
+FOLDERS = (
+    "roo",
+    "runtime",
+    "joiner",
+    "models",
+    "trainer",
+    "param_server",
+    "features",
+    "serving",
+    "traffic",
+    "infra",
+    "command",
+    "benchmarks",
+)
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "telnetlib"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "os.system", "os.popen", "yaml.load", "numpy.fromregex"}
 SILENT = "silently swallowed exception"

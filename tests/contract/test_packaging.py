@@ -12,13 +12,15 @@ NOT_PACKAGED = {"tests", "benchmarks", "docs", "build"}
 
 
 def test_the_packages_are_the_folders() -> None:
-    folders = {p.parent.name for p in ROOT.glob("*/__init__.py") if p.parent.name not in NOT_PACKAGED}
+    inits = [p.parent.relative_to(ROOT) for p in [*ROOT.glob("*/__init__.py"), *ROOT.glob("*/*/__init__.py")]]
+    folders = {".".join(p.parts) for p in inits if p.parts[0] not in NOT_PACKAGED and p.parts[0][0] != "."}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
 
 
-def test_folders_are_flat() -> None:
-    nested = [p for name in PROJECT["tool"]["setuptools"]["packages"] for p in (ROOT / name).glob("*/**/*.py")]
-    assert [str(p.relative_to(ROOT)) for p in nested if "__pycache__" not in p.parts] == []
+def test_every_source_is_in_a_package() -> None:
+    packages = {name.replace(".", "/") for name in PROJECT["tool"]["setuptools"]["packages"]}
+    sources = [p.relative_to(ROOT) for name in packages for p in (ROOT / name).rglob("*.py")]
+    assert [str(p) for p in sources if "__pycache__" not in p.parts and p.parent.as_posix() not in packages] == []
 
 
 def test_tests_have_no_packages() -> None:

@@ -6,7 +6,20 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("roo", "runtime", "joiner", "models", "trainer", "param_server", "serving", "traffic", "infra", "benchmarks")
+FOLDERS = (
+    "roo",
+    "runtime",
+    "joiner",
+    "models",
+    "trainer",
+    "param_server",
+    "features",
+    "serving",
+    "traffic",
+    "infra",
+    "command",
+    "benchmarks",
+)
 GENERATED = {"roo_pb2.py"}
 MOST_FILE_LINES, MOST_BODY_LINES = 400, 60
 USUAL_FILE_LINES, USUAL_BODY_LINES = 150, 25

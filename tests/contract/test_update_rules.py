@@ -2,93 +2,170 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
-from param_server.rules import RULES
+from param_server.rules import KERNELS
+from roo.rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
+
+State: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""(rows [N, D], the rule's state [N, A])."""
 
 
-def adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, lr: float) -> tuple[np.ndarray, np.ndarray]:
+def adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, rule: Any) -> State:
     a = a + g * g
-    return w - lr * g / (np.sqrt(a) + 1e-8), a
+    return w - rule.learning_rate * g / (np.sqrt(a) + rule.epsilon), a
 
 
-def rowwise_adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, lr: float) -> tuple[np.ndarray, np.ndarray]:
+def rowwise_adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, rule: Any) -> State:
     a = a + (g * g).mean(axis=1, keepdims=True)
-    return w - lr * g / (np.sqrt(a) + 1e-8), a
+    return w - rule.learning_rate * g / (np.sqrt(a) + rule.epsilon), a
 
 
-REFERENCE: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad}
+def adam(w: np.ndarray, state: np.ndarray, g: np.ndarray, rule: Any) -> State:
+    dim = g.shape[1]
+    t = state[:, 2 * dim :] + 1
+    m = rule.beta1 * state[:, :dim] + (1 - rule.beta1) * g
+    v = rule.beta2 * state[:, dim : 2 * dim] + (1 - rule.beta2) * g * g
+    unbiased_m, unbiased_v = m / (1 - rule.beta1**t), v / (1 - rule.beta2**t)
+    return w - rule.learning_rate * unbiased_m / (np.sqrt(unbiased_v) + rule.epsilon), np.hstack([m, v, t])
 
 
-def test_every_rule_has_a_reference() -> None:
-    assert set(REFERENCE) == set(RULES)
+REFERENCE: dict[str, Callable[..., State]] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}
+OTHER: dict[str, Rule] = {
+    "adagrad": Adagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
+    "rowwise_adagrad": RowwiseAdagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
+    "adam": Adam(learning_rate=0.01, beta1=0.5, beta2=0.9, epsilon=1e-3),
+}
+"""Each with parameters of which none is its default."""
 
 
-def start(rule: str, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(dim)
-    rows_ND = rng.normal(size=(20, dim)).astype(np.float32)
-    return rows_ND, np.full((20, RULES[rule].accumulator_width(dim)), 0.1, np.float32)
+def test_every_rule_has_a_kernel_a_reference_and_other_parameters() -> None:
+    assert set(KERNELS) == set(REFERENCE) == set(OTHER) == set(RULES)
+    for name, rule in OTHER.items():
+        assert all(mine != default for mine, default in zip(rule.parameters, RULES[name]().parameters, strict=True))
 
 
-@pytest.mark.parametrize("rule", RULES)
+def start(rule: Rule, dim: int) -> State:
+    rows_ND = np.random.default_rng(dim).normal(size=(20, dim)).astype(np.float32)
+    return rows_ND, np.full((20, rule.state_width(dim)), rule.first_state, np.float32)
+
+
+def apply(
+    state: State, rules: list[Rule], place_U: np.ndarray, gradient_UD: np.ndarray, which_U: np.ndarray | None = None
+) -> None:
+    """As a stack does whose tables have these rules; all rows are of the first one unless said otherwise."""
+    which_U = np.zeros(len(place_U), np.int64) if which_U is None else which_U
+    parameters_KP = np.array([rule.parameters for rule in rules], np.float64)
+    KERNELS[rules[0].name](*state, place_U, gradient_UD, which_U, parameters_KP)
+
+
+RULE = pytest.mark.parametrize("rule", [*(rule() for rule in RULES.values()), *OTHER.values()], ids=lambda r: str(r.parameters))
+
+
+@RULE
 @pytest.mark.parametrize("dim", [1, 3, 16, 380])
-def test_follows_its_formula_over_many_steps(rule: str, dim: int) -> None:
-    rows_ND, accumulator_NA = start(rule, dim)
-    w, a = rows_ND.astype(np.float64), accumulator_NA.astype(np.float64)
+def test_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
+    rows_ND, state_NA = start(rule, dim)
+    w, state = rows_ND.astype(np.float64), state_NA.astype(np.float64)
     rng = np.random.default_rng(1)
     for _ in range(50):
         place_U = rng.choice(20, 8, replace=False)
         gradient_UD = rng.normal(size=(8, dim)).astype(np.float32)
-        RULES[rule].apply(rows_ND, accumulator_NA, place_U, gradient_UD, np.float32(0.05))
-        w[place_U], a[place_U] = REFERENCE[rule](w[place_U], a[place_U], gradient_UD.astype(np.float64), float(np.float32(0.05)))
-    np.testing.assert_allclose(rows_ND, w, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(accumulator_NA, a, rtol=2e-5)
+        apply((rows_ND, state_NA), [rule], place_U, gradient_UD)
+        w[place_U], state[place_U] = REFERENCE[rule.name](w[place_U], state[place_U], gradient_UD.astype(np.float64), rule)
+    np.testing.assert_allclose(rows_ND, w, rtol=5e-5, atol=5e-6)
+    np.testing.assert_allclose(state_NA, state, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_leaves_other_rows_alone(rule: str) -> None:
-    rows_ND, accumulator_NA = start(rule, 4)
-    before = rows_ND.copy(), accumulator_NA.copy()
-    RULES[rule].apply(rows_ND, accumulator_NA, np.array([7]), np.ones((1, 4), np.float32), np.float32(0.1))
+def test_a_row_moves_under_adam_as_torch_moves_it_alone() -> None:
+    torch = pytest.importorskip("torch")
+    rows_ND, state_NA = start(Adam(), 5)
+    weight = torch.tensor(rows_ND[3], requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=Adam().learning_rate)
+    rng = np.random.default_rng(4)
+    for step in range(300):
+        gradient_UD = rng.normal(size=(2, 5)).astype(np.float32)
+        apply((rows_ND, state_NA), [Adam()], np.array([3, 7]) if step % 3 == 0 else np.array([9, 7]), gradient_UD)
+        if step % 3 == 0:
+            weight.grad = torch.tensor(gradient_UD[0])
+            optimizer.step()
+    np.testing.assert_allclose(rows_ND[3], weight.detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert state_NA[3, -1] == 100 and state_NA[7, -1] == 300 and state_NA[0, -1] == 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_row_has_the_parameters_of_its_own_table(name: str) -> None:
+    rules, which_U = [RULES[name](), OTHER[name]], np.arange(20) % 2
+    gradient_UD = np.random.default_rng(3).normal(size=(20, 4)).astype(np.float32)
+    mixed, alone = start(rules[0], 4), start(rules[0], 4)
+    apply(mixed, rules, np.arange(20), gradient_UD, which_U)
+    for k, rule in enumerate(rules):
+        apply(alone, [rule], np.flatnonzero(which_U == k), gradient_UD[which_U == k])
+    assert mixed[0].tobytes() == alone[0].tobytes() and mixed[1].tobytes() == alone[1].tobytes()
+    one = start(rules[0], 4)
+    apply(one, rules[:1], np.arange(20), gradient_UD)
+    assert (one[0][1] != mixed[0][1]).any() and (one[0][0] == mixed[0][0]).all()
+
+
+@RULE
+def test_leaves_other_rows_alone(rule: Rule) -> None:
+    rows_ND, state_NA = start(rule, 4)
+    before = rows_ND.copy(), state_NA.copy()
+    apply((rows_ND, state_NA), [rule], np.array([7]), np.ones((1, 4), np.float32))
     others = np.arange(20) != 7
-    assert (rows_ND[others] == before[0][others]).all() and (accumulator_NA[others] == before[1][others]).all()
+    assert (rows_ND[others] == before[0][others]).all() and (state_NA[others] == before[1][others]).all()
     assert (rows_ND[7] != before[0][7]).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_zero_gradient_on_a_zero_accumulator_changes_nothing(rule: str) -> None:
-    rows_ND, accumulator_NA = start(rule, 4)
-    accumulator_NA[:] = 0
+@RULE
+def test_a_zero_gradient_where_nothing_is_accumulated_moves_no_row(rule: Rule) -> None:
+    rows_ND, state_NA = start(rule, 4)
+    state_NA[:] = 0
     before = rows_ND.copy()
-    RULES[rule].apply(rows_ND, accumulator_NA, np.arange(20), np.zeros((20, 4), np.float32), np.float32(0.1))
-    assert (rows_ND == before).all() and not accumulator_NA.any()
+    apply((rows_ND, state_NA), [rule], np.arange(20), np.zeros((20, 4), np.float32))
+    assert (rows_ND == before).all() and np.isfinite(state_NA).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_huge_finite_gradient_leaves_rows_finite(rule: str) -> None:
-    rows_ND, accumulator_NA = start(rule, 4)
-    RULES[rule].apply(rows_ND, accumulator_NA, np.arange(20), np.full((20, 4), 3e38, np.float32), np.float32(0.1))
-    assert np.isfinite(rows_ND).all()
+@RULE
+def test_huge_finite_gradients_leave_rows_finite(rule: Rule) -> None:
+    state = start(rule, 4)
+    for sign in (1, -1, 1):
+        apply(state, [rule], np.arange(20), np.full((20, 4), sign * 3e38, np.float32))
+    assert np.isfinite(state[0]).all()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_same_steps_give_the_same_bits_however_they_are_cut(rule: str) -> None:
+@RULE
+def test_the_same_steps_give_the_same_bits_however_they_are_cut(rule: Rule) -> None:
     gradient_UD = np.random.default_rng(2).normal(size=(20, 7)).astype(np.float32)
     whole, cut = start(rule, 7), start(rule, 7)
-    RULES[rule].apply(*whole, np.arange(20), gradient_UD, np.float32(0.05))
+    apply(whole, [rule], np.arange(20), gradient_UD)
     for part in (slice(0, 3), slice(3, 20)):
-        RULES[rule].apply(*cut, np.arange(20)[part], gradient_UD[part], np.float32(0.05))
+        apply(cut, [rule], np.arange(20)[part], gradient_UD[part])
     assert whole[0].tobytes() == cut[0].tobytes() and whole[1].tobytes() == cut[1].tobytes()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_row_given_twice_is_updated_twice(rule: str) -> None:
+@RULE
+def test_a_row_given_twice_is_updated_twice(rule: Rule) -> None:
     twice, one_by_one = start(rule, 4), start(rule, 4)
     gradient_UD = np.ones((2, 4), np.float32)
-    RULES[rule].apply(*twice, np.array([5, 5]), gradient_UD, np.float32(0.05))
+    apply(twice, [rule], np.array([5, 5]), gradient_UD)
     for n in range(2):
-        RULES[rule].apply(*one_by_one, np.array([5]), gradient_UD[n : n + 1], np.float32(0.05))
+        apply(one_by_one, [rule], np.array([5]), gradient_UD[n : n + 1])
     assert twice[0].tobytes() == one_by_one[0].tobytes()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_limits_of_its_parameters_keep_rows_finite(name: str) -> None:
+    for field in dataclasses.fields(RULES[name]):
+        bounds = field.metadata["bounds"]
+        for value in (bounds.least, min(bounds.most, 1e3)):
+            rule = RULES[name](**{field.name: value})
+            state = start(rule, 3)
+            for _ in range(5):
+                apply(state, [rule], np.arange(20), np.full((20, 3), 1e20, np.float32))
+            assert np.isfinite(state[0]).all(), (field.name, value)

@@ -8,15 +8,16 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from infra.auditor import Auditor
+from command.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roo.schema import load_schema
 from runtime import kafka
+from runtime import manifest as manifests
+from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of
-from trainer import manifest as manifests
-from trainer.manifest import Manifest
+from runtime.manifest import Manifest
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of, nested
 
 
 def quick_options() -> StackOptions:
@@ -59,12 +60,12 @@ def newest(stack: Stack) -> Manifest | None:
 def applied(stack: Stack) -> int:
     """Samples that the committed parameters contain, as the newest manifest counts them: rolled back with everything else."""
     manifest = newest(stack)
-    return int(manifest.metrics["requests"]) if manifest else 0
+    return sum(part.metrics["requests"] for part in manifest.workers.values()) if manifest else 0
 
 
 def auditor(stack: Stack) -> Auditor:
     schema = load_schema(stack.options.schema)
-    return Auditor(stack.endpoints.kafka, stack.prefix, schema, settle_ms=stack.options.settle_ms)
+    return Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, settle_ms=stack.options.settle_ms)
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
@@ -107,14 +108,14 @@ def check_nothing_lost_or_twice(stack: Stack) -> None:
         assert sums.requests == sums.samples + sums.dead_requests, sums
         assert applied(stack) == sums.samples, (applied(stack), sums)
         manifest = newest(stack)
-        assert manifest is not None and audit.accounts.untrained_below(manifest.offsets["samples"]) == 0
+        assert manifest is not None and audit.accounts.untrained_below(nested(manifest.offsets)[SAMPLES]) == 0
     finally:
         audit.close()
 
 
 def produce_garbage(stack: Stack) -> int:
     """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many records."""
-    client = kafka.producer(stack.endpoints.kafka)
+    client = kafka.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):
         for partition in range(PARTITIONS[topic]):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.replay import run
+from command.replay.run import run
 from traffic.config import ReplayConfig
 
 WEEK = Path(__file__).resolve().parents[3] / "shared" / "data" / "ebnerd_week1"

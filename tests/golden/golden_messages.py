@@ -112,3 +112,8 @@ MESSAGES: dict[str, tuple[int, Message]] = {
         ),
     ),
 }
+
+RANK_ANSWER = pb.RankAnswer(
+    request_id="req-1", model_version="2-5", tasks=["click", "dwell"], scores=[0.25, 0.5, 0.125, 1.0], order=[1, 0], degraded=True
+)
+"""Crosses no topic, so it has no type byte."""

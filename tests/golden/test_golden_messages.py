@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from google.protobuf.internal import api_implementation
 
+from roo import roo_pb2 as pb
 from roo import wire
-from tests.golden.golden_messages import MESSAGES
+from tests.golden.golden_messages import MESSAGES, RANK_ANSWER
 
 HERE = Path(__file__).parent
 ROO = HERE.parents[1] / "roo"
@@ -23,6 +24,12 @@ def test_golden_bytes_decode_to_the_message_and_back(name: str) -> None:
     assert wire.decode(golden) == (kind, message)
     assert wire.encode(kind, message) == golden
     assert wire.kind_of(golden) == kind
+
+
+def test_golden_bytes_of_an_answer_decode_to_the_message_and_back() -> None:
+    golden = bytes.fromhex((HERE / "rank_answer.hex").read_text(encoding="ascii"))
+    assert pb.RankAnswer.FromString(golden) == RANK_ANSWER
+    assert RANK_ANSWER.SerializeToString(deterministic=True) == golden
 
 
 def test_every_type_of_record_has_golden_bytes() -> None:

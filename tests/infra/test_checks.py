@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra import checks
-from infra.java import find_java
+from infra.jars import find_java
 from roo.errors import SetupError
 
 

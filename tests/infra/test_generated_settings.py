@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
+from infra import kinds, programs
 from infra import options as stack_options
-from infra import programs, toml
 from infra.home import Home
-from infra.main import PROGRAMS, Entry
 from infra.options import StackOptions
 from infra.places import Places
 from roo.config import load
 from roo.errors import ConfigError
 
-ENTRIES = {**PROGRAMS, "simulate": Entry("traffic", "run_simulate", "SimulateConfig", "")}
 PLACES = Places(
     kafka=1001,
     kafka_controller=1002,
@@ -31,22 +30,25 @@ PLACES = Places(
 )
 
 
+def table(name: str, folder: Path, options: StackOptions) -> dict[str, Any]:
+    return programs.settings(programs.site_of(name, Home(folder), options, PLACES))
+
+
 def loaded(name: str, options: StackOptions, folder: Path) -> object:
-    entry = ENTRIES[programs.kind_of(name)]
     path = folder / f"{name}.toml"
-    path.write_text(toml.render(programs.settings(name, Home(folder), options, PLACES)), encoding="utf-8")
-    return load(getattr(importlib.import_module(f"{entry.module}.config"), entry.config), path, environ={})
+    path.write_text(tomli_w.dumps(programs.plain(table(name, folder, options))), encoding="utf-8")
+    return load(kinds.kind_of(name).settings(), path, environ={})
 
 
 @pytest.mark.parametrize("options", [StackOptions(), stack_options.demo(prefix="a.", seed=7)], ids=["plain", "demo"])
-@pytest.mark.parametrize("name", ["shard-0", "shard-1", *programs.FIXED])
+@pytest.mark.parametrize("name", kinds.names(StackOptions()))
 def test_a_program_reads_what_the_stack_writes_for_it(name: str, options: StackOptions, tmp_path: Path) -> None:
     assert loaded(name, options, tmp_path)
 
 
 def test_programs_find_each_other(tmp_path: Path) -> None:
-    shard, worker = (programs.settings(n, Home(tmp_path), StackOptions(), PLACES) for n in ("shard-1", "worker"))
-    controller, serving = (programs.settings(n, Home(tmp_path), StackOptions(), PLACES) for n in ("controller", "serving"))
+    shard, worker = (table(n, tmp_path, StackOptions()) for n in ("shard-1", "worker"))
+    controller, serving = (table(n, tmp_path, StackOptions()) for n in ("controller", "serving"))
     assert worker["shards"] == serving["shards"]
     assert worker["shards"][1] == shard["listen"]
     assert shard["controller"] == worker["controller"] == controller["listen"]
@@ -55,7 +57,7 @@ def test_programs_find_each_other(tmp_path: Path) -> None:
 
 def test_overrides_reach_all_of_a_kind_or_one_program(tmp_path: Path) -> None:
     options = StackOptions(overrides={"shard": {"publish_interval_ms": 50}, "shard-1": {"max_publish_norm": 5.0}})
-    tables = [programs.settings(f"shard-{i}", Home(tmp_path), options, PLACES) for i in (0, 1)]
+    tables = [table(f"shard-{i}", tmp_path, options) for i in (0, 1)]
     assert [t["publish_interval_ms"] for t in tables] == [50, 50]
     assert [t.get("max_publish_norm") for t in tables] == [None, 5.0]
 
@@ -67,13 +69,13 @@ def test_an_override_that_a_program_does_not_know_is_refused_by_it(tmp_path: Pat
 
 def test_services_of_the_users_own_are_used(tmp_path: Path) -> None:
     options = StackOptions(kafka="broker:9092", redis="cache:6379")
-    assert programs.settings("worker", Home(tmp_path), options, PLACES)["bootstrap"] == "broker:9092"
-    assert programs.settings("features", Home(tmp_path), options, PLACES)["redis"] == "redis://cache:6379/0"
+    assert table("worker", tmp_path, options)["bootstrap"] == "broker:9092"
+    assert table("features", tmp_path, options)["redis"] == "redis://cache:6379/0"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"prefix": "Ä"}, "prefix: expected"), ({"num_shards": 0}, "num_shards: expected at least 1")],
+    [({"prefix": "Ä"}, "key 'prefix': expected"), ({"num_shards": 0}, "key 'num_shards': expected at least 1")],
 )
 def test_wrong_options_are_told(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

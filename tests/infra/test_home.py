@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import control
+from command import control
 from infra.home import Home
 from roo.errors import SetupError
 

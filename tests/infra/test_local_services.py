@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import flink_rest
 from infra.stack import Stack
 from roo.errors import SetupError
-from runtime import kafka
+from runtime import flink_rest, kafka
+from runtime.broker import Broker
 from runtime.topics import PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -17,7 +17,7 @@ WAIT_S = 120.0
 
 
 def produce(stack: Stack, value: bytes) -> None:
-    client = kafka.producer(stack.endpoints.kafka)
+    client = kafka.producer(Broker(stack.endpoints.kafka))
     kafka.send(client, SAMPLES, key=b"k", value=value, timestamp_ms=1_700_000_000_000)
     assert client.flush(WAIT_S) == 0
 
@@ -25,7 +25,7 @@ def produce(stack: Stack, value: bytes) -> None:
 def consume(stack: Stack) -> list[bytes]:
     from confluent_kafka import TopicPartition
 
-    client = kafka.consumer(stack.endpoints.kafka, "test")
+    client = kafka.consumer(Broker(stack.endpoints.kafka), "test")
     client.assign([TopicPartition(SAMPLES, p, 0) for p in range(PARTITIONS[SAMPLES])])
     expected = sum(kafka.end_offsets(client, SAMPLES, range(PARTITIONS[SAMPLES])).values())
     found: list[bytes] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.child import Program
+from infra.child import Program, StopRank
 from infra.restart import RestartPolicy
 from infra.supervisor import Supervisor
 from roo.errors import UnavailableError
@@ -32,7 +32,14 @@ class Bench:
 
     def program(self, name: str, code: str, **settings: object) -> Program:
         command = (sys.executable, "-I", "-S", "-c", code)
-        return Program(name=name, command=command, log=self.folder / f"{name}.log", env=dict(os.environ), **settings)  # type: ignore[arg-type]
+        return Program(
+            name=name,
+            command=command,
+            log=self.folder / f"{name}.log",
+            env=dict(os.environ),
+            stop_rank=StopRank.TRAFFIC,
+            **settings,
+        )  # type: ignore[arg-type]
 
     def start(self, *programs: Program) -> None:
         self.supervisor.want(programs)
@@ -165,8 +172,9 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
-from infra.child import Program, start
-program = Program(name="a", command=("sleep", "600"), log=Path({str(tmp_path)!r}) / "a.log", env=dict(os.environ))
+from infra.child import Program, StopRank, start
+log = Path({str(tmp_path)!r}) / "a.log"
+program = Program(name="a", command=("sleep", "600"), log=log, env=dict(os.environ), stop_rank=StopRank.TRAFFIC)
 child = start(program, 0.0)
 print(child.pid, flush=True)
 time.sleep(600)

@@ -7,7 +7,7 @@ import random
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes
-from roo.record import Record
+from roo.wire import Record
 from tests.joiner.cases import engagement, impression, record
 
 WINDOW_MS, LATENESS_MS, HORIZON_MS = 20_000, 1_000, 60_000

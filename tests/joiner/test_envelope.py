@@ -8,7 +8,7 @@ import pytest
 
 from joiner.build import Output
 from joiner.envelope import NOW, pack, unpack
-from roo.record import Record
+from roo.wire import Record
 
 
 @pytest.mark.parametrize(("key", "value"), [(b"12345678", b"value"), (None, b"v"), (b"", b""), (b"k", None), (None, None)])

@@ -13,7 +13,7 @@ from joiner.state import Engagement, Impression
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import CheckpointError
-from roo.record import Record
+from roo.wire import Record
 from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
 
 T = 1_000

@@ -43,7 +43,9 @@ def test_a_setting_that_can_not_be_is_refused_with_its_name_and_value(settings: 
 
 
 def test_an_engine_without_what_it_needs_says_which_key() -> None:
-    with pytest.raises(ConfigError, match="engine 'local' needs the keys schema, home; 'home' is empty"):
+    with pytest.raises(
+        ConfigError, match=r"key 'home': expected a value \(directory of the local engine's snapshots\), got nothing; add it"
+    ):
         JoinerConfig(engine="local", schema="s.toml").require("schema", "home")
 
 
@@ -52,7 +54,7 @@ def test_it_loads_from_toml_with_durations_and_surface_windows(tmp_path: Path) -
     file.write_text('window = "20s"\nterminal_actions = ["buy"]\n[surface_windows]\nfeed = "5s"\n', encoding="utf-8")
     config = load(JoinerConfig, file)
     assert (config.rules.window_ms, config.rules.surface_windows["feed"]) == (20_000, 5_000)
-    assert config.rules.terminal_actions == {"buy"}
+    assert config.rules.terminal_actions == ("buy",)
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from joiner.config import JoinerConfig
 from joiner.meters import Meters
 from joiner.submit import JOB_NAME, FlinkRest, submit
 from roo.errors import UnavailableError
+from runtime.broker import KafkaSecurity
 from runtime.program import Stop
 
 JOB = "0123456789abcdef0123456789abcdef"
+SASL = KafkaSecurity(protocol="SASL_PLAINTEXT", username="joiner", password="s3cret")
 
 
 class FakeFlink(http.server.BaseHTTPRequestHandler):
@@ -61,13 +63,17 @@ def client(folder: Path, script: str) -> None:
 def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(tmp_path, f'echo "$@" > {tmp_path}/seen; cat "$8" >> {tmp_path}/seen; echo "Job has been submitted with JobID {JOB}"')
+    client(
+        tmp_path,
+        f'echo "$@" > {tmp_path}/seen; cat "$8" "${{10}}" >> {tmp_path}/seen; echo "Job has been submitted with JobID {JOB}"',
+    )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    config = JoinerConfig(flink="http://127.0.0.1:18081/", restore="/points/chk-7", window_ms=77)
+    config = JoinerConfig(flink="http://127.0.0.1:18081/", restore="/points/chk-7", window_ms=77, kafka_security=SASL)
     assert submit(config, threading.Event()) == JOB
     arguments = (tmp_path / "seen").read_text(encoding="utf-8")
     assert arguments.startswith("run -d -m 127.0.0.1:18081 -s /points/chk-7 -py ")
     assert '"window_ms": 77' in arguments and "from joiner.job import main" in arguments
+    assert "s3cret" in arguments and "s3cret" not in arguments.splitlines()[0], "arguments can be read by everybody"
 
 
 @pytest.mark.parametrize(

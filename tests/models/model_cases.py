@@ -77,6 +77,7 @@ def make_batch(schema: Schema, counts: list[int], seed: int = 0, *, longest: int
         request_index_B=np.repeat(ids_R, counts),
         item_B=rng.integers(0, 40, b),
         label_BT=(rng.random((b, t)) < 0.3).astype(np.float32),
+        label_before_BT=np.full((b, t), np.nan, dtype=np.float32),
         weight_BT=rng.choice(np.array([0.0, 1.0, 2.5], dtype=np.float32), (b, t), p=[0.1, 0.8, 0.1]),
         position_B=np.zeros(b, dtype=np.int32),
         propensity_B=np.ones(b, dtype=np.float32),
@@ -85,6 +86,7 @@ def make_batch(schema: Schema, counts: list[int], seed: int = 0, *, longest: int
         close_ms_R=NOW_MS + 1000 * ids_R,
         oldest_engagement_ms_R=0 * ids_R,
         sample_id_R=ids_R,
+        correction_R=np.zeros(r, dtype=np.bool_),
         partition_R=np.zeros(r, dtype=np.int32),
         offset_R=ids_R,
     )

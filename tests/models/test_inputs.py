@@ -85,6 +85,30 @@ def test_gradients_of_rows_are_compact() -> None:
     torch.testing.assert_close(gradient, torch.from_numpy(np.repeat(expected[:, None], 4, axis=1).astype(np.float32)))
 
 
+def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [2, 0, 3, 1])
+    lookup = build_lookup(batch)
+    sequence = build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"]
+    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index("history")].tolist()
+    assert sequence.length_R.tolist() == length_R and sequence.longest == max(length_R)
+    assert sequence.offset_R1.tolist() == [0, *np.cumsum(length_R).tolist()]
+    stack = lookup.stacks[schema.table_by_name["item"].stack]
+    assert stack.id_U[sequence.index_L.numpy()].tolist() == batch.ro_lists.values_of("history").tolist()
+    gap_ms = np.repeat(batch.time_ms_R, length_R) - batch.ro_lists.columns["history.time"]
+    assert sequence.bucket_L["time"].tolist() == time_buckets(gap_ms).tolist()
+    assert list(sequence.column_L) == ["action"] and len(sequence.column_L["action"]) == sum(length_R)
+    mask_RN = sequence.mask_RN()
+    assert mask_RN is not None and mask_RN.sum(dim=1).tolist() == length_R
+
+
+def test_a_sequence_of_one_request_needs_no_padding() -> None:
+    schema = make_schema("plain history")
+    batch = make_batch(schema, [4], seed=2)
+    lookup = build_lookup(batch)
+    assert build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"].mask_RN() is None
+
+
 def test_time_buckets_step_where_the_formula_does() -> None:
     seconds = np.array([0, 1, 2, 10, 59, 3600, 86_400, 10**7], dtype=np.int64)
     expected = [math.floor(math.log(max(s, 1)) / 0.301) for s in seconds.tolist()]

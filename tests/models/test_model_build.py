@@ -1,21 +1,27 @@
-"""Initial values: a function of the seed and the parameter's name."""
+"""A model of any kind from its configuration; initial values, a function of the seed and the parameter's name."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from models.build import build_model
-from models.config import ModelConfig, load_model_config, model_config_from_dict
+from models.build import KINDS, ModelKind, build_model, load_model_config, model_config_from_dict
+from models.config import ModelConfig, RankerConfig
+from models.inputs import Inputs, build_inputs
+from models.model import Model, Targets
 from roo.errors import ConfigError
-from tests.models.model_cases import make_schema
+from roo.lookup import build_lookup
+from roo.schema import Schema
+from tests.models.model_cases import make_batch, make_rows, make_schema
 
 
-def bits(seed: int, config: ModelConfig | None = None, case: str = "everything") -> dict[str, bytes]:
-    model = build_model(make_schema(case), config or ModelConfig(), seed)
+def bits(seed: int, config: RankerConfig | None = None, case: str = "everything") -> dict[str, bytes]:
+    model = build_model(make_schema(case), config or RankerConfig(), seed)
     return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
 
 
@@ -36,42 +42,83 @@ def test_building_leaves_the_global_random_state_alone() -> None:
 
 
 def test_a_new_module_changes_no_other_parameter() -> None:
-    without, with_ = bits(1, ModelConfig(list_layers=0)), bits(1, ModelConfig(list_layers=2))
+    without, with_ = bits(1, RankerConfig(list_layers=0)), bits(1, RankerConfig(list_layers=2))
     assert without.items() <= with_.items() and len(with_) > len(without)
 
 
 def test_initial_values_are_pinned() -> None:
     # Trainer and serving of different releases must agree before the first commit.
-    model = build_model(make_schema("one float"), ModelConfig(width=4, list_heads=1, request_layers=(2,)), seed=0)
+    model = build_model(make_schema("one float"), RankerConfig(width=4, list_heads=1, request_layers=(2,)), seed=0)
     weight = dict(model.named_parameters())["dense.layers.0.weight"].detach().flatten()
     assert [round(x, 6) for x in weight[:4].tolist()] == [-0.755377, -0.128817, 1.124416, -0.505009]
 
 
 def test_config_goes_through_a_manifest() -> None:
-    config = ModelConfig(request_layers=(7, 3), cross_layers=0, prior=0.25)
-    assert model_config_from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    config = RankerConfig(request_layers=(7, 3), cross_layers=0, prior=0.25)
+    written = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert written["kind"] == "ranker"
+    assert model_config_from_dict(written) == config
+    del written["kind"]
+    assert model_config_from_dict(written) == config, "a manifest from before there were kinds is a ranker's"
 
 
-def test_config_from_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
+class Constant(Model):
+    """A kind of one parameter, as another module would add it."""
+
+    def __init__(self, schema: Schema, config: ConstantConfig) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(config.num_rows, len(schema.tasks)))
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        return self.bias.mean(dim=0).expand(len(inputs.request_index_B), -1)
+
+    def loss(self, inputs: Inputs, logits_BT: torch.Tensor, targets: Targets) -> torch.Tensor:
+        return (logits_BT - targets.label_BT).square().mul(targets.weight_BT).sum()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstantConfig(ModelConfig):
+    num_rows: int = 3
+
+
+def test_another_kind_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "constant", ModelKind(ConstantConfig, Constant))
+    path = tmp_path / "model.toml"
+    path.write_text("kind = 'constant'\nnum_rows = 2\n")
+    config = load_model_config(str(path))
+    assert config == ConstantConfig(kind="constant", num_rows=2)
+    assert model_config_from_dict(dataclasses.asdict(config)) == config
+    schema = make_schema("everything")
+    model, batch = build_model(schema, config, seed=1), make_batch(schema, [2, 3])
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
+    logits_BT = model(inputs)
+    assert logits_BT.shape == (5, 2) and model.bias.abs().sum() > 0
+    model.loss(inputs, logits_BT, Targets(torch.ones(5, 2), torch.ones(5, 2))).backward()
+    assert model.bias.grad is not None
+
+
+def test_config_from_toml(tmp_path: Path) -> None:
     path = tmp_path / "model.toml"
     path.write_text("width = 32\nlist_heads = 2\ndeep_layers = [16, 8]\n")
-    assert load_model_config(str(path)) == ModelConfig(width=32, list_heads=2, deep_layers=(16, 8))
-    assert load_model_config("") == ModelConfig()
+    assert load_model_config(str(path)) == RankerConfig(width=32, list_heads=2, deep_layers=(16, 8))
+    assert load_model_config("") == RankerConfig()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("kind = 'rankr'", r"model.toml:1: key 'kind': expected one of ranker, got 'rankr'; did you mean 'ranker'\?"),
         ("widht = 3", r"unknown key 'widht' = 3; did you mean 'width'\?"),
-        ("width = 0", r"width: expected 1\.\.4096, got 0"),
-        ("width = 30", r"list_heads: expected a divisor of width = 30, got 4"),
-        ("list_layers = 99", r"list_layers: expected 0\.\.16, got 99"),
-        ("deep_layers = [64, 0]", r"deep_layers: expected 1\.\.4096, got 0"),
-        ("prior = 1.0", r"prior: expected a probability between 0 and 1, got 1\.0"),
+        ("width = 0", r"model.toml:1: key 'width': expected 1\.\.4096, got 0"),
+        ("width = 30", r"key 'list_heads': expected a divisor of width = 30, got 4"),
+        ("list_layers = 99", r"key 'list_layers': expected 0\.\.16, got 99"),
+        ("deep_layers = [64, 0]", r"key 'deep_layers': expected 1\.\.4096, got 0"),
+        ("prior = 1.0", r"key 'prior': expected above 0 and below 1, got 1\.0"),
         ('width = "wide"', r"width"),
     ],
 )
-def test_a_wrong_setting_is_told_in_a_sentence(tmp_path, text: str, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_setting_is_told_in_a_sentence(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "model.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from models.attention import ListAttention, TargetAttention, attend
 from models.build import build_model
-from models.config import ModelConfig
-from models.cross import CrossNet
+from models.candidate_groups import build_groups
+from models.config import RankerConfig
 from models.inputs import build_inputs
-from models.lists import build_lists
-from models.mlp import Mlp, init_parameters
+from models.layers import CrossNet, Mlp, init_parameters
 from models.parts import pool
 from models.ranker import Heads
 from roo.lookup import build_lookup
@@ -85,7 +84,7 @@ def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], he
     longest = max(lengths)
     entry, query = randn(len(counts), longest, 5, seed=1), randn(sum(counts), 3, seed=2)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    got = module(query, entry, None if mask.all() else mask, build_lists(np.array(counts, dtype=np.int32)))
+    got = module(query, entry, None if mask.all() else mask, build_groups(np.array(counts, dtype=np.int32)))
     key, value = module.key_value(entry).chunk(2, dim=-1)
     owner = np.repeat(np.arange(len(counts)), counts)
     expected = [
@@ -99,7 +98,7 @@ def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], he
 def test_list_attention_equals_each_request_on_its_own(counts: list[int]) -> None:
     module, x = built(ListAttention(4, 2)), randn(sum(counts), 4)
     assert isinstance(module, ListAttention)
-    got = module(x, build_lists(np.array(counts, dtype=np.int32)))
+    got = module(x, build_groups(np.array(counts, dtype=np.int32)))
     expected = []
     for part in x.split(counts):
         q, k, v = module.query_key_value(module.norm(part)).chunk(3, dim=-1)
@@ -109,12 +108,12 @@ def test_list_attention_equals_each_request_on_its_own(counts: list[int]) -> Non
 
 def test_attention_gradients_with_padding_and_an_empty_history() -> None:
     counts = np.array([2, 0, 3], dtype=np.int32)
-    lists = build_lists(counts)
+    groups = build_groups(counts)
     mask = torch.tensor([[True, False], [True, True], [False, False]])
     target = built(TargetAttention(3, 2, 4, 2))
-    assert_gradients(target, lambda q, e: target(q, e, mask, lists), randn(5, 3), randn(3, 2, 2, seed=1))
+    assert_gradients(target, lambda q, e: target(q, e, mask, groups), randn(5, 3), randn(3, 2, 2, seed=1))
     list_ = built(ListAttention(4, 2))
-    assert_gradients(list_, lambda x: list_(x, lists), randn(5, 4))
+    assert_gradients(list_, lambda x: list_(x, groups), randn(5, 4))
 
 
 def test_padding_has_no_influence_and_no_gradient() -> None:
@@ -131,7 +130,7 @@ def test_rows_columns_and_times_of_the_history_all_learn() -> None:
     batch = make_batch(schema, [3, 2])
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
-    model = build_model(schema, ModelConfig(), 0)
+    model = build_model(schema, RankerConfig(), 0)
     model.candidate_parts["attention_history"](inputs, pool(inputs)).square().sum().backward()
     times = [p.grad for name, p in model.named_parameters() if ".times." in name]
     assert times and all(g is not None and g.abs().sum() > 0 for g in times)

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from models.build import build_model
-from models.config import ModelConfig
-from models.expansion import expand_with_context
+from models.config import RankerConfig
 from models.inputs import build_inputs
-from models.loss import loss
-from models.ranker import Ranker
+from models.model import Model, Targets
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.batch import Batch
@@ -21,12 +19,15 @@ from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
 from roo.errors import SchemaError
 from roo.lookup import build_lookup
-from roo.record import Record
 from roo.schema import Schema, schema_from_dict
+from roo.wire import Record
+from tests.models.expansion import expand_with_context
 from tests.models.model_cases import CASES, LABELS, NOW_MS, make_batch, make_rows, make_schema
 
-COUNTS = [3, 1, 0, 11, 17, 2, 40, 1]  # three groups of lists.py, and requests with one candidate and none
-SMALL = ModelConfig(request_layers=(8,), history_width=4, width=8, list_heads=2, cross_rank=3, deep_layers=(8,), task_layers=(4,))
+COUNTS = [3, 1, 0, 11, 17, 2, 40, 1]  # three groups of candidate_groups.py, and requests with one candidate and none
+SMALL = RankerConfig(
+    request_layers=(8,), history_width=4, width=8, list_heads=2, cross_rank=3, deep_layers=(8,), task_layers=(4,)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def one_thread() -> object:
     torch.set_num_threads(before)
 
 
-def trained_model(schema: Schema, config: ModelConfig = SMALL) -> Ranker:
+def trained_model(schema: Schema, config: RankerConfig = SMALL) -> Model:
     """Weights moved off their initial values, so that every part has a say."""
     model = build_model(schema, config, seed=1)
     with torch.no_grad():
@@ -46,18 +47,19 @@ def trained_model(schema: Schema, config: ModelConfig = SMALL) -> Ranker:
     return model
 
 
-def score(model: Ranker, batch: Batch) -> torch.Tensor:
+def score(model: Model, batch: Batch) -> torch.Tensor:
     lookup = build_lookup(batch)
     with torch.inference_mode():
         return model(build_inputs(batch, lookup, make_rows(batch.schema, lookup)))
 
 
-def learn(model: Ranker, batch: Batch) -> tuple[float, dict[str, torch.Tensor], dict[tuple[int, int], np.ndarray]]:
+def learn(model: Model, batch: Batch) -> tuple[float, dict[str, torch.Tensor], dict[tuple[int, int], np.ndarray]]:
     """Loss, gradients of dense parameters, and of rows by (table, id)."""
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=True)
     model.zero_grad()
-    value = loss(model(inputs), torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    value = model.loss(inputs, model(inputs), targets)
     value.backward()
     dense = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     rows = {}
@@ -69,7 +71,7 @@ def learn(model: Ranker, batch: Batch) -> tuple[float, dict[str, torch.Tensor], 
     return float(value.detach()), dense, rows
 
 
-def assert_same_learning(model: Ranker, batch: Batch, twin: Batch) -> None:
+def assert_same_learning(model: Model, batch: Batch, twin: Batch) -> None:
     (value, dense, rows), (value2, dense2, rows2) = learn(model, batch), learn(model, twin)
     assert value2 == pytest.approx(value, rel=1e-5)
     assert dense.keys() == dense2.keys() and rows.keys() >= rows2.keys()
@@ -121,7 +123,7 @@ def test_g9_a_request_alone_scores_the_same_bits_in_training_and_serving(n: int)
     trained = trained_model(schema)
     ro, nro, item_n = as_served(schema, n, seed=n)
 
-    batch = Decoder(schema, lambda _: schema).decode([as_sample(schema, ro, nro, item_n)]).batch
+    batch, _ = Decoder(schema, lambda _: schema).decode([as_sample(schema, ro, nro, item_n)])
     lookup = build_lookup(batch)
     in_training = trained(build_inputs(batch, lookup, make_rows(schema, lookup), train=True))
     assert in_training.requires_grad
@@ -159,7 +161,7 @@ def test_g9_in_any_batch_and_order_logits_agree_to_1e5() -> None:
     alone = [score(model, decoder.decode_request(*r, NOW_MS)) for r in requests]
     for order in (range(6), [5, 3, 4, 0, 2, 1], [3, 3, 1]):
         records = [as_sample(schema, *requests[i], at) for at, i in enumerate(order)]
-        together = score(model, decoder.decode(records).batch)
+        together = score(model, decoder.decode(records)[0])
         torch.testing.assert_close(together, torch.cat([alone[i] for i in order]), rtol=0, atol=1e-5)
 
 
@@ -189,8 +191,8 @@ def test_every_schema_and_batch_shape_scores_and_learns(case: str, counts: list[
         assert value == 0.0
 
 
-@pytest.mark.parametrize("config", [ModelConfig(), SMALL, dataclasses.replace(SMALL, list_layers=0, cross_layers=0)])
-def test_another_request_changes_nothing(config: ModelConfig) -> None:
+@pytest.mark.parametrize("config", [RankerConfig(), SMALL, dataclasses.replace(SMALL, list_layers=0, cross_layers=0)])
+def test_another_request_changes_nothing(config: RankerConfig) -> None:
     schema = make_schema("everything")
     model, batch, other = trained_model(schema, config), make_batch(schema, COUNTS, 6), make_batch(schema, COUNTS, 7)
     mine = np.array([0, 3, 6])
@@ -255,13 +257,13 @@ def test_gradients_of_the_whole_model_are_right_in_float64() -> None:
 def test_an_untrained_model_predicts_the_prior() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, COUNTS)
-    probability = torch.sigmoid(score(build_model(schema, ModelConfig(prior=0.03), 0), batch))
+    probability = torch.sigmoid(score(build_model(schema, RankerConfig(prior=0.03), 0), batch))
     torch.testing.assert_close(probability, torch.full_like(probability, 0.03))
 
 
 def test_a_schema_without_features_is_refused() -> None:
     with pytest.raises(SchemaError, match="at least one"):
-        build_model(schema_from_dict({"label": LABELS}), ModelConfig(), 0)
+        build_model(schema_from_dict({"label": LABELS}), RankerConfig(), 0)
 
 
 def test_a_thousand_candidates_among_many_small_requests() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from models.build import build_model
-from models.config import ModelConfig
+from models.config import RankerConfig
 from models.inputs import build_inputs
-from models.loss import loss
+from models.model import Targets
+from models.ranker import Ranker
 from roo.lookup import build_lookup
 from roo.schema import load_schema
 from tests.models.model_cases import make_batch, make_rows
@@ -24,11 +25,13 @@ def test_it_trains_the_default_ranker_and_every_dense_parameter_learns(path: Pat
     batch = make_batch(schema, [5, 1, 0, 20], seed=1)
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
-    model = build_model(schema, ModelConfig(), seed=0)
+    model = build_model(schema, RankerConfig(), seed=0)
+    assert isinstance(model, Ranker)
     with torch.no_grad():
         for head in model.heads.logits.parameters():
             head.add_(0.1)  # zero at first, and then nothing below them learns in the first step
-    loss(model(inputs), torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT)).backward()
+    targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    model.loss(inputs, model(inputs), targets).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()] == []
     assert all(rows.grad is not None for rows in inputs.rows.values())
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from param_server.blobs import Blobs, MemoryBlobs
 from param_server.calls import Calls
-from param_server.identity import ShardIdentity
+from param_server.config import ShardIdentity
 from param_server.index import Keys
 from param_server.segments import Segments
 from param_server.server import Shard
+from param_server.table import shapes_of
 from roo.errors import CheckpointError
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema, schema_from_dict
 from runtime.clock import Clock, FakeClock
 from runtime.transport import InMemoryTransport
+from tests.runtime.manifest_cases import a_manifest
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
 ITEM, USER, TOPIC = "item", "user", "topic"
@@ -101,7 +101,10 @@ def make_shard(
     """A shard process at its start: nothing restored yet."""
     who = ShardIdentity(**{"schema": small_schema(), **identity})
     return Shard(
-        who, Segments(blobs or MemoryBlobs(), who.shapes(), who.num_buckets), store or MemoryStore(), clock or FakeClock()
+        who,
+        Segments(blobs or MemoryBlobs(), shapes_of(who.schema), who.num_buckets),
+        store or MemoryStore(),
+        clock or FakeClock(),
     )
 
 
@@ -118,24 +121,15 @@ def transport_to(shard: Shard) -> InMemoryTransport:
 
 def link_manifest(store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any) -> str:
     """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's name."""
-    rows_end: dict[str, int] = {}
+    rows_end: dict[int, int] = {}
     for result in written:
         for partition, offset in result["rows_end"].items():
-            rows_end[str(partition)] = min(offset, rows_end.get(str(partition), offset))
-    body = {
-        "format": 1,
-        "seq": seq,
-        "incarnation": incarnation,
-        "num_shards": len(written),
-        "num_buckets": 64,
-        "seed": 0,
-        "rows_end": rows_end,
-        "shards": {str(i): {"segments": result["segments"]} for i, result in enumerate(written)},
-    } | changes
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    name = f"manifests/{seq:08d}"
-    store.put(name, json.dumps({"checksum": xxhash.xxh3_64_hexdigest(canonical), "body": body}).encode())
-    return name
+            rows_end[int(partition)] = min(offset, rows_end.get(int(partition), offset))
+    shards = {i: {"segments": result["segments"]} for i, result in enumerate(written)}
+    shape = {"num_shards": len(written), "rows_end": rows_end, "shards": shards}
+    manifest = a_manifest(seq, **{"incarnation": incarnation, **shape, **changes})
+    store.put(manifest.name, manifest.encode())
+    return manifest.name
 
 
 def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) -> str:
@@ -147,12 +141,12 @@ def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) ->
 
 
 def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
-    """Every row, accumulator and time of last push, to the bit."""
+    """Every row, its state and time of last push, to the bit."""
     out = {}
     for stack, table in shard.tables.items():
         index = table.index
         for n in index.flagged(1).tolist():
-            bits = table.rows_ND[n].tobytes() + table.accumulator_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+            bits = table.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
             out[stack, int(index.table_N[n]), int(index.id_N[n])] = bits
     return out
 

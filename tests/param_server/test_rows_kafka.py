@@ -16,6 +16,7 @@ from param_server.server import Shard
 from roo import wire
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
+from runtime.broker import Broker
 from runtime.clock import SystemClock
 from tests.param_server.reader_support import GO
 from tests.param_server.shard_support import ITEM, MemoryStore, begun, commit, gradients_of, lookup_of, make_shard, transport_to
@@ -36,7 +37,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture
 def topic(stack: object) -> Iterator[KafkaRows]:
-    topic = KafkaRows(stack.endpoints.kafka, "")  # type: ignore[attr-defined]
+    topic = KafkaRows(Broker(stack.endpoints.kafka), "")  # type: ignore[attr-defined]
     backoff = Backoff(what="the leaders of rows", timeout_s=30)
     for partition in range(4):
         while True:

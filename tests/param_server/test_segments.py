@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from param_server.blobs import MemoryBlobs, RocksBlobs
-from param_server.block import Block
 from param_server.index import Keys
+from param_server.row_block import RowBlock
 from param_server.segments import KEEP_COMMITS, MIN_MERGE, Commit, Segment, Segments
 from roo.errors import CheckpointError
 
@@ -21,15 +21,15 @@ def make_segments(blobs: MemoryBlobs | None = None) -> Segments:
     return Segments(blobs or MemoryBlobs(), {STACK: (2, 2)}, 8)
 
 
-def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, Block]:  # noqa: B006
+def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, RowBlock]:  # noqa: B006
     ids = np.array([*rows, *gone], np.int64)
     values = np.array(list(rows.values()), np.float32).reshape(-1, 1)
-    block = Block(
+    block = RowBlock(
         keys=Keys(np.full(len(ids), 5, np.uint32), ids),
         unpublished_K=np.full(len(ids), unpublished, np.uint8),
         stamp_ms_L=np.zeros(len(rows), np.int64),
         rows_LD=np.repeat(values, 2, axis=1),
-        accumulator_LA=np.repeat(values, 2, axis=1) + 1,
+        state_LA=np.repeat(values, 2, axis=1) + 1,
     )
     return {STACK: block}
 
@@ -192,7 +192,7 @@ def test_a_format_of_the_future_says_expected_and_got() -> None:
     (segment,) = segments.write("1-1", changes({1: 1.0}), ())
     data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 2}).encode()
     store.data[b"d/1-1"] = data
-    from param_server.block import checksum
+    from param_server.row_block import checksum
 
     with pytest.raises(CheckpointError, match="expected format 1, got 2"):
         state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))

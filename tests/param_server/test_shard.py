@@ -10,6 +10,8 @@ import pytest
 from param_server.calls import Calls
 from param_server.initial import initial_rows
 from roo.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
+from roo.rules import Adagrad
+from roo.schema import schema_from_dict
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -45,9 +47,27 @@ def test_the_first_push_creates_a_row_from_its_initial_value() -> None:
     gradient = np.array([[1, -2, 0, 4]], np.float32)
     push(shard, 1, ids=(1,), gradient_UD=gradient)
     table = small_schema().table_by_name[ITEM]
-    expected = before - table.learning_rate * gradient / np.sqrt(table.initial_accumulator + gradient**2)
+    assert isinstance(table.rule, Adagrad)
+    expected = before - table.rule.learning_rate * gradient / np.sqrt(table.rule.initial_accumulator + gradient**2)
     np.testing.assert_allclose(pull(shard, ITEM, 1), expected, rtol=1e-6)
     assert shard.stats()["rows"] == {ADAGRAD: 1, ROWWISE: 0}
+
+
+def test_tables_of_a_stack_move_by_their_own_rates() -> None:
+    label = [{"name": "click", "action": "click"}]
+    rules = ({"name": "adagrad", "learning_rate": 0.5}, {"name": "adagrad", "initial_accumulator": 1.0})
+    schema = schema_from_dict(
+        {"tables": {ITEM: {"dim": 4, "rule": rules[0]}, USER: {"dim": 4, "rule": rules[1]}}, "label": label}
+    )
+    shard = begun(schema=schema)
+    keys_2 = [np.array([table_id(ITEM), table_id(USER)], np.uint32), np.array([1, 1], np.int64)]
+    header = {"incarnation": 1, "stacks": [ADAGRAD]}
+    (before,) = Calls(shard).handle("pull", header, keys_2)[1]
+    push = {"worker": 0, "sequence": 1, "step": 1, "time_ms": 1, "oldest_engagement_ms": 0, "oldest_close_ms": 0}
+    Calls(shard).handle("push", header | push, [*keys_2, np.ones((2, 4), np.float32)])
+    (after,) = Calls(shard).handle("pull", header, keys_2)[1]
+    np.testing.assert_allclose(before[0] - after[0], 0.5, rtol=1e-4)
+    np.testing.assert_allclose(before[1] - after[1], 0.05 / np.sqrt(2), rtol=1e-4)
 
 
 def test_tables_of_a_stack_don_t_share_rows() -> None:

@@ -36,7 +36,7 @@ rule = "rowwise_adagrad"
 name = "click"
 action = "click"
 """
-START = "import sys; from infra.main import main; sys.exit(main())"
+START = "import sys; from command.main import main; sys.exit(main())"
 
 
 class Lead:
@@ -187,9 +187,9 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
     ("settings", "message"),
     [
         ({"schema": "absent.toml"}, "absent.toml: no such file"),
-        ({"index": 3}, "expected index in 0..0 (num_shards - 1), got 3"),
+        ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3"),
         ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?"),
-        ({"listen": "0.0.0.0:0"}, "expected to listen on 127.0.0.1"),
+        ({"listen": "0.0.0.0:0"}, "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'"),
         ({"listen": "taken"}, "choose another port, or 0 for any"),
         ({"home": "a file"}, "can't be opened"),
     ],

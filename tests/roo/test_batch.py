@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder
-from roo.expand import Rebatcher, concatenate
 from roo.jagged import Jagged, empty
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
+from tests.roo.expand import Rebatcher, concatenate
 
 
 @pytest.fixture(scope="module")
 def batch(schema: Schema, samples: Callable[[int], list[pb.Sample]], to_record: Callable[..., Record]) -> Batch:
     decoder = Decoder(schema, lambda _: None)
-    return decoder.decode([to_record(s, i) for i, s in enumerate(samples(30))]).batch
+    return decoder.decode([to_record(s, i) for i, s in enumerate(samples(30))])[0]
 
 
 def rows_of(lists: Jagged, n: int) -> list[object]:

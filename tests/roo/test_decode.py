@@ -18,8 +18,8 @@ from roo.decode import Decoder, rewritten, warm
 from roo.errors import SchemaError, WireError
 from roo.ids import signed
 from roo.jagged import Jagged
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 
 Samples = Callable[[int], list[pb.Sample]]
 ToRecord = Callable[..., Record]
@@ -154,20 +154,22 @@ def same_scalars(batch: Batch, kept: list[pb.Sample], t: int) -> None:
 
 def test_a_poll_equals_the_decoder_written_with_protobuf(schema: Schema, samples: Samples, to_record: ToRecord) -> None:
     made = samples(60)
-    decoded = decoder(schema).decode([to_record(s, i) for i, s in enumerate(made)])
-    assert decoded.rejects == () and decoded.num_skipped_features == 0
-    assert decoded.batch.offset_R.tolist() == list(range(60)) == decoded.kept_R.tolist()
-    assert decoded.batch.partition_R.tolist() == [i % 4 for i in range(60)]
-    same_as_reference(schema, decoded.batch, made)
+    reader = decoder(schema)
+    batch, rejects = reader.decode([to_record(s, i) for i, s in enumerate(made)])
+    assert rejects == [] and reader.num_skipped_features == 0
+    assert batch.offset_R.tolist() == list(range(60))
+    assert batch.partition_R.tolist() == [i % 4 for i in range(60)]
+    assert not batch.correction_R.any() and np.isnan(batch.label_before_BT).all()
+    same_as_reference(schema, batch, made)
 
 
 def test_nothing_at_all_is_an_empty_batch(schema: Schema) -> None:
-    batch = decoder(schema).decode([]).batch
+    batch, _ = decoder(schema).decode([])
     assert (batch.num_requests, batch.num_candidates) == (0, 0)
 
 
 def test_a_request_without_candidates_or_ro_block_is_ordinary(schema: Schema, to_record: ToRecord) -> None:
-    batch = decoder(schema).decode([to_record(pb.Sample(header=pb.Header(schema=schema.fingerprint)))]).batch
+    batch, _ = decoder(schema).decode([to_record(pb.Sample(header=pb.Header(schema=schema.fingerprint)))])
     assert (batch.num_requests, batch.num_candidates) == (1, 0)
     assert batch.ro_float_RF.tolist() == [[-1.0, 0.0]] and not batch.ro_present_RF.any() and not batch.ro_lists.present_KN.any()
 
@@ -208,13 +210,13 @@ def odd_forms(sample: pb.Sample) -> dict[str, bytes]:
 
 def test_every_form_that_protobuf_reads_is_read_alike(schema: Schema, samples: Samples) -> None:
     sample = next(s for s in samples(60) if len(s.item_ids) > 2 and s.parts[0].nro)
-    plain = decoder(schema).decode([Record("", 0, 0, 0, None, wire.encode(wire.SAMPLE, sample))]).batch
+    plain, _ = decoder(schema).decode([Record("", 0, 0, 0, None, wire.encode(wire.SAMPLE, sample))])
     for form, body in odd_forms(sample).items():
         value = bytes((wire.SAMPLE, wire.VERSION)) + body
-        decoded = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
-        assert decoded.rejects == (), (form, decoded.rejects)
-        same_as_reference(schema, decoded.batch, [sample])
-        assert decoded.batch.item_B.tolist() == plain.item_B.tolist(), form
+        batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
+        assert rejects == [], (form, rejects)
+        same_as_reference(schema, batch, [sample])
+        assert batch.item_B.tolist() == plain.item_B.tolist(), form
 
 
 def test_unknown_fields_behind_the_known_ones_are_stepped_over(schema: Schema, samples: Samples) -> None:
@@ -222,9 +224,9 @@ def test_unknown_fields_behind_the_known_ones_are_stepped_over(schema: Schema, s
     body = (
         wire.encode(wire.SAMPLE, sample) + b"\xf8\x07\x01" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02hi" + b"\xfd\x07" + bytes(4)
     )
-    decoded = decoder(schema).decode([Record("", 0, 0, 0, None, body)])
-    assert decoded.rejects == ()
-    same_as_reference(schema, decoded.batch, [sample])
+    batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, body)])
+    assert rejects == []
+    same_as_reference(schema, batch, [sample])
 
 
 def valid(schema: Schema) -> pb.Sample:
@@ -326,11 +328,11 @@ def test_damage_is_a_reject_and_the_neighbours_go_on(
 ) -> None:
     bad = valid(schema)
     change(bad)
-    decoded = decoder(schema).decode([to_record(valid(schema), 0), to_record(bad, 1), to_record(valid(schema), 2)])
-    assert [(r.index, r.reason) for r in decoded.rejects] == [(1, reason)], decoded.rejects
-    assert decoded.rejects[0].reason in wire.REASONS and len(decoded.rejects[0].error) > 20
-    assert decoded.kept_R.tolist() == [0, 2]
-    same_as_reference(schema, decoded.batch, [valid(schema), valid(schema)])
+    batch, rejects = decoder(schema).decode([to_record(valid(schema), 0), to_record(bad, 1), to_record(valid(schema), 2)])
+    assert [(r.index, r.reason) for r in rejects] == [(1, reason)], rejects
+    assert rejects[0].reason in wire.REASONS and len(rejects[0].error) > 20
+    assert batch.offset_R.tolist() == [0, 2]
+    same_as_reference(schema, batch, [valid(schema), valid(schema)])
     with pytest.raises(WireError) as refusal:
         check_reference(schema, wire.encode(wire.SAMPLE, bad))
     assert refusal.value.reason == reason
@@ -351,8 +353,8 @@ def test_damage_is_a_reject_and_the_neighbours_go_on(
     ],
 )
 def test_records_that_are_no_samples(schema: Schema, value: bytes | None, reason: str) -> None:
-    decoded = decoder(schema).decode([Record("", 0, 0, 0, None, value)])  # type: ignore[arg-type]
-    assert [r.reason for r in decoded.rejects] == [reason] and decoded.batch.num_requests == 0
+    batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])  # type: ignore[arg-type]
+    assert [r.reason for r in rejects] == [reason] and batch.num_requests == 0
 
 
 EDITS = st.lists(
@@ -380,14 +382,14 @@ def mutated(value: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
 def test_mutated_bytes_are_read_as_protobuf_reads_them_or_rejected(schema_and_maker: Any, seed: int, edits: Any) -> None:
     schema, make = schema_and_maker
     value = mutated(wire.encode(wire.SAMPLE, make(schema, seed)), edits)
-    decoded = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
+    batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
     try:
         expected = check_reference(schema, value)
     except WireError as error:
-        assert [r.reason in wire.REASONS for r in decoded.rejects] == [True], (error.reason, decoded.rejects)
+        assert [r.reason in wire.REASONS for r in rejects] == [True], (error.reason, rejects)
         return
-    assert decoded.rejects == ()
-    same_as_reference(schema, decoded.batch, [expected])
+    assert rejects == []
+    same_as_reference(schema, batch, [expected])
 
 
 @pytest.fixture(scope="module")
@@ -444,9 +446,10 @@ def test_samples_of_an_older_schema_are_read_with_gaps_and_skips(
         parts=[pb.Part(nro=encode_nro(old, {"old_seen": [{"item": [1, 2], "time": [3, 4]}], "item": [[6]]}, 1), num_rows=1)],
         labels=[1.0, 30.0],
     )
-    decoded = decoder(schema, old).decode([to_record(valid(schema), 0), to_record(sample, 1)])
-    assert decoded.rejects == () and decoded.num_skipped_features == 3
-    batch = decoded.batch.take_requests(np.array([1]))
+    reader = decoder(schema, old)
+    batch, rejects = reader.decode([to_record(valid(schema), 0), to_record(sample, 1)])
+    assert rejects == [] and reader.num_skipped_features == 3
+    batch = batch.take_requests(np.array([1]))
     assert batch.ro_float_RF.tolist() == [[-1.0, 2.0]] and batch.ro_present_RF.tolist() == [[False, True]]
     assert batch.ro_lists.values_of("tags").tolist() == [7, 8]
     assert batch.ro_lists.weights_of("tags").tolist() == [0.5, 0.25]  # type: ignore[union-attr]
@@ -462,9 +465,9 @@ def test_a_changed_kind_and_an_unknown_schema_are_rejects_that_say_why(
     sample = pb.Sample(header=pb.Header(schema=changed.fingerprint))
     reader = decoder(schema, changed)
     for _ in range(2):
-        decoded = reader.decode([to_record(sample), to_record(pb.Sample(header=pb.Header(schema=99)))])
-        assert [r.reason for r in decoded.rejects] == ["unknown_schema"] * 2
-        assert "'hour': expected kind 'float'" in decoded.rejects[0].error and "0000000000000063" in decoded.rejects[1].error
+        _, rejects = reader.decode([to_record(sample), to_record(pb.Sample(header=pb.Header(schema=99)))])
+        assert [r.reason for r in rejects] == ["unknown_schema"] * 2
+        assert "'hour': expected kind 'float'" in rejects[0].error and "0000000000000063" in rejects[1].error
     with pytest.raises(SchemaError):
         reader.plans.number_of(changed.fingerprint)
 
@@ -473,18 +476,22 @@ def test_corrections_are_left_out_and_reported_unless_asked_for(schema: Schema, 
     correction, bare = valid(schema), pb.Sample(header=pb.Header(schema=schema.fingerprint), untrainable=True)
     correction.labels_before[:] = [0.0, 1.0, 0.0, 0.0]
     records = [to_record(valid(schema), 0), *(to_record(s, i, wire.CORRECTION) for i, s in enumerate((correction, bare), 1))]
-    decoded = decoder(schema).decode(records)
-    assert decoded.kept_R.tolist() == [0] and decoded.skipped_corrections_C.tolist() == [1, 2]
-    decoded = decoder(schema).decode(records, corrections=True)
-    assert decoded.kept_R.tolist() == [0, 1] and decoded.skipped_corrections_C.tolist() == [2]
-    assert decoded.correction_R.tolist() == [False, True]
-    assert decoded.label_before_BT.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0]]
+    reader = decoder(schema)
+    batch, rejects = reader.decode(records)
+    assert batch.offset_R.tolist() == [0] and rejects == [] and reader.num_skipped_corrections == 2
+    batch, rejects = reader.decode(records, corrections=True)
+    assert batch.offset_R.tolist() == [0, 1] and rejects == [] and reader.num_skipped_corrections == 3
+    assert batch.correction_R.tolist() == [False, True]
+    np.testing.assert_array_equal(batch.label_before_BT, [[np.nan] * 2, [np.nan] * 2, [0, 1], [0, 0]])
+    alone = batch.take_requests(np.array([1]))
+    assert alone.correction_R.tolist() == [True] and alone.label_before_BT.tolist() == [[0, 1], [0, 0]]
+    assert batch.expand().correction_R.tolist() == [False, False, True, True]
 
 
 def test_a_request_is_decoded_as_its_sample_will_be(schema: Schema, to_record: ToRecord) -> None:
     sample = valid(schema)
     reader = decoder(schema)
-    trained = reader.decode([to_record(sample)]).batch
+    trained, _ = reader.decode([to_record(sample)])
     served = reader.decode_request(sample.ro, sample.parts[0].nro, np.array([1, 2]), 123)
     for name in ("ro_float_RF", "ro_present_RF", "nro_float_BF", "nro_present_BF", "item_B"):
         assert getattr(served, name).tobytes() == getattr(trained, name).tobytes()
@@ -503,9 +510,12 @@ def test_a_request_that_cannot_be_read_says_why(schema: Schema) -> None:
     with pytest.raises(WireError) as error:
         reader.decode_request(b"\x0a", b"", np.array([1]), 1)
     assert error.value.reason == "undecodable"
-    with pytest.raises(WireError) as error:
-        reader.decode_request(None, b"", np.array([1]), 1, fingerprint=7)
-    assert error.value.reason == "unknown_schema"
+    with pytest.raises(WireError, match="at most 40 candidates, got 41") as error:
+        reader.decode_request(None, b"", np.arange(41), 1)
+    assert error.value.reason == "oversized"
+    with pytest.raises(WireError, match="ro block") as error:
+        reader.decode_request(pb.Block(floats=[float("inf"), 0.0], lengths=[0] * 3).SerializeToString(), b"", np.array([1]), 1)
+    assert error.value.reason in ("non_finite", "bad_shape")
 
 
 def test_rewriting_refuses_what_protobuf_refuses() -> None:

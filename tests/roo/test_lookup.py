@@ -6,22 +6,26 @@ import numpy as np
 
 from roo import roo_pb2 as pb
 from roo.decode import Decoder
-from roo.lookup import build_lookup, keys_of, warm
-from roo.record import Record
+from roo.lookup import build_lookup, sources_of, warm
 from roo.schema import Schema
+from roo.wire import Record
 
 
 def test_every_entry_finds_its_row_and_every_row_is_there_once(
     schema: Schema, samples: Callable[[int], list[pb.Sample]], to_record: Callable[..., Record]
 ) -> None:
-    batch = Decoder(schema, lambda _: None).decode([to_record(s) for s in samples(40)]).batch
+    batch, _ = Decoder(schema, lambda _: None).decode([to_record(s) for s in samples(40)])
     lookup = build_lookup(batch)
     assert list(lookup.stacks) == ["d8-adagrad", "d4-adagrad"]
-    assert list(keys_of(schema)) == ["history", "history.action", "tags", "item", "topics", "seen"]
-    for key, table in keys_of(schema).items():
+    assert {stack: [s.key for s in of] for stack, of in sources_of(schema).items()} == {
+        "d8-adagrad": ["history", "item", "seen"],
+        "d4-adagrad": ["history.action", "tags", "topics"],
+    }
+    sources = {s.key: s for of in sources_of(schema).values() for s in of}
+    for key, (_, table, side, is_column) in sources.items():
         stack = lookup.stacks[table.stack]
-        lists = batch.ro_lists if key.split(".")[0] in ("history", "tags") else batch.nro_lists
-        ids = lists.columns[key] if "." in key else lists.values_of(key)
+        lists = batch.ro_lists if side == "ro" else batch.nro_lists
+        ids = lists.columns[key] if is_column else lists.values_of(key)
         assert stack.id_U[stack.index[key]].tolist() == ids.tolist() and len(ids)
         assert (stack.table_U[stack.index[key]] == table.id).all()
     for stack in lookup.stacks.values():
@@ -49,5 +53,5 @@ def test_equal_ids_of_different_tables_are_different_rows(schema: Schema) -> Non
 
 def test_an_empty_batch_needs_no_rows(schema: Schema) -> None:
     warm()
-    lookup = build_lookup(Decoder(schema, lambda _: None).decode([]).batch)
+    lookup = build_lookup(Decoder(schema, lambda _: None).decode([])[0])
     assert all(len(s.id_U) == 0 and s.index for s in lookup.stacks.values())

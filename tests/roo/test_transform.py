@@ -11,8 +11,8 @@ from roo import transform
 from roo.batch import Batch
 from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
-from roo.expand import concatenate
 from roo.schema import Schema
+from tests.roo.expand import concatenate
 
 TEXT = """
 [[ro]]

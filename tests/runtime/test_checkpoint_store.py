@@ -10,13 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from roo.errors import CheckpointError
-from runtime.checkpoint_store import FileStore
+from roo.errors import CheckpointError, ConfigError
+from runtime.checkpoint_store import FileStore, open_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
+
+
+@pytest.mark.parametrize("url", ["{path}", "file://{path}"])
+def test_a_store_is_opened_by_its_path_or_url(tmp_path: Path, url: str) -> None:
+    open_store(url.format(path=tmp_path / "store")).put("dense/1", b"x")
+    assert (tmp_path / "store" / "dense" / "1").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://bucket/store", "expected a store that is a path or begins with file://, got 's3://bucket/store'"),
+        ("fiel:///a", "did you mean 'file'"),
+        ("file://a/b", "expected a store like file:///a/directory, got 'file://a/b'; add the third slash"),
+    ],
+)
+def test_a_store_of_an_unknown_kind_is_refused(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert said in str(caught.value)
 
 
 def files(store: FileStore) -> list[str]:

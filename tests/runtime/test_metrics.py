@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from roo.errors import SetupError
 from runtime import metrics
+from runtime.deployment import Watched
 from runtime.metrics import Quantiles
 
 
@@ -33,7 +34,7 @@ def test_freshness_is_one_a_process() -> None:
 
 def test_metrics_are_served_on_a_drawn_port_and_a_taken_one_is_told() -> None:
     metrics.gauge("test_gauge", "a gauge", ("what",)).labels("x").set(3)
-    port = metrics.serve(0)
+    port = metrics.serve(Watched())
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert b'roostream_test_gauge{what="x"} 3.0' in answer.read()
     with socket.socket() as taken:
@@ -42,6 +43,10 @@ def test_metrics_are_served_on_a_drawn_port_and_a_taken_one_is_told() -> None:
         with pytest.raises(
             SetupError, match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another"
         ):
-            metrics.serve(taken.getsockname()[1])
-    with pytest.raises(SetupError, match="can't be used"):
-        metrics.serve(70_000)
+            metrics.serve(Watched(metrics_port=taken.getsockname()[1]))
+
+
+def test_metrics_are_served_on_the_address_that_is_asked_for() -> None:
+    port = metrics.serve(Watched(metrics_host="127.0.0.2"))
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=5) as answer:
+        assert answer.status == 200

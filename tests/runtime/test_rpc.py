@@ -13,7 +13,8 @@ import pytest
 
 from roo.errors import ConfigError, FencedError, SetupError, TransportError
 from runtime import frames
-from runtime.rpc import RpcServer, SocketTransport, error_of, parse_address
+from runtime.address import parse_address
+from runtime.rpc import RpcServer, SocketTransport, error_of
 from runtime.transport import Header
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from models.config import ModelConfig
+from models.config import RankerConfig
 from roo.schema import Schema, schema_from_dict
 from runtime.clock import Clock, FakeClock
+from serving.build import Parts
 from serving.config import ServingConfig
-from serving.feature_log import FeatureLog
+from serving.feature_log.log import FeatureLog
 from serving.metrics import ServingMetrics
-from serving.parts import Parts
 from serving.rank import Hydration, Policy, RankService
 from serving.scorer import Rows, Versions, first_version
 from serving.stamps import Stamps
@@ -50,7 +50,7 @@ SCHEMA: Schema = schema_from_dict(
         "limits": {"max_candidates": 20, "max_list": 10, "max_record_bytes": 4096},
     }
 )
-MODEL = ModelConfig(request_layers=(8,), history_width=4, width=8, list_heads=2, deep_layers=(8,), task_layers=(4,))
+MODEL = RankerConfig(request_layers=(8,), history_width=4, width=8, list_heads=2, deep_layers=(8,), task_layers=(4,))
 NOW_MS = 1_700_000_000_000
 
 HISTORY = {"item": [8, 3], "action": [1, 1], "time": [NOW_MS - 9000, NOW_MS - 60_000]}

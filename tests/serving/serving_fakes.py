@@ -8,10 +8,10 @@ import numpy as np
 
 from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
-from roo.record import Record
 from roo.schema import Schema
-from serving.log_format import LogRecord
-from serving.log_sender import Done, Outcome
+from roo.wire import Record
+from serving.feature_log.format import LogRecord
+from serving.feature_log.sender import Done, Outcome
 from serving.row_topic import RowsGoneError
 
 

@@ -12,12 +12,13 @@ import pytest
 from serving_cases import MODEL, SCHEMA
 
 from models.build import build_model
+from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
+from runtime.manifest import Manifest, dense_name, store_file
 from serving.dense import DenseFollower
 from serving.scorer import Versions, first_version
-from trainer import dense as trainer_dense
-from trainer.manifest import Manifest, checksum_of, dense_name
+from tests.runtime.manifest_cases import a_manifest, encoded
 
 
 class Commits:
@@ -27,31 +28,22 @@ class Commits:
         self.store = FileStore(root)
         self.versions = Versions(first_version(SCHEMA, MODEL, 0))
         self.installed: list[str] = []
-        self.follower = DenseFollower(self.store, SCHEMA, self.versions, 0, lambda v, head: self.installed.append(head.version))
+        self.follower = DenseFollower(
+            self.store, SCHEMA, self.versions, 0, lambda v, manifest: self.installed.append(manifest.version)
+        )
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
         """Every weight is `fill`."""
         weights = {
             f"model.{n}": np.full(t.shape, fill, np.float32) for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
         }
-        data = trainer_dense.encode(weights | changes.pop("tensors", {}), {"seq": str(seq)})
-        name = dense_name(seq, incarnation)
-        self.store.put(name, data)
-        manifest = Manifest(
-            seq=seq,
+        data = tensor_file.encode(weights | changes.pop("tensors", {}), {"seq": str(seq)})
+        file = store_file(self.store, dense_name(seq, incarnation), data)
+        manifest = a_manifest(
+            seq,
             incarnation=incarnation,
-            previous={"seq": 0, "checksum": ""},
-            step=seq * 10,
-            watermark_ms=0,
             schema=changes.pop("schema", f"{SCHEMA.fingerprint:016x}"),
-            seed=0,
-            num_shards=1,
-            num_buckets=64,
-            kafka={},
-            offsets={"samples": {0: 5}},
-            rows_end={},
-            shards={},
-            dense={"name": name, "bytes": len(data), "checksum": checksum_of(data)},
+            dense=file,
             model=changes.pop("model", dataclasses.asdict(MODEL)),
             time_ms=123,
         )
@@ -101,7 +93,7 @@ def test_g5_what_is_damaged_is_passed_over_for_the_one_before_and_told_once(
 ) -> None:
     commits.commit(1, fill=0.25)
     manifest = commits.commit(2, fill=0.75)
-    _damage(commits.store, manifest.name if part == "manifest" else manifest.dense["name"])
+    _damage(commits.store, manifest.name if part == "manifest" else manifest.dense.name)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.25
     assert not commits.follower.poll()
     assert caplog.text.count("dense version not taken") == 1 and "damaged" in caplog.text
@@ -116,7 +108,7 @@ def _good(model: dict[str, Any]) -> dict[str, Any]:
 CASES = [
     ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "another schema"),
     ({"model": _good({"width": 16})}, "expected the parameters of its model", "weights of another model"),
-    ({"model": _good({"depth": 16})}, "expected a manifest", "a model of another build"),
+    ({"model": _good({"depth": 16})}, "expected the configuration of its model", "a model of another build"),
     ({"fill": float("nan")}, "isn't finite; it is not served", "weights that no pass can use"),
     ({"tensors": {"model.extra": np.ones(1, np.float32)}}, "expected the parameters", "a parameter too many"),
 ]
@@ -141,20 +133,14 @@ def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> Non
 
 
 def test_a_manifest_of_another_format_is_told(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
-    import json
-
-    body = {"format": 2}
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    commits.store.create("manifests/00000001", json.dumps({"body": body, "checksum": checksum_of(canonical)}).encode())
+    commits.store.create("manifests/00000001", encoded({"format": 3}))
     assert not commits.follower.poll()
-    assert "expected manifest format 1, got 2; update serving" in caplog.text
+    assert "expected manifest format 1 or 2, got 3" in caplog.text
 
 
 def test_a_dense_file_that_is_no_safetensors_is_passed_over(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
     manifest = commits.commit(1)
-    raw = b"not tensors"
-    commits.store.put(manifest.dense["name"], raw)
-    changed = dataclasses.replace(manifest, seq=2, dense={**manifest.dense, "bytes": len(raw), "checksum": checksum_of(raw)})
+    changed = dataclasses.replace(manifest, seq=2, dense=store_file(commits.store, manifest.dense.name, b"not tensors"))
     commits.store.create(changed.name, changed.encode())
     assert not commits.follower.poll()
     assert "expected a safetensors file" in caplog.text

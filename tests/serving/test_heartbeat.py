@@ -11,8 +11,8 @@ import pytest
 from roo import wire
 from runtime.clock import FakeClock
 from serving import heartbeat
-from serving.feature_log import FeatureLog
-from serving.log_format import LogRecord
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import FeatureLog
 from serving.stamps import Stamps
 
 

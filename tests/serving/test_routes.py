@@ -22,8 +22,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
 from serving.app import build_app
+from serving.feature_log.format import LogRecord
 from serving.heartbeat import beat
-from serving.log_format import LogRecord
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import build_version, probabilities
@@ -89,6 +89,22 @@ def test_compressed_and_binary_bodies_say_the_same(client: Client) -> None:
     url = "/v1/rank?append=true"
     assert http.post(url, content=message.SerializeToString(), headers={"content-type": "application/x-protobuf"}).is_success
     assert not wire.decode(built.records()[4].value)[1].HasField("ro")
+
+
+def test_a_client_that_accepts_protobuf_is_answered_in_it(client: Client) -> None:
+    http, _ = client()
+    plain = http.post("/v1/rank", json=BODY).json()
+    wanted = {"accept": "application/x-protobuf, application/json;q=0.5"}
+    binary = http.post("/v1/rank", json=BODY, headers=wanted)
+    assert binary.headers["content-type"] == "application/x-protobuf"
+    answer = pb.RankAnswer.FromString(binary.content)
+    assert (answer.request_id, list(answer.order), answer.degraded) == ("r-1", plain["order"], plain["degraded"])
+    scores = np.array(answer.scores).reshape(-1, len(answer.tasks)).tolist()
+    assert [dict(zip(answer.tasks, row, strict=True)) for row in scores] == plain["scores"]
+    refused = http.post("/v1/rank", content=b"{", headers=wanted)
+    assert refused.status_code == 400 and error_of(refused)["code"] == "bad_request", "errors are JSON"
+    click = {"request_id": "r-1", "item_id": 8, "action": "click"}
+    assert http.post("/v1/engagements", json=click, headers=wanted).json()["accepted"] == 1
 
 
 def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) -> None:

@@ -11,7 +11,8 @@ import pytest
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRowTopic
 
-from param_server.client import Replica, initial_rows
+from param_server.initial import initial_rows
+from param_server.replica import Replica
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import bucket_of

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 from serving_cases import config_of
 
+from features.config import FeaturesConfig
 from roo.config import load
 from roo.errors import ConfigError
-from serving.config import FeaturesConfig, ServingConfig
+from serving.config import ServingConfig
 
 BAD = [
-    ({"listen": "0.0.0.0:80"}, "expected listen on a loopback address"),
-    ({"listen": "example.org:80"}, "expected listen on a loopback address"),
+    ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address"),
+    ({"listen": "example.org:80"}, "key 'listen': expected a loopback address"),
     ({"listen": "8080"}, "'8080'"),
-    ({"exploration": 1.5}, "expected exploration in 0.0..1.0, got 1.5"),
-    ({"max_in_flight": 0}, "expected max_in_flight"),
-    ({"log_bytes": 1 << 20}, "expected log_bytes in 2097152"),
+    ({"exploration": 1.5}, "key 'exploration': expected 0..1, got 1.5"),
+    ({"max_in_flight": 0}, "key 'max_in_flight': expected 1..100000"),
+    ({"log_bytes": 1 << 20}, "key 'log_bytes': expected at least 2 x segment_bytes = 2097152"),
     ({"shards": ("nowhere",)}, "'nowhere'"),
     ({"bootstrap": "kafka"}, "'kafka'"),
 ]

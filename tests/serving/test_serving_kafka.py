@@ -8,8 +8,9 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roo.errors import UnavailableError
-from serving.kafka_sink import KafkaSink
-from serving.log_format import LogRecord
+from runtime.broker import Broker
+from serving.feature_log.format import LogRecord
+from serving.feature_log.kafka_sink import KafkaSink
 from serving.row_topic import KafkaRowTopic, RowsGoneError
 
 
@@ -148,5 +149,5 @@ def test_kafka_away_is_unavailable() -> None:
 
 
 def test_opening_connects_to_nobody() -> None:
-    KafkaRowTopic.open("127.0.0.1:1", "").close()
-    KafkaSink.open("127.0.0.1:1", "").close()
+    KafkaRowTopic.open(Broker("127.0.0.1:1"), "").close()
+    KafkaSink.open(Broker("127.0.0.1:1"), "").close()

@@ -20,18 +20,18 @@ from roo import wire
 from roo.config import load
 from roo.errors import ConfigError, SetupError
 from roo.schema_registry import to_toml
+from runtime.crew import Crew
 from serving.config import ServingConfig
-from serving.feature_log import FeatureLog
-from serving.process import serve
-from serving.threads import Crew
+from serving.feature_log.log import FeatureLog
+from serving.main import serve
 
 ROOT = Path(__file__).parents[2]
 _RUN = """
 import sys
 from roo.config import load
 from serving.config import ServingConfig
-from serving.main import run_serving
-code = run_serving(load(ServingConfig, sys.argv[1]))
+from serving.main import run
+code = run(load(ServingConfig, sys.argv[1]))
 assert not [m for m in ("torchrec", "pyflink", "pandas") if m in sys.modules]
 sys.exit(code)
 """

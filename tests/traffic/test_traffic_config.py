@@ -41,16 +41,16 @@ def test_speeds() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "ebnrd"}, "expected dataset ebnerd or jsonl, got 'ebnrd'; did you mean 'ebnerd'"),
+        ({"dataset": "ebnrd"}, "key 'dataset': expected one of ebnerd, jsonl, got 'ebnrd'; did you mean 'ebnerd'"),
         ({"behaviors": ()}, "replay ebnerd needs --behaviors"),
         ({"log": (HERE,)}, "replay ebnerd takes no --log"),
         ({"dataset": "jsonl", "behaviors": (), "history": (), "log": (HERE,)}, "needs --schema FILE"),
         ({"behaviors": ("nowhere.parquet",)}, "nowhere.parquet: no such file"),
-        ({"freeze_at": "soon"}, "freeze_at: expected a time such as '2023-05-23'.*got 'soon'"),
+        ({"freeze_at": "soon"}, "key 'freeze_at': expected a time such as '2023-05-23'.*got 'soon'"),
         ({"freeze_at": "2023-05-23", "freeze_weights_at": "2023-05-23"}, "got both"),
-        ({"speed": "fast"}, "expected speed 'max' or a multiple such as '60x', got 'fast'"),
-        ({"label_delay_ms": -1}, "expected label_delay_ms ≥ 0"),
-        ({"window_ms": 1}, "expected window_ms ≥ 1000"),
+        ({"speed": "fast"}, "key 'speed': expected 'max' or a multiple such as '60x', got 'fast'"),
+        ({"label_delay_ms": -1}, "key 'label_delay_ms': expected at least 0"),
+        ({"window_ms": 1}, "key 'window_ms': expected at least 1000"),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:

@@ -7,8 +7,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import decode_block
 from roo.counters import Counters
-from roo.record import Record
 from roo.schema import schema_from_dict
+from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS
 from traffic.edge import Edge
 from traffic.events import Action, Request

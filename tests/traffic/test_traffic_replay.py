@@ -11,15 +11,16 @@ import pytest
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.record import Record
 from roo.schema import schema_from_dict
+from roo.wire import Record
 from runtime.clock import FakeClock
+from runtime.topics import EVENTS
 from traffic.config import ReplayConfig
 from traffic.edge import Edge
 from traffic.events import Action, Request, in_time_order
 from traffic.jsonl import LogError
 from traffic.log import open_log, settle_ms
-from traffic.replay import INPUTS, paced, records
+from traffic.replay import paced, records
 
 T0 = 1_700_000_000_000
 SCHEMA = schema_from_dict(
@@ -53,7 +54,7 @@ def test_every_event_is_a_record_and_every_partition_gets_its_end() -> None:
     stream = list(records([request(1, 0), click(1, 1)], Edge(SCHEMA), settle_ms=5000))
     assert kinds(stream) == {("impressions", 1): 1, ("engagements", 2): 1, ("impressions", 7): 4, ("engagements", 7): 4}
     ends = [r for r in stream if wire.kind_of(r.value) == wire.END_MARKER]
-    assert {(r.topic, r.partition) for r in ends} == {(t, p) for t in INPUTS for p in range(4)}
+    assert {(r.topic, r.partition) for r in ends} == {(t, p) for t in EVENTS for p in range(4)}
     assert {r.timestamp_ms for r in ends} == {T0 + 6000}
 
 

@@ -131,8 +131,8 @@ def test_too_many_waiting_users_are_turned_away() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rate": 0.0}, "expected rate in"),
-        ({"serving": "localhost:80"}, "expected serving as http://host:port"),
+        ({"rate": 0.0}, "key 'rate': expected 0.01..10000"),
+        ({"serving": "localhost:80"}, "key 'serving': expected http://host:port"),
         ({"items": 5, "candidates": 9}, "raise items"),
     ],
 )

@@ -10,9 +10,9 @@ import numpy as np
 from roo.errors import CheckpointError, FencedError, UnavailableError
 from roo.lookup import Lookup
 from roo.schema import Schema
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.transport import Header, Transport
-from trainer import manifest as manifests
 
 RowKey = tuple[int, int]
 
@@ -81,7 +81,7 @@ class FakeShard:
     def _restore(self, command: dict[str, Any]) -> dict[str, Any]:
         self.restored, self.frozen, rows = False, None, {}
         if command["manifest"]:
-            manifest = manifests.load(self.store, command["manifest"])
+            manifest = manifests.load(self.store, command["manifest"]).manifest
             for segment in manifest.shards[self.index]["segments"]:
                 if segment["name"] not in self.disk:
                     raise CheckpointError(f"segment {segment['name']} of shard {self.index} is damaged")

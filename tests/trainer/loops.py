@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roo import roo_pb2 as pb
-from roo.record import Record
+from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.transport import InMemoryTransport
 from tests.trainer import samples

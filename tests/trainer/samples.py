@@ -6,16 +6,16 @@ from functools import cache
 
 import numpy as np
 
-from models.config import ModelConfig
+from models.config import RankerConfig
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from roo.record import Record
 from roo.schema import Schema, schema_from_dict
+from roo.wire import Record
 
 T0 = 1_700_000_000_000
 NUM_ITEMS = 7
-MODEL = ModelConfig(
+MODEL = RankerConfig(
     request_layers=(4,),
     history_attention=False,
     cross_layers=1,

@@ -17,20 +17,20 @@ import numpy as np
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.errors import CheckpointError, FencedError, RoostreamError, TransportError
-from roo.record import Record
+from roo.wire import Record
+from runtime import manifest as manifests
 from runtime.clock import FakeClock
+from runtime.manifest import Manifest
 from runtime.transport import Arrays, Header
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.real_shard import RealShard
-from trainer import manifest as manifests
 from trainer.commit import Claim, Effect, Facts, Link, State
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
 from trainer.loop import TrainLoop
-from trainer.manifest import Manifest
 from trainer.source import ListSource
 from trainer.worker import Worker
 
@@ -118,6 +118,7 @@ class Simulation:
             seed=0,
             num_shards=num_shards,
             num_buckets=64,
+            num_partitions=4,
             kafka=KAFKA,
             commit_interval_s=commit_interval_s,
         )
@@ -233,7 +234,7 @@ class Simulation:
         return (
             not self.kills
             and last is not None
-            and sum(last.manifest.offsets["samples"].values()) == len(self.records)
+            and sum(last.manifest.offsets.values()) == len(self.records)
             and self.controller is not None
             and self.controller.coordinator.state is State.RUNNING
             and all(place.process is not None for place in self.places.values())

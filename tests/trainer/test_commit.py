@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.simulator import CONTROLLER, WORKER, Kill, Simulation
-from trainer import manifest as manifests
 from trainer.commit import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
@@ -87,8 +87,8 @@ def test_g3_a_member_that_stays_away_is_waited_for() -> None:
 def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
     assert sorted(id_ for id_, _ in simulation.predicted) == sorted(set(LIVE_NUMBERS))
-    assert simulation.last.dedupe["count"] == len(set(LIVE_NUMBERS))
-    assert simulation.last.metrics["requests"] == len(set(LIVE_NUMBERS))
+    assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
+    assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
 
 
 def disturbed_at_rest(simulation: Simulation) -> Simulation:
@@ -112,7 +112,7 @@ def test_g5_a_damaged_newest_manifest_is_passed_over(caplog: pytest.LogCaptureFi
 
 def test_g5_a_damaged_dense_file_is_never_loaded(caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
-    simulation.store.damage(simulation.last.dense["name"])
+    simulation.store.damage(simulation.last.dense.name)
     with caplog.at_level(logging.WARNING):
         disturbed_at_rest(simulation)
     assert "it is damaged" in caplog.text and "passing it over" in caplog.text

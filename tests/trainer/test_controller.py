@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.test_coordinator import ANSWERS, FACTS
-from trainer import manifest as manifests
 from trainer.commit import State
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
@@ -63,7 +63,7 @@ def test_a_commit_on_demand_is_waited_for() -> None:
         stage.turn()
         caller.join(0.01)
     assert answers == [{"seq": 1, "committed": True}]
-    assert manifests.load(stage.store, "manifests/00000001").step == 3
+    assert manifests.load(stage.store, "manifests/00000001").manifest.step == 3
     assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, "nothing new: nothing to wait for"
 
 

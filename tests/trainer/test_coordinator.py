@@ -7,15 +7,24 @@ from typing import Any
 import pytest
 
 from roo.errors import ConfigError
+from runtime.manifest import Manifest, Restorable
 from trainer.commit import Claim, Facts, Key, Link, Retire, State
 from trainer.coordinator import Coordinator
-from trainer.manifest import Manifest, Restorable
 
-FACTS = Facts(schema="ff", seed=0, num_shards=2, num_buckets=64, kafka={"cluster_id": "c"}, commit_interval_s=10)
+FACTS = Facts(
+    schema="ff", seed=0, num_shards=2, num_buckets=64, num_partitions=4, kafka={"cluster_id": "c"}, commit_interval_s=10
+)
 SHARD_0, SHARD_1, WORKER = Key("shard", 0), Key("shard", 1), Key("worker", 0)
 EVERYONE = (SHARD_0, SHARD_1, WORKER)
 ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("worker", "cut"): {"offsets": {"samples": {0: 5, 1: 6}}, "watermark_ms": 77, "step": 3, "model": {"width": 8}, "dedupe": 4},
+    ("worker", "cut"): {
+        "offsets": {"samples": {0: 5, 1: 6}},
+        "watermark_ms": 77,
+        "step": 3,
+        "model": {"width": 8},
+        "dedupe": 4,
+        "metrics": {},
+    },
     ("worker", "write"): {"dense": {"name": "dense/00000001-1.safetensors", "bytes": 9, "checksum": "ab"}},
     ("shard", "write"): {"segments": [{"name": "s"}], "rows_end": {0: 10, 1: 11}},
 }
@@ -118,9 +127,9 @@ def test_a_commit_asks_in_the_written_order() -> None:
     manifest = group.link()
     assert [kind for _, kind in group.asked] == ["cut", "freeze", "freeze", "resume", "write", "write", "write"]
     assert (manifest.seq, manifest.incarnation, manifest.step, manifest.watermark_ms) == (1, 1, 3, 77)
-    assert manifest.offsets == {"samples": {0: 5, 1: 6}} and manifest.rows_end == {0: 10, 1: 11}
+    assert manifest.offsets == {("samples", 0): 5, ("samples", 1): 6} and manifest.rows_end == {0: 10, 1: 11}
     assert manifest.shards == {i: {"segments": [{"name": "s"}]} for i in (0, 1)}
-    assert manifest.dedupe == {"name": "dense/00000001-1.safetensors", "count": 4}
+    assert manifest.workers[0].dedupe == 4 and manifest.dense.name == "dense/00000001-1.safetensors"
     assert manifest.previous == {"seq": 0, "checksum": ""}
     assert group.it.state is State.COMMITTING and group.it.seq == 1
     assert group.it.take_effects() == [Retire()]
@@ -271,7 +280,7 @@ def test_a_link_that_ends_after_a_member_was_lost_is_found_by_the_next_claim() -
     group.beat(SHARD_0)
     group.it.linked("linked", group.now_s)
     assert group.it.state is State.CLAIMING and group.it.seq == 0
-    group.claim(2, Restorable(link.manifest.name, link.manifest), 2)
+    group.claim(2, Restorable(link.manifest, link.manifest.checksum), 2)
     assert group.it.seq == 1
 
 
@@ -316,7 +325,7 @@ def test_a_member_that_is_not_ours_is_told_so() -> None:
 
 
 def test_several_workers_cut_together() -> None:
-    facts = Facts(schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, kafka={})
+    facts = Facts(schema="ff", seed=0, num_shards=1, num_workers=2, num_buckets=64, num_partitions=4, kafka={})
     it, keys = Coordinator(facts), (SHARD_0, WORKER, Key("worker", 1))
     it.take_effects()
     it.claimed(1, None, 1, 0.0)
@@ -337,4 +346,4 @@ def test_several_workers_cut_together() -> None:
             break
     (link,) = it.take_effects()
     assert isinstance(link, Link)
-    assert link.manifest.offsets == {"samples": {0: 40, 1: 41}} and link.manifest.watermark_ms == 70
+    assert link.manifest.offsets == {("samples", 0): 40, ("samples", 1): 41} and link.manifest.watermark_ms == 70

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from roo.errors import CheckpointError
+from runtime import tensor_file
 from trainer import dense
 from trainer.adam import Adam
 
@@ -27,7 +28,7 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, Adam]:
 
 def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
     model, optimizer = trained()
-    tensors, metadata = dense.decode(dense.encode(dense.take(model, optimizer), {"step": "3"}))
+    tensors, metadata = tensor_file.decode(tensor_file.encode(dense.take(model, optimizer), {"step": "3"}))
     assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
     other, others = trained(steps=1)
     dense.put(tensors, other, others, same_schema=True)
@@ -62,7 +63,7 @@ def test_an_untrained_optimizer_comes_back_untrained() -> None:
 )
 def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="expected a safetensors"):
-        dense.decode(data)
+        tensor_file.decode(data)
 
 
 def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:

@@ -10,6 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roo.errors import UnavailableError
+from runtime.broker import Broker
 from trainer.kafka_source import KafkaSource
 
 
@@ -74,7 +75,7 @@ class FakeConsumer:
 
 
 def opened(consumer: FakeConsumer, buffered: int = 4096) -> KafkaSource:
-    source = KafkaSource("k:1", "t.", "samples", group="g", buffered=buffered)
+    source = KafkaSource(Broker("k:1"), "t.", "samples", group="g", buffered=buffered)
     source._consumer = consumer
     return source
 

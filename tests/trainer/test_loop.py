@@ -13,7 +13,7 @@ from models.inputs import build_inputs
 from roo.decode import Decoder
 from roo.errors import TransportError
 from roo.lookup import build_lookup
-from roo.record import Record
+from roo.wire import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
@@ -41,7 +41,7 @@ def test_every_request_is_scored_and_applied_once() -> None:
 
 def test_scores_are_those_from_before_the_update() -> None:
     built = build(N12[:4])
-    batch = Decoder(samples.schema(), {}.get).decode(N12[:4]).batch
+    batch, _ = Decoder(samples.schema(), {}.get).decode(N12[:4])
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, built.loop.client.pull(lookup))
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_scores_are_those_from_before_the_update() -> None:
 def test_a_prediction_carries_what_reports_need() -> None:
     built = build(N12[:1]).train_all()
     (prediction,) = built.predicted
-    batch = Decoder(samples.schema(), {}.get).decode(N12[:1]).batch
+    batch, _ = Decoder(samples.schema(), {}.get).decode(N12[:1])
     assert list(prediction.item_ids) == batch.item_B.tolist()
     assert list(prediction.labels) == batch.label_BT.ravel().tolist()
     assert len(prediction.scores) == 3 and not prediction.served_scores

@@ -13,20 +13,20 @@ import pytest
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.errors import UnavailableError
+from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc import RpcServer, SocketTransport
 from tests.trainer import samples
 from tests.trainer.real_shard import RealShard
-from trainer import manifest as manifests
 from trainer.caught_up import Progress
 from trainer.commit import Facts
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.exports import Exports
 from trainer.loop import TrainLoop
 from trainer.monitor import LABELS, Monitor
 from trainer.source import ListSource
@@ -151,7 +151,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     source.append(samples.records(list(range(1, 41)))[20:])
     together.wait_for(lambda: together.committed(40))
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.metrics["requests"] == 40 and last.manifest.dedupe["count"] == 40
+    assert last is not None and last.manifest.workers[0].metrics["requests"] == 40 and last.manifest.workers[0].dedupe == 40
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.state is Progress.CAUGHT_UP)
     shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}

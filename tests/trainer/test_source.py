@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo.record import Record
+from roo.wire import Record
 from trainer.source import ListSource, Merge
 
 

@@ -28,12 +28,12 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"batch_requests": 0}, "batch_requests: expected 1.."),
-        ({"learning_rate": -1.0}, "learning_rate: expected 0"),
-        ({"freeze_at_ms": -1}, "expected 0 or more"),
-        ({"device": "tpu"}, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
-        ({"shards": ()}, "shards: expected at least one"),
-        ({"index": -1}, "index: expected 0 or more"),
+        ({"batch_requests": 0}, "key 'batch_requests': expected 1.."),
+        ({"learning_rate": -1.0}, "key 'learning_rate': expected 0..10"),
+        ({"freeze_at_ms": -1}, "key 'freeze_at_ms': expected at least 0"),
+        ({"device": "tpu"}, "key 'device': expected cpu, cuda or cuda:N, got 'tpu'"),
+        ({"shards": ()}, "key 'shards': expected a value (host:port of shards"),
+        ({"index": -1}, "key 'index': expected at least 0"),
     ],
 )
 def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
@@ -45,9 +45,12 @@ def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_shards": 0}, "num_shards: expected 1 or more"),
-        ({"num_workers": 2}, "num_workers: expected 1, got 2"),
-        ({"commit_interval_ms": 5}, "commit_interval_ms: expected 100 or more"),
+        ({"num_shards": 0}, "key 'num_shards': expected at least 1"),
+        ({"num_shards": 65}, "key 'num_shards': expected at most buckets = 64, got 65; each shard holds at least one bucket"),
+        ({"listen": "0.0.0.0:7000"}, "key 'listen': expected a loopback address"),
+        ({"bootstrap": ""}, "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it"),
+        ({"num_workers": 2}, "key 'num_workers': expected 1, got 2"),
+        ({"commit_interval_ms": 5}, "key 'commit_interval_ms': expected at least 100"),
     ],
 )
 def test_a_controller_refuses(changes: dict[str, Any], says: str) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
+from models.config import RankerConfig
 from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
 from roo.schema import Schema, schema_from_dict
+from runtime import manifest as manifests
+from runtime import tensor_file
+from runtime.manifest import Manifest, StoredFile, WorkerPart
+from runtime.topics import flat, nested
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
-from trainer import manifest as manifests
-from trainer.manifest import Manifest
 from trainer.worker import Worker
 
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
@@ -76,12 +78,20 @@ class Stage:
             seed=0,
             num_shards=1,
             num_buckets=64,
+            num_partitions=4,
             kafka=KAFKA,
             rows_end={},
             shards={},
-            dense=dense,
-            dedupe={"name": dense["name"], "count": cut["dedupe"]},
-            **{k: cut[k] for k in ("offsets", "watermark_ms", "step", "metrics", "model", "time_ms")},
+            dense=StoredFile(**dense),
+            workers={
+                0: WorkerPart(
+                    offsets=flat(cut["offsets"]),
+                    file=StoredFile(**dense),
+                    dedupe=cut["dedupe"],
+                    metrics=cut["metrics"],
+                )
+            },
+            **{k: cut[k] for k in ("watermark_ms", "step", "model", "time_ms")},
         )
         self.put(manifest)
         return manifest
@@ -110,7 +120,7 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     manifest = stage.committed()
     other = Stage(stage.store)
     assert other.started(manifest.name).worker.loop.num_steps == 1
-    assert other.worker.loop.offsets == manifest.offsets["samples"]
+    assert other.worker.loop.offsets == nested(manifest.offsets)["samples"]
     assert len(other.worker.loop.dedupe) == 4 and other.worker.loop.metrics.report()["requests"] == 4
 
 
@@ -150,11 +160,11 @@ def test_an_unknown_command_is_refused() -> None:
 def test_g5_damaged_parts_are_told_as_damaged() -> None:
     stage = Stage()
     manifest = stage.committed()
-    stage.store.damage(manifest.dense["name"])
+    stage.store.damage(manifest.dense.name)
     result = stage.do("restore", manifest=manifest.name)
     assert result["damaged"] and "it is damaged" in result["error"]
     assert not stage.worker.turn()
-    stage.store.delete(manifest.dense["name"])
+    stage.store.delete(manifest.dense.name)
     assert stage.do("restore", manifest=manifest.name)["damaged"]
 
 
@@ -214,7 +224,14 @@ def test_another_model_is_refused_and_names_what_differs() -> None:
     stage.committed()
     stage.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)
     assert "expected the model's cross_layers = 1, got 2" in stage.do("restore", manifest="manifests/00000001")["error"]
-    assert isinstance(stage.built.loop.model_config, ModelConfig)
+    assert isinstance(stage.built.loop.model_config, RankerConfig)
+
+
+def test_a_manifest_from_before_there_were_kinds_of_models_is_restored() -> None:
+    stage = Stage()
+    before = stage.committed()
+    stage.put(dataclasses.replace(before, model={k: v for k, v in before.model.items() if k != "kind"}))
+    assert "error" not in stage.do("restore", manifest=before.name)
 
 
 def test_a_worker_may_leave_when_everything_is_committed() -> None:
@@ -281,6 +298,4 @@ def test_a_dense_file_names_its_schema_and_step() -> None:
 
 
 def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
-    from trainer import dense
-
-    return dense.decode(stage.store.get(manifest.dense["name"]))
+    return tensor_file.decode(stage.store.get(manifest.dense.name))

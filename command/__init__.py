@@ -1,0 +1,1 @@
+"""The `roostream` command: its sub-commands, and what only they do (status, audit, replay)."""

@@ -1,0 +1,156 @@
+"""`up`, `down` and `reset`: a stack in the background, in the foreground, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.home import Home
+from infra.logs import last_lines
+from infra.options import StackOptions
+from infra.stack import Stack
+from roo.errors import SetupError
+
+_DOWN_S = 150.0  # a little more than all limits of the stop order that can follow each other
+
+
+def serve(home: Path, options: StackOptions) -> int:
+    """Run a stack without traffic until a signal asks to stop."""
+    stop = stop_on_signals()
+    stack = Stack(home, options)
+    log_to(stack.home)
+    with stack:
+        stack.start(["all"])
+        stop.wait()
+        print(stack.stop(), flush=True)
+    return 0
+
+
+def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
+    """Start `roostream up --foreground` in the background and wait until all programs are ready."""
+    place = Home(home)
+    place.make()
+    if place.is_locked():
+        place.lock()  # says who holds it
+    command = (sys.executable, "-m", "command.main", *arguments, "--foreground")
+    output = place.log("up")
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=without_supervisor()
+        )
+    deadline_s = time.monotonic() + wait_s
+    said: set[str] = set()
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
+            raise SetupError(lines[-1].removeprefix("error: "))
+        stack = place.read_stack()
+        programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
+        for name in [n for n, p in programs.items() if p["state"] == "ready" and n not in said]:
+            print(f"{name} is ready", flush=True)
+            said.add(name)
+        if programs and len(said) == len(programs):
+            print("\n".join(about(stack or {})))
+            return 0
+        if failed := [n for n, p in programs.items() if p["state"] == "failed"]:
+            lines = last_lines(place.log(failed[0]), 1) or ["nothing"]
+            raise SetupError(
+                f"{failed[0]} failed for good, its log ends: {lines[-1]}; `roostream down --home {place.root}` stops the rest"
+            )
+        time.sleep(0.25)
+    print(f"not all programs were ready after {wait_s:.0f} s; `roostream status --home {place.root}` tells more", file=sys.stderr)
+    return 1
+
+
+def stop_detached(home: Path) -> int:
+    """Ask the supervisor of `home` to stop, and wait until it has.
+
+    Raises:
+        SetupError: nothing runs there, or it did not stop in time.
+    """
+    place = Home(home)
+    stack = place.running_stack()
+    os.kill(int(stack["supervisor_pid"]), signal.SIGTERM)
+    deadline_s = time.monotonic() + _DOWN_S
+    while place.is_locked():
+        if time.monotonic() > deadline_s:
+            raise SetupError(
+                f"process {stack['supervisor_pid']} did not stop within {_DOWN_S:.0f} s; see {place.log('supervisor')}"
+            )
+        time.sleep(0.2)
+    print("stopped; `roostream up` goes on from the committed state")
+    return 0
+
+
+def wipe(home: Path) -> int:
+    """Delete a home.
+
+    Raises:
+        SetupError: a stack runs in it, or the folder is no home.
+    """
+    place = Home(home)
+    if not place.root.exists():
+        print(f"there is no home {place.root}; nothing to delete")
+        return 0
+    if not place.stack_json.exists():
+        raise SetupError(f"{place.root} has no stack.json, so it is no home of a stack; nothing was deleted")
+    place.lock()
+    place.end_leftovers()
+    place.unlock()
+    shutil.rmtree(place.root)
+    print(f"deleted {place.root}")
+    return 0
+
+
+def about(stack: dict[str, Any]) -> list[str]:
+    """Where to look and what to try, of a stack that runs."""
+    shards = [p["pid"] for n, p in stack["programs"].items() if n.startswith("shard-") and p["pid"]]
+    serving = stack["serving"]
+    body = '{"user_id": 17, "candidates": [{"item_id": 1}, {"item_id": 2}, {"item_id": 3}]}'
+    return [
+        f"API docs    {serving}/docs",
+        f"Flink       {stack['flink']}",
+        f"logs        {stack['home']}/logs",
+        f"ask         curl -s {serving}/v1/rank -H 'Content-Type: application/json' -d '{body}'",
+        *([f"break it    kill -9 {shards[0]}    # a shard: the loop goes on by itself"] if shards else []),
+    ]
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C, `down` or a closed terminal sets; the stop order that follows is not cut short by a second one."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def log_to(home: Home, console: logging.Handler | None = None) -> None:
+    """Log to `logs/supervisor.log` (bounded) and to `console`."""
+    home.make()
+    handlers: list[logging.Handler] = [
+        logging.handlers.RotatingFileHandler(home.log("supervisor"), maxBytes=4 << 20, backupCount=1)
+    ]
+    if console is not None:
+        handlers.append(console)
+    logging.basicConfig(
+        level="INFO", format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", handlers=handlers, force=True
+    )
+
+
+def without_supervisor() -> dict[str, str]:
+    """The environment of a process that shall outlive this one."""
+    env = dict(os.environ)
+    with contextlib.suppress(KeyError):
+        del env["ROOSTREAM_SUPERVISED"]
+    return env

@@ -1,0 +1,320 @@
+"""The `roostream` command: one entry to the stack and to every program.
+
+Whatever a user can get wrong ends in one sentence and exit code 2. Program folders are imported only by their own
+sub-command, so that a shard never pays for torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from infra.kinds import KINDS, SIMULATE, Kind
+from infra.options import DEFAULT_HOME, StackOptions, demo
+from roo.config import load, parse_duration_ms
+from roo.errors import ConfigError, RoostreamError
+
+home_option = click.option(
+    "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Request-level continuous training of recommenders.
+
+    \b
+    Example:
+      roostream demo                       the whole loop with simulated users
+      roostream up && roostream status     a stack in the background
+      roostream worker --config worker.toml
+    """
+
+
+def _add_program(kind: Kind) -> None:
+    @cli.command(kind.name, help=f"{kind.help}\n\n\b\nExample:\n  roostream {kind.name} --config {kind.name}.toml")
+    @click.option("--config", "file", type=click.Path(path_type=Path), required=True, help="TOML; an unknown key is refused")
+    def command(file: Path) -> None:
+        config = load(kind.settings(), file, program=kind.name)
+        sys.exit(kind.body()(config))
+
+
+for _kind in KINDS:
+    if _kind.name != SIMULATE:  # it has flags of its own
+        _add_program(_kind)
+
+
+def stack_options(command: Any) -> Any:
+    """The options that `up` and `demo` share."""
+    for option in reversed(
+        (
+            home_option,
+            click.option("--schema", type=click.Path(path_type=Path), help="schema TOML; default: the demo's"),
+            click.option("--shards", "num_shards", type=int, default=2, show_default=True, help="shard processes"),
+            click.option("--task-managers", "num_task_managers", type=int, default=1, show_default=True, help="of Flink"),
+            click.option("--port", "ports", multiple=True, metavar="NAME=PORT", help="fix a port, such as serving=8080"),
+            click.option("--java", default="", help="a java of 17 or later instead of the installed runtime"),
+            click.option("--kafka", default="", metavar="HOST:PORT", help="a running broker instead of an own one"),
+            click.option("--redis", default="", metavar="HOST:PORT", help="a running Redis instead of an own one"),
+            click.option("--set", "sets", multiple=True, metavar="PROGRAM.KEY=VALUE", help="a key of a program's TOML"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def build_options(ports: tuple[str, ...], sets: tuple[str, ...], schema: Path | None, **plain: Any) -> StackOptions:
+    """`demo()` with what the command line changes.
+
+    Raises:
+        ConfigError: an option of another form, or a schema that can't be read.
+    """
+    from command.assignments import overrides, port_numbers
+    from roo.schema import load_schema
+
+    if schema is not None:
+        if not schema.is_file():
+            raise ConfigError(f"{schema}: no such file; expected a schema TOML")
+        load_schema(schema)  # refused here rather than by each program
+        plain["schema"] = schema
+    base = demo()
+    merged = {k: dict(v) for k, v in base.overrides.items()}
+    for program, table in overrides(sets).items():
+        merged.setdefault(program, {}).update(table)
+    return dataclasses.replace(base, ports=port_numbers(ports), overrides=merged, **plain)
+
+
+@cli.command("demo")
+@stack_options
+@click.option("--seconds", type=float, envvar="DEMO_SECONDS", help="end by itself after this long; also DEMO_SECONDS")
+@click.option("--rate", type=float, default=25.0, show_default=True, help="simulated requests a second")
+def demo_command(home: Path, seconds: float | None, rate: float, **options: Any) -> None:
+    """The whole loop with simulated users and a live table, until Ctrl-C.
+
+    \b
+    Example:
+      roostream demo
+      DEMO_SECONDS=120 roostream demo --home /tmp/demo
+    """
+    from command.demo import run
+
+    sys.exit(run(home, build_options(**options), seconds, rate))
+
+
+@cli.command()
+@stack_options
+@click.option("--foreground", is_flag=True, help="stay, and stop everything on Ctrl-C")
+@click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until all is ready")
+def up(home: Path, foreground: bool, wait_s: float, **options: Any) -> None:
+    """Start a stack without traffic, in the background.
+
+    \b
+    Example:
+      roostream up --home .roostream --schema my_site.toml --port serving=8080
+    """
+    from command import control
+
+    chosen = build_options(**options)
+    sys.exit(control.serve(home, chosen) if foreground else control.start_detached(home, sys.argv[1:], wait_s))
+
+
+@cli.command()
+@home_option
+def down(home: Path) -> None:
+    """Stop a stack in the written order; `up` goes on from there.
+
+    \b
+    Example:
+      roostream down --home .roostream
+    """
+    from command import control
+
+    sys.exit(control.stop_detached(home))
+
+
+@cli.command()
+@home_option
+@click.option("--yes", is_flag=True, help="don't ask")
+def reset(home: Path, yes: bool) -> None:
+    """Delete a stopped stack with all that it learned.
+
+    \b
+    Example:
+      roostream reset --home .roostream --yes
+    """
+    from command import control
+
+    if not yes:
+        click.confirm(f"Delete {home.absolute()} with all data, checkpoints and logs?", abort=True)
+    sys.exit(control.wipe(home))
+
+
+@cli.command()
+@home_option
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+@click.option("--audit-seconds", type=float, default=10.0, show_default=True, help="time given to adding up the topics")
+def status(home: Path, as_json: bool, audit_seconds: float) -> None:
+    """What a running stack does: rates, lags, trainer, freshness, quality, and whether every event is accounted for.
+
+    \b
+    Example:
+      roostream status
+      roostream status --json | python -m json.tool
+    """
+    from command.status_command import run
+
+    sys.exit(run(home, as_json, audit_seconds))
+
+
+@cli.command()
+@home_option
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML; instead of the options")
+@click.option("--serving", help="URL of serving; default: the stack in --home")
+@click.option("--rate", type=float, help="requests a second")
+@click.option("--seconds", type=float, help="end after this long")
+@click.option("--report", help="file for the JSON report")
+def simulate(home: Path, file: Path | None, **flags: Any) -> None:
+    """Simulated users against a serving program.
+
+    \b
+    Example:
+      roostream simulate --home .roostream --rate 50 --seconds 60 --report out.json
+    """
+    from infra.home import Home
+    from traffic.config import SimulateConfig
+
+    if file is None and flags["serving"] is None:
+        flags["serving"] = Home(home).running_stack()["serving"]
+    config = load(SimulateConfig, file, program="simulate", flags=flags)
+    sys.exit(importlib.import_module("traffic.main").run_simulate(config))
+
+
+@cli.group()
+def schema() -> None:
+    """Look at a schema file (docs/schema.md).
+
+    \b
+    Example:
+      roostream schema show my_site.toml
+    """
+
+
+@schema.command("show")
+@click.argument("file", type=click.Path(path_type=Path))
+def schema_show(file: Path) -> None:
+    """The schema with its families written out and defaults left out, or the sentence that says what is wrong with it.
+
+    \b
+    Example:
+      roostream schema show my_site.toml
+    """
+    from roo.schema import load_schema
+    from roo.schema_registry import to_toml
+
+    loaded = load_schema(file)
+    click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
+
+
+class ManyValues(click.Command):
+    """Lets `--behaviors A B C` be written for `--behaviors A --behaviors B --behaviors C`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        many = {o for p in self.params if isinstance(p, click.Option) and p.multiple for o in p.opts}
+        spread: list[str] = []
+        current = ""
+        for arg in args:
+            if arg.startswith("-"):
+                current = arg if arg in many else ""
+            elif current and spread[-1] != current:
+                spread.append(current)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+def replay_options(command: Any) -> Any:
+    """The options of every replay."""
+    for option in reversed(
+        (
+            click.option("--speed", default="max", show_default=True, help="max, or a multiple of event time such as 60x"),
+            click.option("--measure-from", default="", metavar="TIME", help="metrics.measured covers requests from here on"),
+            click.option("--freeze-at", default="", metavar="TIME", help="weights and counters stand still from here on"),
+            click.option("--freeze-weights-at", default="", metavar="TIME", help="weights alone stand still from here on"),
+            click.option("--label-delay", default="0ms", show_default=True, help="counters see events this much later"),
+            click.option("--window", default="30m", show_default=True, help="the join window"),
+            click.option("--engine", type=click.Choice(["stack", "local"]), default="stack", show_default=True),
+            click.option("--model", default="", help="model TOML; default: the default ranker"),
+            click.option("--seed", type=int, default=0, show_default=True),
+            click.option("--home", default="", help="keep the stack's data here; default: a temporary folder"),
+            click.option("--report", default="", metavar="FILE", help="JSON report"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@cli.group()
+def replay() -> None:
+    """A real log through the whole loop, in event time.
+
+    \b
+    Example:
+      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet --report out.json
+      roostream replay jsonl --log events.jsonl --schema my_site.toml --report out.json
+    """
+
+
+@replay.command(cls=ManyValues)
+@click.option("--behaviors", multiple=True, required=True, metavar="FILE...", help="behaviors.parquet files, in time order")
+@click.option("--history", multiple=True, metavar="FILE...", help="history.parquet files")
+@replay_options
+def ebnerd(**options: Any) -> None:
+    """A log in the form of the EB-NeRD news data set (parquet).
+
+    \b
+    Example:
+      roostream replay ebnerd --behaviors behaviors.parquet --history history.parquet \\
+          --measure-from 2023-05-23 --report out.json
+    """
+    _replay("ebnerd", **options)
+
+
+@replay.command(cls=ManyValues)
+@click.option("--log", multiple=True, required=True, metavar="FILE...", help="one impression or engagement a line")
+@click.option("--schema", required=True, help="TOML that declares the log's features")
+@click.option("--skip-bad", is_flag=True, help="count lines that can't be read and go on")
+@replay_options
+def jsonl(**options: Any) -> None:
+    """A log of any site, one JSON object a line (docs/bring-your-own-data.md).
+
+    \b
+    Example:
+      roostream replay jsonl --log monday.jsonl tuesday.jsonl --schema my_site.toml --report out.json
+    """
+    _replay("jsonl", **options)
+
+
+def _replay(dataset: Literal["ebnerd", "jsonl"], label_delay: str, window: str, **options: Any) -> None:
+    from traffic.config import ReplayConfig
+
+    config = ReplayConfig(
+        dataset=dataset, label_delay_ms=parse_duration_ms(label_delay), window_ms=parse_duration_ms(window), **options
+    )
+    sys.exit(importlib.import_module("command.replay.run").run(config))
+
+
+def main() -> None:
+    """The console entry."""
+    try:
+        cli.main(prog_name="roostream")
+    except RoostreamError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

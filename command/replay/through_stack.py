@@ -1,0 +1,192 @@
+"""A replay through a stack of its own: Kafka, Flink and the trainer's processes, from the first record to the last commit.
+
+1 start the stack; topics keep old event times
+2 write the log in transactions (an idempotent producer alone doubles old records when the broker restarts), while the
+  auditor reads along
+3 wait until every request and engagement has come out of the joiner, and every sample has a prediction
+4 wait for the commit that covers the last sample
+5 stop the stack
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import KafkaException
+
+from command.auditor import Auditor
+from command.replay.prediction_metrics import PredictionMetrics
+from command.replay.stage import Outcome, Stage, joiner_settings
+from infra.options import StackOptions
+from infra.stack import Stack
+from roo.errors import UnavailableError
+from roo.schema import Schema
+from roo.wire import Record
+from runtime import kafka
+from runtime import manifest as manifests
+from runtime.broker import Broker
+from runtime.checkpoint_store import FileStore
+from runtime.program import Stop
+from runtime.topics import SAMPLES, name_of, nested
+from traffic.config import ReplayConfig
+
+log = logging.getLogger("roostream.replay")
+_RECORDS_A_TRANSACTION, _SECONDS_A_TRANSACTION = 2000, 1.0
+_TRANSACTIONS = {"linger_ms": 20, "delivery_timeout_ms": 300_000, "transaction_timeout_ms": 600_000}
+_STALLED_S = 180.0
+_PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "worker")
+
+
+def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
+    """See the module for the numbers. The stack is gone afterwards, whatever happens; a given `home` keeps its data.
+
+    Raises:
+        UnavailableError: a program failed for good, or nothing has moved for three minutes; says which and what is missing.
+    """
+    with _home(config) as home, Stack(home, stack_options(config)) as stack:
+        stack.start(_PROGRAMS)  # 1
+        stack.wait_ready("kafka", timeout_s=60)
+        return _Replay(config, schema, stack, stage, stop).run(records)
+
+
+def stack_options(config: ReplayConfig) -> StackOptions:
+    worker = {
+        "batch_requests": config.batch_requests,
+        "model": str(Path(config.model).resolve()) if config.model else "",
+        "freeze_at_ms": config.freeze_weights_at_ms,
+        "seed": config.seed,
+    }
+    return StackOptions(
+        schema=config.schema_path.resolve(),
+        replay=True,
+        num_shards=config.num_shards,
+        seed=config.seed,
+        overrides={"joiner": joiner_settings(config), "worker": worker, "controller": {"commit_interval_ms": 5000}},
+    )
+
+
+@contextlib.contextmanager
+def _home(config: ReplayConfig) -> Iterator[Path]:
+    if config.home:
+        yield Path(config.home)
+    else:
+        with tempfile.TemporaryDirectory(prefix="roostream-replay-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+
+
+class _Replay:
+    """One run on one stack."""
+
+    def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
+        self.stack, self.stage, self.stop = stack, stage, stop
+        self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
+        self.auditor = Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, on_record=self.metrics.add)
+        self.accounts = self.auditor.accounts
+        self.sent: Counter[str] = Counter()
+        self._moved_s = time.monotonic()
+        self._seen: tuple[int, ...] = ()
+
+    def run(self, records: Iterable[Record]) -> Outcome:
+        try:
+            self._send(records)  # 2
+            self._wait(self._is_trained, "trained")  # 3
+            self._wait(self._is_committed, "committed")  # 4
+            return Outcome(
+                accounts=self.accounts, metrics=self.metrics, untrained=self.accounts.untrained_below(self._committed())
+            )
+        finally:
+            self.auditor.close()
+
+    def _send(self, records: Iterable[Record]) -> None:
+        producer = kafka.producer(
+            Broker(self.stack.endpoints.kafka), transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS
+        )
+        producer.init_transactions(30)
+        open_since_s, count = 0.0, 0
+        for record in records:
+            if not count:
+                producer.begin_transaction()
+                open_since_s = time.monotonic()
+            self._produce(producer, record)
+            count += 1
+            if count >= _RECORDS_A_TRANSACTION or time.monotonic() - open_since_s > _SECONDS_A_TRANSACTION:
+                self._commit(producer)
+                count = 0
+        if count:
+            self._commit(producer)
+
+    def _produce(self, producer: Any, record: Record) -> None:
+        topic = name_of(self.stack.prefix, record.topic)
+        kafka.send(
+            producer,
+            topic,
+            key=record.key,
+            value=record.value,
+            timestamp_ms=record.timestamp_ms,
+            partition=record.partition,
+        )
+        self.sent[record.topic] += 1
+
+    def _commit(self, producer: Any) -> None:
+        """**If it fails** after retries, the records may not be there: the replay ends."""
+        for _ in range(10):
+            try:
+                producer.commit_transaction(30)
+                break
+            except KafkaException as error:
+                if not error.args[0].retriable():
+                    raise UnavailableError(
+                        f"Kafka refused the log's records: {error.args[0].str()}; run the replay again"
+                    ) from None
+        else:
+            raise UnavailableError("Kafka did not commit the log's records within 5 minutes; run the replay again")
+        self._look(0.0)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        while not self.stop.is_set() and not done():
+            self._look(0.5)
+            if failed := self.stack.failed():
+                raise UnavailableError(f"{failed[0]} failed for good; its log is {self.stack.log_path(failed[0])}")
+            if time.monotonic() - self._moved_s > _STALLED_S:
+                raise UnavailableError(f"nothing has been {what} for {_STALLED_S:.0f} s; {self._missing()}")
+
+    def _look(self, budget_s: float) -> None:
+        """Read along, and note whether anything moved."""
+        self.auditor.poll(budget_s)
+        a = self.accounts
+        sums = a.sums()
+        self.stage.at(joined=sums.samples, trained=sums.predicted)
+        now = (*a.num_records.values(), *self._committed().values())
+        if now != self._seen:
+            self._seen, self._moved_s = now, time.monotonic()
+
+    def _is_trained(self) -> bool:
+        a = self.accounts
+        read = all(a.num_records[topic] >= n for topic, n in self.sent.items())
+        waiting = a.events.pending or a.requests.pending or a.unread or a.untrained
+        return read and not waiting
+
+    def _is_committed(self) -> bool:
+        committed = self._committed()
+        return all(committed.get(p, 0) >= end for p, end in self.accounts.sample_ends.items())
+
+    def _committed(self) -> dict[int, int]:
+        """Next offsets of the samples topic, as of the newest manifest."""
+        store = FileStore(self.stack.home.store)
+        newest = manifests.newest(store)
+        return {} if newest is None else nested(newest.manifest.offsets).get(SAMPLES, {})
+
+    def _missing(self) -> str:
+        s, a = self.accounts.sums(), self.accounts
+        return (
+            f"requests without a sample: {s.pending_requests}, engagements without an end: {s.pending}, "
+            f"samples without a prediction: {len(a.untrained)}; the logs are in {self.stack.home.logs}"
+        )

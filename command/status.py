@@ -1,0 +1,174 @@
+"""What a running stack does, from its programs' metrics, Kafka, Flink, the controller and the auditor.
+
+Whatever does not answer is None: a table is wanted most when something is down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException
+
+from command import scrape
+from command.scrape import Scraped
+from roo.errors import RoostreamError
+from runtime import flink_rest, kafka
+from runtime.broker import Broker
+from runtime.rpc import SocketTransport
+from runtime.topics import PARTITIONS, name_of
+
+STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
+_QUALITY = ("ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration", "base_rate", "requests", "candidates")
+
+
+class Watcher:
+    """Looks at one stack again and again; rates are between two looks. Not thread-safe."""
+
+    def __init__(self, stack: Mapping[str, Any]) -> None:
+        self.kafka, self.prefix = str(stack["kafka"]), str(stack["prefix"])
+        self.flink, self.controller = str(stack["flink"]), str(stack["controller"])
+        self._consumer: Consumer | None = None
+        self._ends: tuple[float, dict[str, int]] | None = None
+
+    def look(self, programs: Mapping[str, Mapping[str, Any]], sums: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`programs` as in stack.json; `sums` of the auditor."""
+        scraped = scrape.fetch_all({n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")})
+        ends = self._end_offsets()
+        control = self._controller_status()
+        worker = scraped.get("worker", Scraped())
+        return {
+            "programs": {n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]} for n, p in programs.items()},
+            "rates": self._rates(ends),
+            "topics": ends,
+            "joiner": joiner_state(flink_rest.live_job(self.flink), scraped.get("joiner", Scraped())),
+            "trainer": trainer_state(worker, control),
+            "rows": rows_by_stack(scraped),
+            "commit": commit_state(control),
+            "freshness": freshness(scraped),
+            "metrics": quality(worker, control),
+            "click_rate": click_rate(scraped.get("simulate", Scraped())),
+            "serving": serving_state(scraped.get("serving", Scraped())),
+            "guarantees": {"g1": dict(sums) if sums is not None else None},
+        }
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _end_offsets(self) -> dict[str, int]:
+        """Topic → records ever written; empty if Kafka is away."""
+        try:
+            self._consumer = self._consumer or kafka.consumer(Broker(self.kafka), f"{self.prefix}status")
+            return {t: self._end(t) for t in PARTITIONS}
+        except KafkaException:
+            return {}
+
+    def _end(self, topic: str) -> int:
+        assert self._consumer is not None
+        ends = kafka.end_offsets(self._consumer, name_of(self.prefix, topic), range(PARTITIONS[topic]), timeout_s=1.0)
+        return sum(ends.values())
+
+    def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:
+        """Records a second since the look before; None at the first."""
+        now_s, before = time.monotonic(), self._ends
+        if ends:
+            self._ends = now_s, ends
+        if before is None or not ends or now_s <= before[0]:
+            return {t: None for t in PARTITIONS}
+        return {t: max(ends[t] - before[1].get(t, 0), 0) / (now_s - before[0]) for t in ends}
+
+    def _controller_status(self) -> dict[str, Any]:
+        transport = SocketTransport(self.controller)
+        try:
+            return transport.call("status", {}, timeout_s=1.0)[0]
+        except RoostreamError:
+            return {}
+        finally:
+            transport.close()
+
+
+def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:
+    running = joiner.value("roostream_joiner_running")
+    return {
+        "state": job["state"].lower() if job else "running" if running else None,
+        "watermark_ms": joiner.value("roostream_joiner_watermark_ms"),
+        "restarts": joiner.value("roostream_joiner_job_restarts"),
+        "checkpoints": joiner.value("roostream_joiner_checkpoints"),
+    }
+
+
+def trainer_state(worker: Scraped, control: Mapping[str, Any]) -> dict[str, Any]:
+    """Lag, watermark, caught-up state and ETA of worker 0."""
+    report = _worker_report(control)
+    exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite")
+    reported = ("watermark_ms", "step", "requests", "candidates", "duplicates", "dead_letters")
+    return {
+        "state": worker.state("roostream_worker_state", "state"),
+        **{k: worker.value(f"roostream_worker_{k}") for k in exported},
+        **{k: report.get(k) for k in reported},
+    }
+
+
+def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("state", "seq", "incarnation", "commit_age_ms", "paused_ms", "commits", "aborts", "rollbacks", "manifest")
+    return {k: control.get(k) for k in keys}
+
+
+def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for name, metrics in scraped.items():
+        if name.startswith("shard-"):
+            for stack, value in metrics.by("roostream_shard_rows", "stack").items():
+                rows[stack] = rows.get(stack, 0) + int(value)
+    return rows
+
+
+def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | None]]:
+    """Stage → p50 and p99 in ms, from whichever program measures it."""
+    found: dict[str, dict[str, float | None]] = {}
+    for stage in STAGES:
+        for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
+            values = [s.value("roostream_freshness_ms", stage=stage, quantile=quantile) for s in scraped.values()]
+            found.setdefault(stage, {})[key] = next((v for v in values if v is not None), None)
+    return found
+
+
+def quality(worker: Scraped, control: Mapping[str, Any]) -> dict[str, float | None]:
+    """Progressive metrics of the first task."""
+    report = _worker_report(control).get("metrics", {})
+    return {k: report.get(k, worker.value(f"roostream_worker_{k.replace('@', '_')}")) for k in _QUALITY}
+
+
+def click_rate(simulate: Scraped) -> dict[str, float | None]:
+    """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
+    best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
+    name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
+    rates, total = ({o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total"))
+    return {
+        **rates,
+        "served_to_random": _ratio(rates),
+        "served_to_random_total": _ratio(total),
+        "requests": simulate.value("roostream_traffic_requests_total"),
+    }
+
+
+def _ratio(rates: Mapping[str, float | None]) -> float | None:
+    served, random = rates["served"], rates["random"]
+    return served / random if served is not None and random else None
+
+
+def serving_state(serving: Scraped) -> dict[str, Any]:
+    """Answers by status since its start, and which committed version it scores with."""
+    return {
+        "requests": serving.total("roostream_serving_requests_total"),
+        "degraded": serving.value("roostream_serving_degraded_total"),
+        "version": serving.state("roostream_serving_model_version", "version"),
+    }
+
+
+def _worker_report(control: Mapping[str, Any]) -> dict[str, Any]:
+    reports: Mapping[str, Any] = control.get("reports", {})
+    return next((dict(r) for key, r in reports.items() if str(key).startswith("worker")), {})

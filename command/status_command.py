@@ -1,0 +1,38 @@
+"""`roostream status`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from command import control, table
+from command.audit import Audit
+from command.status import Watcher
+from infra.home import Home
+
+
+def run(home: Path, as_json: bool, audit_seconds: float) -> int:
+    """Print what the stack of `home` does; 0, or 1 if a program is not ready.
+
+    Raises:
+        SetupError: no stack runs there.
+    """
+    stack = Home(home).running_stack()
+    watcher, audit = Watcher(stack), Audit(stack)
+    try:
+        watcher.look(stack["programs"])
+        started_s = time.monotonic()
+        sums = audit.read_all(audit_seconds) if audit_seconds > 0 else None
+        time.sleep(max(1.0 - (time.monotonic() - started_s), 0.0))  # rates are between two looks
+        status = watcher.look(stack["programs"], sums)
+    finally:
+        watcher.close()
+        audit.close()
+    if as_json:
+        print(json.dumps({"home": stack["home"], **status}, indent=2))
+    else:
+        Console().print(table.render(status, f"Roostream in {stack['home']}", control.about(stack)))
+    return 0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1

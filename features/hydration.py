@@ -1,0 +1,64 @@
+"""What serving reads from Redis to complete a request: one round trip, a short wait, and no waiting at all while it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from features.store import FeatureStore
+from roo.counters import Counters
+from roo.errors import UnavailableError
+from roo.schema import Schema
+from runtime import redis_client
+from runtime.clock import Clock, SystemClock
+
+_TIMEOUT_S = 0.05
+_REST_S = 0.5  # after a failure Redis is left alone for so long, so that an outage costs one wait, not one a request
+
+
+class Hydrated(NamedTuple):
+    """Online features by name; see `Counters.read`."""
+
+    ro: dict[str, Any]
+    nro: dict[str, np.ndarray]
+    degraded: bool  # Redis is away: whatever needs it is missing
+
+
+class Hydrator:
+    """Thread-safe. No connection is made before the first read."""
+
+    def __init__(self, redis_url: str, prefix: str, schema: Schema, *, clock: Clock | None = None) -> None:
+        """Raises ConfigError if `redis_url` isn't one."""
+        self.schema, self.url = schema, redis_url
+        self._clock = clock or SystemClock()
+        self._store = FeatureStore(redis_client.client(redis_url, timeout_s=_TIMEOUT_S), redis_url, prefix)
+        self._rest_until_s = 0.0
+
+    def read(
+        self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(RO, NRO) as `Counters.read` gives them.
+
+        Raises:
+            UnavailableError: Redis is away, or was within the last half second.
+            CheckpointError: it holds states of another version.
+        """
+        now_s = self._clock.monotonic_s()
+        if now_s < self._rest_until_s:
+            raise UnavailableError(f"Redis at {self.url} did not answer a moment ago; trying again soon")
+        try:
+            counters = self._store.load(self.schema, item_ids, [user_id] if user_id else [])
+        except UnavailableError:
+            self._rest_until_s = now_s + _REST_S
+            raise
+        return counters.read(user_id, item_ids, time_ms)
+
+    def hydrate(self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int) -> Hydrated:
+        """As `read`, but while Redis is away the features that need no state, and `degraded`."""
+        try:
+            return Hydrated(*self.read(user_id, item_ids, time_ms), degraded=False)
+        except UnavailableError:
+            ro, nro = Counters(self.schema).read(0, item_ids, time_ms)
+            return Hydrated(ro, {"position": nro["position"]}, degraded=True)

@@ -1,0 +1,173 @@
+"""The feature updater: keeps user histories and item counters in Redis from the two event topics.
+
+1 read the next records, merged by time
+2 load the states that they touch, in one round trip
+3 apply the events with roo.counters, as a replay does
+4 write states and offsets with one script; if the stored offsets are not the ones that we went on from, start over
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
+from features.config import FeaturesConfig
+from features.event_source import EventSource, KafkaEvents
+from features.store import FeatureStore, Place
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.counters import Counters
+from roo.errors import UnavailableError, WireError
+from roo.ids import signed
+from roo.schema import Schema, load_schema
+from roo.wire import Record
+from runtime import kafka, metrics, redis_client
+from runtime.backoff import Backoff
+
+log = logging.getLogger("roostream.features")
+
+_POLL_S = 0.2
+_REDIS_TIMEOUT_S = 5.0
+
+
+class Shown(NamedTuple):
+    user_id: int
+    item_ids: list[int]
+    time_ms: int
+
+
+class Engaged(NamedTuple):
+    user_id: int
+    item_id: int
+    action: str
+    value: float
+    time_ms: int
+
+
+Event: TypeAlias = Shown | Engaged
+
+
+def event_of(record: Record) -> Event | None:
+    """What a record counts as; None for heartbeats and the like. WireError for what can't be read: the joiner dead-letters
+    it, here it only counts."""
+    _, message = wire.decode(record.value)
+    if isinstance(message, pb.Impression):
+        item_ids = [signed(i) for i in message.item_ids]
+        return Shown(signed(message.header.user_id), item_ids, message.header.time_ms)
+    if isinstance(message, pb.Engagement):
+        user_id, item_id = signed(message.header.user_id), signed(message.item_id)
+        return Engaged(user_id, item_id, message.action, message.value, message.header.time_ms)
+    return None
+
+
+def apply(counters: Counters, event: Event) -> None:
+    if isinstance(event, Shown):
+        counters.apply_impression(event.user_id, event.item_ids, event.time_ms)
+    else:
+        counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
+
+
+class FeatureMetrics:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.events = Counter("roostream_features_events", "events applied", ["topic"], registry=registry)
+        self.bad = Counter("roostream_features_bad_records", "records that can't be read", registry=registry)
+        self.restarts = Counter("roostream_features_reloads", "times that offsets were read again", registry=registry)
+        self.time_ms = Gauge("roostream_features_event_time_ms", "event time of the newest record applied", registry=registry)
+
+
+class FeatureUpdater:
+    """One thread. Its only state is the offsets that it expects in Redis; `open` reads them."""
+
+    batch_records = 512
+
+    def __init__(self, schema: Schema, store: FeatureStore, source: EventSource, cluster: str, metrics: FeatureMetrics) -> None:
+        self.schema, self.store, self.source, self.cluster, self.metrics = schema, store, source, cluster, metrics
+        self._offsets: dict[Place, int] = {}
+
+    def open(self) -> None:
+        """Go on from the offsets in Redis. UnavailableError while it is away; call again."""
+        self._offsets = self.store.offsets(self.cluster)
+        self.source.seek(self._offsets)
+        self.metrics.restarts.inc()
+
+    def step(self, timeout_s: float = _POLL_S) -> int:
+        """Apply the next records; how many.
+
+        **If it fails** (UnavailableError, CheckpointError): whether they are applied is unknown; `open` finds out.
+        """
+        records = self.source.poll(self.batch_records, timeout_s)
+        if records and not self._apply(records):
+            log.warning("the offsets in Redis changed (it was emptied, or another updater runs); going on from what is there")
+            self.open()
+        return len(records)
+
+    def _apply(self, records: Sequence[Record]) -> bool:
+        events = [event for event in map(self._event, records) if event is not None]
+        items = sorted({i for e in events for i in (e.item_ids if isinstance(e, Shown) else (e.item_id,))})
+        users = sorted({e.user_id for e in events if e.user_id})
+        counters = self.store.load(self.schema, items, users)
+        for event in events:
+            apply(counters, event)
+        states = dict(zip(map(self.store.item_key, items), counters.dump_items(items), strict=True))
+        states |= {self.store.user_key(u): state for u in users if (state := counters.dump_user(u)) is not None}
+        after = self._offsets | {(r.topic, r.partition): r.offset + 1 for r in records}
+        if not self.store.commit(self._offsets, after, states, self.cluster):
+            return False
+        self._offsets = after
+        self.metrics.time_ms.set(max(r.timestamp_ms for r in records))
+        return True
+
+    def _event(self, record: Record) -> Event | None:
+        try:
+            event = event_of(record)
+        except WireError as error:
+            log.debug("%s-%d@%d: %s", record.topic, record.partition, record.offset, error)
+            self.metrics.bad.inc()
+            return None
+        self.metrics.events.labels(record.topic).inc(int(event is not None))
+        return event
+
+
+def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, waits: Callable[[], None]) -> None:
+    """Until `stop`: step; while Redis is away, wait for it (`waits`) and go on from its offsets."""
+    is_open = False
+    while not stop.is_set():
+        try:
+            if not is_open:
+                waits()
+                updater.open()
+            is_open = True
+            updater.step()
+            backoff.reached()
+        except UnavailableError as error:
+            is_open = False
+            if stop.is_set():
+                return
+            backoff.wait(error, stop)
+
+
+def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
+    """`roostream features`, until `stop`.
+
+    Raises:
+        RoostreamError: the schema or an address is wrong, or Redis holds states of another version.
+    """
+    schema = load_schema(config.schema)
+    connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
+    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config))
+    source = KafkaEvents(config.broker, config.prefix)
+    store = FeatureStore(connection, config.redis, config.prefix)
+    try:
+        cluster = kafka.wait_for_broker(config.broker, stop)
+        updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
+        backoff = Backoff(what=f"Redis at {config.redis}")
+        follow(updater, stop, backoff, lambda: redis_client.wait_for_redis(connection, config.redis, stop, backoff=backoff))
+    except UnavailableError:
+        if not stop.is_set():
+            raise
+    finally:
+        source.close()

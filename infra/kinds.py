@@ -1,0 +1,236 @@
+"""The table of our programs: what each is called, reads, needs, and when it stops. A new program is one row here.
+
+The command makes a sub-command of each row, `--set` checks keys against its settings, the stack starts, probes and stops by it.
+Settings and bodies are named as text and imported only when they are asked for: a shard never pays for torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from infra import ports, restore_points
+from infra.child import StopRank
+from infra.flink_cluster import JOB_MANAGER, task_manager
+from infra.home import Home
+from infra.options import StackOptions
+from infra.places import Endpoints
+from roo.errors import ConfigError, nearest
+from runtime import flink_rest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """One program of one stack: `name` is unique there, `index` counts those of its kind from 0."""
+
+    name: str
+    index: int
+    home: Home
+    options: StackOptions
+    at: Endpoints
+    metrics: str = ""  # host:port of its /metrics; "" where it has no port of its own
+
+
+def _one(options: StackOptions) -> int:
+    return 1
+
+
+def _kafka(options: StackOptions) -> tuple[str, ...]:
+    return ("kafka",)
+
+
+def _metrics_answer(site: Site) -> bool:
+    return ports.answers(site.metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """`own` gives the settings beyond what all programs share; `ready` is a probe of at most a second or so."""
+
+    name: str  # the sub-command
+    help: str
+    config: str  # "module:class" of the settings
+    run: str  # "module:function": settings → exit code
+    own: Callable[[Site], dict[str, Any]]
+    stop_rank: StopRank
+    stop_s: float = 10.0
+    ready: Callable[[Site], bool] = _metrics_answer
+    needs: Callable[[StackOptions], tuple[str, ...]] = _kafka
+    count: Callable[[StackOptions], int] | None = None  # how many; None = one, without a number in its name
+    shared: bool = True  # reads what all programs share (Kafka, prefix, schema)
+    has_metrics_port: bool = True
+    restarted: bool = True  # False: it ends by itself
+
+    def names(self, options: StackOptions) -> list[str]:
+        """The programs of this kind in a stack."""
+        return [self.name] if self.count is None else [f"{self.name}-{i}" for i in range(self.count(options))]
+
+    def settings(self) -> type[Any]:
+        """The class of its settings."""
+        return _named(self.config)
+
+    def body(self) -> Callable[[Any], int]:
+        """What it does with its settings until a signal; gives the exit code."""
+        return _named(self.run)
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _seeded(site: Site, **own: Any) -> dict[str, Any]:
+    return {**own, "store": site.home.store, "seed": site.options.seed}
+
+
+def _shard(site: Site) -> dict[str, Any]:
+    own = _seeded(site, listen=site.at.shards[site.index], controller=site.at.controller, home=site.home.root / site.name)
+    return {**own, "index": site.index, "num_shards": site.options.num_shards}
+
+
+def _controller(site: Site) -> dict[str, Any]:
+    return _seeded(site, listen=site.at.controller, num_shards=site.options.num_shards)
+
+
+def _worker(site: Site) -> dict[str, Any]:
+    return _seeded(site, controller=site.at.controller, shards=site.at.shards)
+
+
+def _serving(site: Site) -> dict[str, Any]:
+    listen = site.at.serving.removeprefix("http://")
+    return _seeded(site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name)
+
+
+def _features(site: Site) -> dict[str, Any]:
+    return {"redis": _redis(site)}
+
+
+def _joiner(site: Site) -> dict[str, Any]:
+    """A job that runs already is watched; a new one goes on from the newest savepoint or checkpoint."""
+    own = {"store": site.home.store, "home": site.home.root / site.name, "flink": site.at.flink, "replay": site.options.replay}
+    return {**own, "parallelism": site.options.num_task_managers}
+
+
+def _simulate(site: Site) -> dict[str, Any]:
+    return {"serving": site.at.serving, "seed": site.options.seed, "report": site.home.root / "simulate.json"}
+
+
+def _redis(site: Site) -> str:
+    return f"redis://{site.at.redis}/0"
+
+
+def joins_on_flink(options: StackOptions) -> bool:
+    return options.overrides.get("joiner", {}).get("engine", "flink") == "flink"
+
+
+def restore_point(site: Site) -> str:
+    """Where a new joiner job goes on from; "" = none, or a job runs already. Deletes what is older."""
+    flink = site.home.root / "flink"
+    if flink_rest.live_job(site.at.flink) is not None:
+        return ""
+    restore_points.clean(flink)
+    return str(restore_points.newest(flink) or "")
+
+
+def _joiner_needs(options: StackOptions) -> tuple[str, ...]:
+    if not joins_on_flink(options):
+        return ("kafka",)
+    return ("kafka", JOB_MANAGER, *(task_manager(i) for i in range(options.num_task_managers)))
+
+
+def _joiner_ready(site: Site) -> bool:
+    return flink_rest.is_running(site.at.flink) if joins_on_flink(site.options) else _metrics_answer(site)
+
+
+KINDS = (  # in order of starting
+    Kind(
+        name="shard",
+        help="Hold a part of the embedding rows.",
+        config="param_server.config:ShardConfig",
+        run="param_server.main:run",
+        own=_shard,
+        count=lambda options: options.num_shards,
+        ready=lambda site: ports.answers(site.at.shards[site.index]),
+        stop_rank=StopRank.SHARD,
+        stop_s=15.0,
+    ),
+    Kind(
+        name="controller",
+        help="Commit, restore and watch workers and shards.",
+        config="trainer.config:ControllerConfig",
+        run="trainer.main:run_controller",
+        own=_controller,
+        ready=lambda site: ports.answers(site.at.controller),
+        stop_rank=StopRank.CONTROLLER,
+    ),
+    Kind(
+        name="worker",
+        help="Train on samples as they come.",
+        config="trainer.config:WorkerConfig",
+        run="trainer.main:run_worker",
+        own=_worker,
+        stop_rank=StopRank.WORKER,
+    ),
+    Kind(
+        name="serving",
+        help="Score requests over HTTP and log what was scored.",
+        config="serving.config:ServingConfig",
+        run="serving.main:run",
+        own=_serving,
+        ready=lambda site: ports.responds(f"{site.at.serving}/readyz"),
+        has_metrics_port=False,
+        stop_rank=StopRank.SERVING,
+        stop_s=25.0,
+    ),
+    Kind(
+        name="features",
+        help="Keep user histories and item counters in Redis.",
+        config="features.config:FeaturesConfig",
+        run="features.main:run",
+        own=_features,
+        stop_rank=StopRank.FEATURES,
+    ),
+    Kind(
+        name="joiner",
+        help="Join impressions and engagements into samples (a Flink job).",
+        config="joiner.config:JoinerConfig",
+        run="joiner.main:run",
+        own=_joiner,
+        needs=_joiner_needs,
+        ready=_joiner_ready,
+        stop_rank=StopRank.JOINER,
+    ),
+    Kind(
+        name="simulate",
+        help="Simulated users against a serving program.",
+        config="traffic.config:SimulateConfig",
+        run="traffic.main:run_simulate",
+        own=_simulate,
+        needs=lambda options: ("serving",),
+        shared=False,
+        restarted=False,
+        stop_rank=StopRank.TRAFFIC,
+    ),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+SIMULATE = "simulate"
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a program: that of `shard` for `shard-0`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    stem, _, number = name.rpartition("-")
+    kind = BY_NAME.get(stem if stem and number.isdecimal() else name)
+    if kind is None or (kind.count is None and kind.name != name):
+        raise ConfigError(f"no program {name!r}{nearest(name, BY_NAME)}")
+    return kind
+
+
+def names(options: StackOptions) -> list[str]:
+    """Every program of ours in a stack, in order of starting."""
+    return [name for kind in KINDS for name in kind.names(options)]

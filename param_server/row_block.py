@@ -1,0 +1,174 @@
+"""Some rows of one stack with all their state: what a freeze copies, a segment stores and a restore puts back.
+
+Letters: K keys, the first L of them live, the others gone; D width, A state width.
+
+    bytes = magic RSEG · version u16 · state width u16 · width u32 · L u32 · K u32 · 4 zero bytes
+          · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A], padded to 8 each
+          · xxh3-64 of the blob's key and of everything before
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from param_server.index import Keys, join_keys
+from roo.errors import CheckpointError
+
+VERSION = 1
+_HEAD = struct.Struct("<4sHHIII4x")
+_MAGIC = b"RSEG"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RowBlock:
+    keys: Keys  # K
+    unpublished_K: np.ndarray  # uint8: 1 = readers haven't got this state yet
+    stamp_ms_L: np.ndarray  # int64: event time of the last push
+    rows_LD: np.ndarray  # float32
+    state_LA: np.ndarray  # float32
+
+    @property
+    def num_live(self) -> int:
+        return len(self.stamp_ms_L)
+
+    @property
+    def live(self) -> Keys:
+        return Keys(self.keys.table_U[: self.num_live], self.keys.id_U[: self.num_live])
+
+    @property
+    def gone(self) -> Keys:
+        return Keys(self.keys.table_U[self.num_live :], self.keys.id_U[self.num_live :])
+
+    def take(self, chosen_K: np.ndarray) -> RowBlock:
+        """The keys where bool [K] is True, in order."""
+        live_L = chosen_K[: self.num_live]
+        return RowBlock(
+            keys=self.keys.take(chosen_K),
+            unpublished_K=self.unpublished_K[chosen_K],
+            stamp_ms_L=self.stamp_ms_L[live_L],
+            rows_LD=self.rows_LD[live_L],
+            state_LA=self.state_LA[live_L],
+        )
+
+    def without_gone(self) -> RowBlock:
+        return self.take(np.arange(len(self.keys)) < self.num_live)
+
+
+def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock]:
+    """Bucket → its part; empty buckets are absent."""
+    live_K = np.arange(len(block.keys)) < block.num_live
+    order_K = np.lexsort((~live_K, bucket_K))  # by bucket, live ones first, then as they were
+    sorted_K = bucket_K[order_K]
+    edges = [*np.flatnonzero(np.diff(sorted_K, prepend=-1)).tolist(), len(order_K)]
+    return {int(sorted_K[start]): _at(block, order_K[start:end]) for start, end in itertools.pairwise(edges)}
+
+
+def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
+    live_L = order_M[order_M < block.num_live]
+    return RowBlock(
+        keys=block.keys.take(order_M),
+        unpublished_K=block.unpublished_K[order_M],
+        stamp_ms_L=block.stamp_ms_L[live_L],
+        rows_LD=block.rows_LD[live_L],
+        state_LA=block.state_LA[live_L],
+    )
+
+
+def join(blocks: Sequence[RowBlock]) -> RowBlock:
+    """One block of several without gone keys; one or more."""
+    assert blocks and all(len(b.gone) == 0 for b in blocks)
+    return RowBlock(
+        keys=join_keys(*(b.keys for b in blocks)),
+        unpublished_K=np.concatenate([b.unpublished_K for b in blocks]),
+        stamp_ms_L=np.concatenate([b.stamp_ms_L for b in blocks]),
+        rows_LD=np.concatenate([b.rows_LD for b in blocks]),
+        state_LA=np.concatenate([b.state_LA for b in blocks]),
+    )
+
+
+def with_gone(block: RowBlock, gone: Sequence[Keys]) -> RowBlock:
+    """`block`, which has none, with gone keys that are all unpublished."""
+    keys = join_keys(block.keys, *gone)
+    unpublished_K = np.concatenate([block.unpublished_K, np.ones(len(keys) - len(block.keys), np.uint8)])
+    return dataclasses.replace(block, keys=keys, unpublished_K=unpublished_K)
+
+
+def published(block: RowBlock) -> RowBlock:
+    """The same without marks."""
+    return dataclasses.replace(block, unpublished_K=np.zeros_like(block.unpublished_K))
+
+
+def checksum(data: bytes | memoryview, key: bytes = b"") -> int:
+    """xxh3-64 of `key ‖ data`."""
+    hasher = xxhash.xxh3_64(key)
+    hasher.update(data)
+    return hasher.intdigest()
+
+
+def encode(block: RowBlock, key: bytes) -> bytes:
+    """The bytes of `block` as stored under `key`; another key's bytes are never mistaken for them."""
+    (num_live, width), state_width = block.rows_LD.shape, block.state_LA.shape[1]
+    parts = [_HEAD.pack(_MAGIC, VERSION, state_width, width, num_live, len(block.keys))]
+    for array in _arrays(block):
+        data = np.ascontiguousarray(array).tobytes()
+        parts += [data, bytes(-len(data) % 8)]
+    body = b"".join(parts)
+    return body + checksum(body, key).to_bytes(8, "little")
+
+
+def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
+    """Verified inverse of `encode`; nothing of `data` is kept.
+
+    Raises:
+        CheckpointError: damaged, of another key, version or width; nothing of it may be used.
+    """
+    what = f"segment part {key.decode(errors='replace')}"
+    if len(data) < _HEAD.size + 8 or checksum(memoryview(data)[:-8], key) != int.from_bytes(data[-8:], "little"):
+        raise CheckpointError(f"{what}: expected the checksum that it was written with, got another: it is damaged")
+    magic, version, a, d, num_live, num_keys = _HEAD.unpack_from(data)
+    if (magic, version) != (_MAGIC, VERSION):
+        raise CheckpointError(f"{what}: expected version {VERSION}, got {version}; use the Roostream that wrote it")
+    if (d, a) != (width, state_width):
+        raise CheckpointError(
+            f"{what}: expected rows of {width} + {state_width} numbers (schema), got {d} + {a}; "
+            "use the schema it was written with"
+        )
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("<u4", (num_keys,)),
+        ("<i8", (num_keys,)),
+        ("|u1", (num_keys,)),
+        ("<i8", (num_live,)),
+    ]
+    shapes += [("<f4", (num_live, d)), ("<f4", (num_live, a))]
+    sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for dtype, shape in shapes]
+    if num_live > num_keys or _HEAD.size + sum(-(-n // 8) * 8 for n in sizes) + 8 != len(data):
+        raise CheckpointError(f"{what}: expected sizes that agree with its {len(data)} bytes, got others: it is damaged")
+    arrays, at, body = [], _HEAD.size, np.frombuffer(data, np.uint8).copy()  # writable: kernels are compiled for that
+    for (dtype, shape), n in zip(shapes, sizes, strict=True):
+        arrays.append(body[at : at + n].view(dtype).reshape(shape))
+        at += -(-n // 8) * 8
+    table_K, id_K, unpublished_K, stamp_ms_L, rows_LD, state_LA = arrays
+    return RowBlock(
+        keys=Keys(table_K, id_K),
+        unpublished_K=unpublished_K,
+        stamp_ms_L=stamp_ms_L,
+        rows_LD=rows_LD,
+        state_LA=state_LA,
+    )
+
+
+def _arrays(block: RowBlock) -> tuple[np.ndarray, ...]:
+    return (
+        block.keys.table_U,
+        block.keys.id_U,
+        block.unpublished_K,
+        block.stamp_ms_L,
+        block.rows_LD,
+        block.state_LA,
+    )

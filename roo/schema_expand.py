@@ -1,0 +1,220 @@
+"""Families in a schema file, written out: what is said once becomes the long form, and then everything else follows.
+
+`{a,b}` in a name stands for both: `ctr_{10m,1h}` is `ctr_10m`, `ctr_1h`. Of several braces the last turns fastest, and
+braces may stand within braces. Rows come out where their block stood, in the order of its names, so the order of features,
+and with it the fingerprint, is that of the long form.
+
+    [[ro]], [[nro]]  a row a name; `online` and `table` with braces go along with the names one to one; a name that is left
+                     out is the online feature's
+    [[transform]]    a row for each input and, within an input, each operation
+    [tables.NAME]    a table a name
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from roo.config import where
+from roo.errors import SchemaError
+
+MOST_ROWS = 4096
+_MOST_LENGTH = 64
+_MOST_DEEP = 8
+_SECTIONS = ("ro", "nro", "label", "transform")
+_BOUND = ("online", "table")
+_BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
+
+
+class Expanded(NamedTuple):
+    raw: dict[str, Any]  # as parsed TOML of the long form
+    blocks: dict[str, list[int]]  # section → of each row, which [[section]] of the file it is from
+
+
+class Places:
+    """Where in the file a row of the schema was written; the file is read again only for a message."""
+
+    def __init__(self, path: str | Path | None, blocks: Mapping[str, list[int]]) -> None:
+        self.path = path
+        self._blocks = blocks
+
+    def of(self, section: str, row: int, *keys: str) -> str:
+        """`"file:line: "` of the first of `keys` that the row's block sets, or of the block's own line."""
+        return _place(self.path, section, self._blocks[section][row], *keys)
+
+    def file(self) -> str:
+        """`"file: "`."""
+        return f"{self.path}: " if self.path else ""
+
+
+def expand(raw: Mapping[str, Any], path: str | Path | None) -> Expanded:
+    """The long form of a parsed schema file; time and memory are bounded by MOST_ROWS a section.
+
+    Raises:
+        SchemaError: braces that don't close or are empty, bound keys that don't go together, too many rows; names file
+            and line.
+    """
+    out = dict(raw)
+    blocks: dict[str, list[int]] = {}
+    if isinstance(raw.get("tables"), dict):
+        out["tables"] = _tables(raw["tables"], path)
+    for section in _SECTIONS:
+        given = raw.get(section, [])
+        if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
+            raise SchemaError(f"{path or 'schema'}: expected [[{section}]] tables, got {given!r}")
+        rows: list[dict[str, Any]] = []
+        blocks[section] = []
+        for block, row in enumerate(given):
+            try:
+                new = _rows(section, row)
+                if len(rows) + len(new) > MOST_ROWS:
+                    raise SchemaError(f"expected at most {MOST_ROWS} [[{section}]] in all, got more; split the schema")
+            except SchemaError as error:
+                raise SchemaError(f"{_place(path, section, block)}[[{section}]]: {error}") from None
+            rows += new
+            blocks[section] += [block] * len(new)
+        out[section] = rows
+    return Expanded(out, blocks)
+
+
+def names_of(pattern: str) -> tuple[str, ...]:
+    """What a pattern stands for: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`; a plain name is its own only one.
+
+    Raises:
+        SchemaError: a brace without its other half, an empty item, braces more than 8 deep, more than MOST_ROWS names, a
+            name longer than 64.
+    """
+    names, end = _sequence(pattern, 0, depth=0)
+    if end < len(pattern):
+        raise SchemaError(f"{pattern[:80]!r}: expected '{{' before the '}}' at {end}; write a family as 'ctr_{{10m,1h}}'")
+    return tuple(names)
+
+
+def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
+    """Names of `pattern` from `at` on, and where they end: at its own end, at a `}` or, in braces, at a comma."""
+    names = [""]
+    while at < len(pattern) and pattern[at] != "}" and not (depth and pattern[at] == ","):
+        if pattern[at] == "{":
+            items, at = _braces(pattern, at, depth + 1)
+        else:
+            literal = re.compile(r"[^{},]+" if depth else r"[^{}]+").match(pattern, at)
+            assert literal
+            items, at = [literal[0].strip() if depth else literal[0]], literal.end()
+        if len(names) * len(items) > MOST_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+        names = [name + item for name in names for item in items]
+        if max(map(len, names)) > _MOST_LENGTH:
+            raise SchemaError(f"{pattern[:80]!r}: expected names of at most {_MOST_LENGTH} characters, got longer; shorten it")
+    return names, at
+
+
+def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
+    """Items of the braces that open at `start`, and the place behind them."""
+    if depth > _MOST_DEEP:
+        raise SchemaError(f"{pattern[:80]!r}: expected braces at most {_MOST_DEEP} deep, got deeper; write it as several names")
+    items: list[str] = []
+    at = start
+    while at == start or pattern[at] == ",":
+        names, at = _sequence(pattern, at + 1, depth)
+        if at == len(pattern):
+            raise SchemaError(f"{pattern[:80]!r}: expected '}}' for the '{{' at {start}, got none; close it")
+        if "" in names:
+            raise SchemaError(f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma")
+        items += names
+        if len(items) > MOST_ROWS:
+            raise SchemaError(f"{pattern[:80]!r}: expected at most {MOST_ROWS} names, got more; split it")
+    return items, at + 1
+
+
+def _tables(tables: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, table in tables.items():
+        try:
+            names = names_of(key)
+        except SchemaError as error:
+            raise SchemaError(f"{where(path, key)}[tables.{key}]: {error}") from None
+        for name in names:
+            if name in out:
+                raise SchemaError(f"{where(path, key)}[tables.{key}]: table {name!r} is there already; give each its own name")
+            out[name] = table
+    return out
+
+
+def _rows(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+    if section == "transform":
+        return _transforms(row)
+    return _features(row) if section in ("ro", "nro") else [row]
+
+
+def _features(row: dict[str, Any]) -> list[dict[str, Any]]:
+    if "name" not in row and "online" in row:
+        row = {"name": row["online"], **row}
+    if not isinstance(row.get("name"), str):
+        return [row]  # absent or of another type: told when the row is read
+    names = names_of(row["name"])
+    bound = {key: names_of(row[key]) for key in _BOUND if isinstance(row.get(key), str) and "{" in row[key]}
+    for key, values in bound.items():
+        if len(values) != len(names):
+            raise SchemaError(
+                f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
+            )
+    endings, online = ([name.rpartition("_")[2] for name in group] for group in (names, bound.get("online", names)))
+    if endings != online and sorted(endings) == sorted(online):
+        raise SchemaError(f"expected online in the order of {row['name']!r}, got {row['online']!r}; write both in one order")
+    return [{**row, "name": name, **{key: values[i] for key, values in bound.items()}} for i, name in enumerate(names)]
+
+
+def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
+    if "input" in row and "inputs" in row:
+        raise SchemaError("expected input or inputs, got both; keep one")
+    inputs = [name for text in _listed(row, "inputs" if "inputs" in row else "input") for name in names_of(text)]
+    ops = _listed(row, "op")
+    if len(inputs) * len(ops) > MOST_ROWS:
+        raise SchemaError(f"expected at most {MOST_ROWS} inputs times operations, got {len(inputs) * len(ops)}; split it")
+    output = row.get("output", "{input}")
+    if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:
+        raise SchemaError(f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'")
+    rest = {key: value for key, value in row.items() if key not in ("input", "inputs", "op", "output")}
+    return [{**rest, "output": _output(row, i, op), "input": i, "op": op} for i, op in itertools.product(inputs, ops)]
+
+
+def _listed(row: Mapping[str, Any], key: str) -> list[str]:
+    """A text, or a list of texts, as a list."""
+    if key not in row:
+        raise SchemaError(f"expected {key}, got nothing; add it")
+    value = [row[key]] if isinstance(row[key], str) else row[key]
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise SchemaError(f"expected a text or a list of texts in {key}, got {value!r}")
+    if not value:
+        raise SchemaError(f"expected at least one entry in {key}, got an empty list; name one or remove the transform")
+    return value
+
+
+def _output(row: Mapping[str, Any], name: str, op: str) -> Any:
+    """`output` with its `{input}` and `{op}` filled in; unless given, rank and share stand beside the input."""
+    pattern = row.get("output", "{input}_{op}" if op in _BESIDE else "{input}")
+    return pattern.replace("{input}", name).replace("{op}", op) if isinstance(pattern, str) else pattern
+
+
+def _place(path: str | Path | None, section: str, block: int, *keys: str) -> str:
+    """`"file:line: "` of a key in the block-th [[section]] of a file, as far as can be told."""
+    if path is None:
+        return ""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return f"{path}: "
+    header = re.compile(rf'^\s*\[\[\s*"?{section}"?\s*\]\]')
+    starts = [n for n, line in enumerate(lines) if header.match(line)]
+    if block >= len(starts):
+        return f"{path}: "
+    start = starts[block]
+    body = list(itertools.takewhile(lambda line: not line.lstrip().startswith("["), lines[start + 1 :]))
+    for key in keys:
+        for n, line in enumerate(body, start + 1):
+            if re.match(rf'\s*"?(?:{key}|{key.removesuffix("_ms")})"?\s*=', line):
+                return f"{path}:{n + 1}: "
+    return f"{path}:{start + 1}: "

@@ -1,0 +1,48 @@
+"""host:port, and which of them may be listened on: nothing of ours asks a caller who it is."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from roo.config import refusal
+from roo.errors import ConfigError
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`"host:port"` → (host, port).
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"expected an address like '127.0.0.1:7000', got {address!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_addresses(key: str, *addresses: str) -> None:
+    """Raises ConfigError: one isn't host:port; names the key."""
+    for address in addresses:
+        try:
+            parse_address(address)
+        except ConfigError:
+            raise refusal(key, "an address like '127.0.0.1:7000'", address) from None
+
+
+def check_listen(key: str, address: str, *, insecure: bool) -> None:
+    """The rule for every port of every program.
+
+    Raises:
+        ConfigError: it isn't host:port, or others would reach it and nobody has said that they may.
+    """
+    check_addresses(key, address)
+    if not (insecure or is_loopback(parse_address(address)[0])):
+        raise refusal(key, "a loopback address such as 127.0.0.1", address, "to let others reach it, set insecure = true")

@@ -1,0 +1,106 @@
+"""Where Kafka is and how a client proves who it is; `runtime.kafka` makes clients of it, Flink's connectors take `java()`.
+
+Imports no client, so that settings can hold it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from roo.config import setting
+from roo.errors import ConfigError
+
+_LOGIN = {"PLAIN": "plain.PlainLoginModule", "SCRAM-SHA-256": "scram.ScramLoginModule", "SCRAM-SHA-512": "scram.ScramLoginModule"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KafkaSecurity:
+    """The table `[kafka_security]` of a program's TOML. Secrets are never part of `repr`, and so of no log."""
+
+    protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = setting("PLAINTEXT", "what the listener speaks")
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = setting("SCRAM-SHA-512", "SASL: how to log in")
+    username: str = setting("", "SASL: who this program is")
+    password: str = setting("", "SASL: its password", secret=True)
+    ca: str = setting("", "SSL: PEM file of the authorities that may sign the broker's certificate; '' = the system's")
+    certificate: str = setting("", "SSL: PEM file of this program's certificate chain; '' = none")
+    key: str = setting("", "SSL: PEM file of its private key (PKCS #8)")
+    key_password: str = setting("", "SSL: password of that file", secret=True)
+
+    def __post_init__(self) -> None:
+        if self.uses_sasl and not (self.username and self.password):
+            raise ConfigError(f"expected username and password for protocol {self.protocol}, got none; add both")
+        if bool(self.certificate) != bool(self.key):
+            raise ConfigError("expected certificate and key together, got one of them; add the other")
+        if not self.uses_ssl and (self.ca or self.certificate):
+            raise ConfigError(f"expected protocol SSL or SASL_SSL with ca or certificate, got {self.protocol}; change it")
+        if not self.uses_sasl and (self.username or self.password):
+            raise ConfigError(f"expected protocol SASL_SSL or SASL_PLAINTEXT with username, got {self.protocol}; change it")
+
+    @property
+    def uses_ssl(self) -> bool:
+        return self.protocol.endswith("SSL")
+
+    @property
+    def uses_sasl(self) -> bool:
+        return self.protocol.startswith("SASL")
+
+    def librdkafka(self) -> dict[str, str]:
+        """Under librdkafka's names; {} for PLAINTEXT."""
+        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        if self.uses_sasl:
+            found |= {"sasl.mechanism": self.mechanism, "sasl.username": self.username, "sasl.password": self.password}
+        if self.ca:
+            found["ssl.ca.location"] = self.ca
+        if self.certificate:
+            found |= {"ssl.certificate.location": self.certificate, "ssl.key.location": self.key}
+        if self.key_password:
+            found["ssl.key.password"] = self.key_password
+        return found
+
+    def java(self) -> dict[str, str]:
+        """Under the names of Kafka's Java clients, files as text: a task manager needs none of them. {} for PLAINTEXT.
+
+        Raises:
+            ConfigError: a file can't be read.
+        """
+        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        if self.uses_sasl:
+            login = f"org.apache.kafka.common.security.{_LOGIN[self.mechanism]}"
+            who = f"username={_quoted(self.username)} password={_quoted(self.password)}"
+            found |= {"sasl.mechanism": self.mechanism, "sasl.jaas.config": f"{login} required {who};"}
+        if self.ca:
+            found |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _text("ca", self.ca)}
+        if self.certificate:
+            found |= {
+                "ssl.keystore.type": "PEM",
+                "ssl.keystore.certificate.chain": _text("certificate", self.certificate),
+                "ssl.keystore.key": _text("key", self.key),
+            }
+        if self.key_password:
+            found["ssl.key.password"] = self.key_password
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Broker:
+    """What every Kafka client is made from. `str()` is the address alone."""
+
+    bootstrap: str
+    security: KafkaSecurity = KafkaSecurity()
+
+    def __str__(self) -> str:
+        return self.bootstrap
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _text(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kafka_security.{name}: expected a PEM file, got {path!r}: {error}; check the path") from None

@@ -1,0 +1,63 @@
+"""What all programs of one deployment share: where Kafka, schema and store are, into how many parts data are divided, and
+where each program is watched. The settings of a program derive from it, so that each key is declared once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from roo.config import Refusal, Settings, refusal, setting
+from runtime.address import check_addresses, check_listen
+from runtime.broker import Broker, KafkaSecurity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched(Settings):
+    """A program with a port on which it is watched (runtime/metrics.py)."""
+
+    metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
+    metrics_port: int = setting(0, "their port; 0 = draw one", least=0, most=65535)
+    insecure: bool = setting(False, "listen on addresses that others reach, although nothing asks who they are")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_listen("metrics_host", f"{self.metrics_host}:{self.metrics_port}", insecure=self.insecure)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment(Watched):
+    """Equal in all programs that belong together; partitions and buckets are in every manifest and fixed with the first."""
+
+    needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "store")
+    """Keys that this program can't do without."""
+
+    bootstrap: str = setting("", "Kafka, host:port; several with commas")
+    kafka_security: KafkaSecurity = setting(factory=KafkaSecurity, help="table: how Kafka is spoken to, and who this program is")
+    prefix: str = setting("", "of topic names and Redis keys")
+    schema: str = setting("", "schema TOML")
+    store: str = setting("", "checkpoint store: a directory, or its URL")
+    partitions: int = setting(4, "of each topic; dead_letters has one", least=1, most=1024)
+    buckets: int = setting(64, "that the rows of a stack are divided into", least=1, most=1 << 16)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bootstrap:
+            check_addresses("bootstrap", *self.bootstrap.split(","))
+        self.require(*self.needs)
+
+    def require(self, *keys: str) -> None:
+        """Raises ConfigError: one of these keys is empty."""
+        helps = {f.name: f.metadata["help"] for f in dataclasses.fields(self)}
+        for key in keys:
+            if not getattr(self, key):
+                raise Refusal(key, f"expected a value ({helps[key]}), got nothing; add it")
+
+    def check_shards(self, num_shards: int) -> None:
+        """Raises ConfigError: a shard would have no bucket."""
+        if num_shards > self.buckets:
+            raise refusal("num_shards", f"at most buckets = {self.buckets}", num_shards, "each shard holds at least one bucket")
+
+    @property
+    def broker(self) -> Broker:
+        return Broker(self.bootstrap, self.kafka_security)

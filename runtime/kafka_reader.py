@@ -1,0 +1,234 @@
+"""The one reader of Kafka's records: partitions assigned by hand, offsets kept by whoever reads, never by a group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException
+
+from roo.errors import UnavailableError
+from roo.wire import Record
+from runtime import kafka
+from runtime.broker import Broker
+from runtime.merge import Merge
+from runtime.reading import Ends, Reading
+from runtime.record_reader import PartitionLag, RecordsGoneError
+from runtime.topics import Partition, Progress
+
+log = logging.getLogger("roostream.reader")
+
+_AWAY_AFTER_S = 5.0
+_ASK_S = 5.0
+_FETCH_S = 0.1  # a poll looks at its time limit so often
+_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+_UNREADABLE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+
+
+class KafkaReader:
+    """See `runtime.record_reader.RecordReader`. A broker that is away is waited for by the client, without an error."""
+
+    def __init__(self, consumer: Consumer, reading: Reading, ends: Ends | None = None, *, what: str = "Kafka") -> None:
+        """`consumer`: as `open` makes it: told of ends, and of offsets that are gone. `what` names the broker in messages."""
+        self.reading, self.partitions, self.what = reading, reading.partitions, what
+        self.num_lost = 0
+        self._ends = ends
+        self._merge = Merge(reading.partitions, reading.buffered)
+        self._given = dict.fromkeys(reading.partitions, 0)
+        self._given_ms = dict.fromkeys(reading.partitions, 0)
+        self._fetched = dict.fromkeys(reading.partitions, 0)  # next offset to come from the broker
+        self._gone: set[Partition] = set()  # the broker has no such offset any more
+        self._held: set[Partition] = set()
+        self._paused: set[Partition] = set()
+        self._consumer: Consumer | None = consumer
+        self._silent_since_s = 0.0
+
+    @classmethod
+    def open(cls, broker: Broker, group: str, reading: Reading) -> KafkaReader:
+        """Start the clients, without waiting for the broker; `seek` must follow. `group` is a name for the broker's access
+        rules: nothing is committed to it."""
+        consumer = kafka.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
+        ends = Ends(kafka.admin(broker), reading) if reading.follows_ends else None
+        if ends is not None:
+            ends.start()
+        return cls(consumer, reading, ends, what=f"Kafka at {broker}")
+
+    def seek(self, progress: Mapping[Partition, int]) -> None:
+        oldest = {p: self.bounds(p)[0] for p in self.partitions}
+        wanted = {p: progress.get(p, oldest[p]) for p in self.partitions}
+        for p, at in wanted.items():
+            if at < oldest[p]:
+                self._lose(p, at, oldest[p])
+        self._given = {p: max(at, oldest[p]) for p, at in wanted.items()}
+        self._given_ms = dict.fromkeys(self.partitions, 0)
+        self._fetched = dict(self._given)
+        self._merge.clear()
+        self._assign()
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        deadline_s = time.monotonic() + timeout_s
+        out = self._take(max_records, partition)
+        left_s = timeout_s
+        while not out:
+            self._fetch(max_records, min(max(left_s, 0.0), _FETCH_S))
+            out = self._take(max_records, partition)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+        for record in out:
+            at = record.topic, record.partition
+            self._given[at], self._given_ms[at] = record.offset + 1, record.timestamp_ms
+        self._balance()
+        return out
+
+    def hold(self, partitions: Collection[Partition]) -> None:
+        self._held = set(partitions)
+        self._balance()
+
+    def positions(self) -> Progress:
+        return dict(self._given)
+
+    def end_offsets(self) -> Progress:
+        return {p: self.bounds(p)[1] for p in self.partitions}
+
+    def at_end(self) -> bool:
+        return all(self._merge.is_drained(p) for p in self.partitions)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return {
+            p: PartitionLag(
+                # Markers of transactions take offsets that no reader sees: a drained partition is at its end.
+                position=self._fetched[p] if self._merge.is_drained(p) else self._given[p],
+                stable_end=end.stable,
+                high_watermark=end.high,
+                position_ms=self._given_ms[p],
+                newest_ms=end.newest_ms,
+            )
+            for p, end in (self._ends.known if self._ends else {}).items()
+        }
+
+    def close(self) -> None:
+        if self._ends is not None:
+            self._ends.stop()
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _take(self, max_records: int, partition: Partition | None) -> list[Record]:
+        if partition is not None:
+            return self._merge.take_of(partition, max_records)
+        return self._merge.take(max_records) if self.reading.merged else self._merge.take_any(max_records)
+
+    def _fetch(self, max_records: int, timeout_s: float) -> None:
+        self._skip_gone()
+        client = self._client()
+        first = client.poll(timeout_s)  # `consume` would wait for all that it is asked for
+        messages = [] if first is None else [first, *client.consume(max(max_records, 64), 0)]
+        self._note_silence(bool(messages))
+        for message in messages:
+            error = message.error()
+            if error is None:
+                self._offer(message)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                p = self._partition(message)
+                self._fetched[p] = max(self._fetched[p], message.offset())
+                self._merge.reached_end(p)
+            elif error.code() in _GONE:
+                self._gone.add(self._partition(message))
+            else:
+                log.debug("%s: %s", self.reading.named(), error)
+        if self._gone and not self.reading.skips_lost:
+            raise RecordsGoneError(f"{self._named(min(self._gone))} no longer has offset {self._fetched[min(self._gone)]}")
+
+    def _offer(self, message: Any) -> None:
+        p, offset = self._partition(message), message.offset()
+        if offset < self._fetched[p]:
+            return  # fetched before a seek or a pause
+        self._fetched[p] = offset + 1
+        self._merge.offer(Record(*p, offset, message.timestamp()[1], message.key(), message.value() or b""))
+
+    def _skip_gone(self) -> None:
+        """Go on behind what retention has deleted while it was to be read; tried again while the broker is away."""
+        if not self._gone:
+            return
+        try:
+            oldest = {p: self.bounds(p)[0] for p in self._gone}
+        except UnavailableError as error:
+            log.debug("%s", error)
+            return
+        for p, at in oldest.items():
+            self._lose(p, self._fetched[p], at)
+            self._fetched[p] = at
+        self._assign()
+
+    def _lose(self, partition: Partition, wanted: int, oldest: int) -> None:
+        if not self.reading.skips_lost:
+            raise RecordsGoneError(f"{self._named(partition)} no longer has offset {wanted}, the oldest is {oldest}")
+        if wanted >= oldest:
+            log.error("%s ends before offset %d: it was made anew; going on from %d", self._named(partition), wanted, oldest)
+            return
+        self.num_lost += oldest - wanted
+        log.error(
+            "%s: offset %d is gone, the oldest is %d: retention deleted %d records before they were read; raise it",
+            self._named(partition),
+            wanted,
+            oldest,
+            oldest - wanted,
+        )
+
+    def _assign(self) -> None:
+        """All partitions, at what was fetched; this ends every pause."""
+        self._client().assign([self.reading.place(p, self._fetched[p]) for p in self.partitions])
+        self._paused.clear()
+        self._gone.clear()
+        self._silent_since_s = time.monotonic()
+        self._balance()
+
+    def _balance(self) -> None:
+        """Stop fetching partitions that are held or whose buffers are full, so that memory stays bounded while others lag."""
+        full = {p for p in self.partitions if not self._merge.room(p)}
+        half = {p for p in self._paused if self._merge.room(p) < self._merge.buffered // 2}
+        wanted = full | half | self._held
+        if more := wanted - self._paused:
+            self._client().pause([self.reading.place(p) for p in more])
+        if ready := self._paused - wanted:
+            self._client().resume([self.reading.place(p) for p in ready])
+        self._paused = wanted
+
+    def _note_silence(self, heard: bool) -> None:
+        """One line when nothing, not even an end of a partition that is behind, has come for a while."""
+        now_s = time.monotonic()
+        behind = any(not self._merge.at_end(p) for p in self.partitions if p not in self._paused)
+        if heard or not behind:
+            if self._silent_since_s < 0:
+                log.info("records of %s come again", self.reading.named())
+            self._silent_since_s = now_s
+        elif 0 <= self._silent_since_s < now_s - _AWAY_AFTER_S:
+            log.warning("waiting for %s: no records of %s for %g s", self.what, self.reading.named(), _AWAY_AFTER_S)
+            self._silent_since_s = -1.0
+
+    def bounds(self, partition: Partition) -> tuple[int, int]:
+        """(oldest offset still there, last stable offset), asked now; UnavailableError as `end_offsets`."""
+        try:
+            found = self._client().get_watermark_offsets(self.reading.place(partition), timeout=_ASK_S)
+        except KafkaException as error:
+            code = error.args[0].code()
+            todo = "create the topics first, or check the prefix" if code in _UNREADABLE else "start it or check the address"
+            raise UnavailableError(f"{self.what}: {self._named(partition)}: {error.args[0].str()}; {todo}") from None
+        if found is None:
+            raise UnavailableError(
+                f"{self.what}: {self._named(partition)}: no offsets in {_ASK_S:g} s; start it or check the address"
+            )
+        return int(found[0]), int(found[1])
+
+    def _partition(self, message: Any) -> Partition:
+        return self.reading.partition_of(message.topic(), message.partition())
+
+    def _named(self, partition: Partition) -> str:
+        return f"{self.reading.place(partition).topic}-{partition[1]}"
+
+    def _client(self) -> Consumer:
+        assert self._consumer is not None, "it is closed"
+        return self._consumer

@@ -1,0 +1,75 @@
+"""Partitions merged by record timestamp while a reader lags.
+
+Otherwise day 3 of one partition would be trained or counted before day 1 of another, and live metrics would have seen their
+own future.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from roo.wire import Record
+from runtime.topics import Partition
+
+
+class Merge:
+    """Bounded buffers, one a partition; gives the oldest head.
+
+    A partition that has nothing buffered and is not at its end may hold an older record, so nothing is given until it speaks;
+    a partition at its end never holds up the others. `room` says who may be fetched.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], buffered: int = 4096) -> None:
+        """Of equal times the partition named first comes first. `buffered`: records a partition."""
+        self.buffered = buffered
+        self._buffers: dict[Partition, deque[Record]] = {p: deque() for p in partitions}
+        self._at_end: dict[Partition, bool] = dict.fromkeys(partitions, False)
+
+    def offer(self, record: Record) -> None:
+        partition = record.topic, record.partition
+        self._buffers[partition].append(record)
+        self._at_end[partition] = False
+
+    def reached_end(self, partition: Partition) -> None:
+        """Everything that exists now has been offered; until the next offer, this partition has no say."""
+        self._at_end[partition] = True
+
+    def at_end(self, partition: Partition) -> bool:
+        """All of it that exists has been offered."""
+        return self._at_end[partition]
+
+    def is_drained(self, partition: Partition) -> bool:
+        """All of it that exists has been offered and given."""
+        return self._at_end[partition] and not self._buffers[partition]
+
+    def room(self, partition: Partition) -> int:
+        return max(self.buffered - len(self._buffers[partition]), 0)
+
+    def take(self, max_records: int) -> list[Record]:
+        """Oldest first by (timestamp, partition), for as long as no silent partition could hold an older one."""
+        out: list[Record] = []
+        while len(out) < max_records:
+            heads = [(b[0].timestamp_ms, n, b) for n, b in enumerate(self._buffers.values()) if b]
+            if not heads or any(not b and not self._at_end[p] for p, b in self._buffers.items()):
+                break
+            out.append(min(heads)[2].popleft())
+        return out
+
+    def take_of(self, partition: Partition, max_records: int) -> list[Record]:
+        """The next of one partition, whatever the others hold."""
+        buffer = self._buffers[partition]
+        return [buffer.popleft() for _ in range(min(max_records, len(buffer)))]
+
+    def take_any(self, max_records: int) -> list[Record]:
+        """What is there, partition by partition."""
+        out: list[Record] = []
+        for partition in self._buffers:
+            out += self.take_of(partition, max_records - len(out))
+        return out
+
+    def clear(self) -> None:
+        """Forget what was offered, and who is at the end."""
+        for partition, buffer in self._buffers.items():
+            buffer.clear()
+            self._at_end[partition] = False

@@ -1,0 +1,212 @@
+"""The feature log: what serving answered for, on disk before the answer leaves, until Kafka has acknowledged it.
+
+    home/log/00000007.seg 00000008.seg 00000009.seg      fully acknowledged segments are deleted
+                    ▲ cursor                  ▲ end
+         all before it is acknowledged        appends go here
+
+Appends are stores into a shared memory map: they survive kill -9 of the process (the pages are the kernel's), not a power
+cut. Delivery is at least once: after a restart everything behind the cursor is sent again, and the joiner deduplicates.
+The size is bounded: a full log refuses (G7), it never grows and never forgets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from roo.errors import SetupError, UnavailableError, WireError
+from serving.feature_log.format import HEADER_BYTES, LogRecord, record_bytes
+from serving.feature_log.segment import Cursor, CursorFile, Segment
+
+log = logging.getLogger("roostream.serving.log")
+
+
+class LogFullError(UnavailableError):
+    """The feature log can't take more before Kafka has taken some; nothing was appended."""
+
+
+class Entry(NamedTuple):
+    """A record and the cursor behind it."""
+
+    after: Cursor
+    record: LogRecord | None  # None: damaged on disk
+
+
+class FeatureLog:
+    """Append from any thread; `read` and `acknowledge` from one. Build with `open`."""
+
+    def __init__(
+        self, directory: Path, segments: list[Segment], cursors: CursorFile, lock_handle: int, sizes: tuple[int, int]
+    ) -> None:
+        self.directory, self.segment_bytes, self.max_bytes = directory, *sizes
+        self.appended = threading.Event()  # set by every append; the reader clears it before it reads
+        self._segments, self._cursors, self._lock_handle = {s.start.segment: s for s in segments}, cursors, lock_handle
+        self._active = segments[-1]
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def open(cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20) -> FeatureLog:
+        """The log in `directory`, made if absent. What an earlier process left is kept and will be read from its cursor.
+
+        Raises:
+            SetupError: another process has it open, or the disk refuses; says which.
+        """
+        assert segment_bytes * 2 <= max_bytes
+        directory = Path(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock_handle = _claim(directory)
+            segments = list(_open_segments(directory))
+            cursors = CursorFile.open(directory / "cursor")
+            if segments:
+                segments[-1] = segments[-1].reopen(segment_bytes)
+            else:
+                at = cursors.cursor or Cursor(0, 0, 0)
+                segments = [Segment.create(directory, Cursor(at.segment + 1, HEADER_BYTES, at.sequence), segment_bytes)]
+        except OSError as error:
+            raise SetupError(
+                f"feature log {directory} can't be used: {error.strerror}; free space or choose another home"
+            ) from None
+        opened = cls(directory, segments, cursors, lock_handle, (segment_bytes, max_bytes))
+        opened.acknowledge(opened.cursor)
+        return opened
+
+    @property
+    def cursor(self) -> Cursor:
+        """Everything before it is acknowledged."""
+        stored, oldest = self._cursors.cursor, self._segments[min(self._segments)].start
+        if stored is None or stored.segment not in self._segments:
+            return oldest
+        # A segment that an older one was mistaken for has other sequence numbers.
+        segment = self._segments[stored.segment]
+        return stored if segment.start.sequence <= stored.sequence and stored.offset >= HEADER_BYTES else oldest
+
+    @property
+    def end(self) -> Cursor:
+        return self._active.end
+
+    @property
+    def backlog_records(self) -> int:
+        return self.end.sequence - self.cursor.sequence
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait for acknowledgement, headers included."""
+        with self._lock:
+            cursor = self.cursor
+            return sum(s.end.offset for n, s in self._segments.items() if n >= cursor.segment) - cursor.offset
+
+    def has_room(self, value_bytes: int) -> bool:
+        """Whether a record with a value of this size would be taken now."""
+        return self._active.has_room(value_bytes + 64) or self._may_rotate()
+
+    def append(self, record: LogRecord) -> None:
+        """Once this returns, the record is sent to Kafka at least once, through any kill -9 of this process.
+
+        Raises:
+            LogFullError: the log or the disk is full; nothing was appended.
+            WireError: `oversized`: the record doesn't fit a segment; nothing was appended.
+        """
+        size = record_bytes(record)
+        if size > self.segment_bytes - HEADER_BYTES:
+            raise WireError("oversized", f"expected a record of at most {self.segment_bytes - HEADER_BYTES} bytes, got {size}")
+        with self._lock:
+            if self._closed:
+                raise LogFullError("the feature log is closed: this process is stopping; ask another one")
+            if not self._active.has_room(size):
+                self._rotate()
+            self._active.append(record)
+        self.appended.set()
+
+    def read(self, at: Cursor, max_bytes: int) -> list[Entry]:
+        """Entries from `at` in order of appending, about `max_bytes` of them, across segments; empty at the end."""
+        entries: list[Entry] = []
+        budget = max_bytes
+        while budget > 0:
+            for found in self._segments[at.segment].scan(at):
+                budget -= found.next_offset - at.offset
+                at = Cursor(at.segment, found.next_offset, found.sequence + 1)
+                entries.append(Entry(at, found.record))
+                if budget <= 0:
+                    return entries
+            following = self._following(at)
+            if following is None:
+                return entries
+            at = following
+        return entries
+
+    def acknowledge(self, cursor: Cursor) -> None:
+        """Everything before `cursor` is delivered: remember it, and delete the segments that lie wholly before it."""
+        self._cursors.write(cursor)
+        with self._lock:
+            for number in [n for n in self._segments if n < cursor.segment]:
+                segment = self._segments.pop(number)
+                segment.close()
+                segment.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Idempotent. Later appends raise LogFullError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for segment in self._segments.values():
+                segment.close()
+            self._cursors.close()
+            os.close(self._lock_handle)
+
+    def _following(self, at: Cursor) -> Cursor | None:
+        """The start of the segment after `at`'s, if `at` is the end of one that is full; else None."""
+        with self._lock:
+            if at.segment == self._active.start.segment:
+                return None
+            start = self._segments[min(n for n in self._segments if n > at.segment)].start
+        if start.sequence > at.sequence:
+            log.error(
+                "feature log: %d records before segment %d are damaged and lost", start.sequence - at.sequence, start.segment
+            )
+        return start
+
+    def _may_rotate(self) -> bool:
+        return (len(self._segments) + 1) * self.segment_bytes <= self.max_bytes
+
+    def _rotate(self) -> None:
+        if not self._may_rotate():
+            raise LogFullError(
+                f"the feature log is full ({self.max_bytes >> 20} MiB): Kafka has not taken its records; try again later"
+            )
+        end = self._active.end
+        try:
+            self._active = Segment.create(self.directory, Cursor(end.segment + 1, HEADER_BYTES, end.sequence), self.segment_bytes)
+        except OSError as error:
+            raise LogFullError(f"the feature log can't grow: {error.strerror}; free space at {self.directory}") from None
+        self._segments[end.segment + 1] = self._active
+
+
+def _claim(directory: Path) -> int:
+    handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise SetupError(
+            f"feature log {directory} is in use by another process; give each serving process its own home"
+        ) from None
+    return handle
+
+
+def _open_segments(directory: Path) -> Iterator[Segment]:
+    """The segments there, oldest first; files that aren't whole segments are set aside, loudly (G5)."""
+    for path in sorted(directory.glob("*.seg")):
+        segment = Segment.open(path)
+        if segment is None:
+            log.error("feature log: %s has no valid header; set aside as %s.damaged", path, path.name)
+            path.rename(path.with_suffix(".damaged"))
+        else:
+            yield segment

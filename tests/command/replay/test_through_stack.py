@@ -1,0 +1,52 @@
+"""A replay through a stack of its own gives what a replay in one process gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command.replay.run import run
+from command.replay.stage import joiner_settings
+from command.replay.through_stack import stack_options
+from joiner.config import JoinerConfig
+from traffic.config import ReplayConfig
+
+DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md"
+
+
+def config(folder: Path, **settings: Any) -> ReplayConfig:
+    """The log and the schema of the documentation."""
+    page = DOCUMENTED.read_text()
+    for language in ("jsonl", "toml"):
+        (folder / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
+    given = {"dataset": "jsonl", "log": (str(folder / "shop.jsonl"),), "schema": str(folder / "shop.toml")}
+    return ReplayConfig(**{**given, **settings})
+
+
+def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
+    chosen = config(tmp_path, window_ms=60_000, lateness_ms=500)
+    options = stack_options(chosen)
+    assert options.replay and options.overrides["joiner"] == joiner_settings(chosen)
+    rules = JoinerConfig(**joiner_settings(chosen)).rules
+    assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
+
+
+def test_the_worker_is_told_when_to_stand_still(tmp_path: Path) -> None:
+    worker = stack_options(config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8)).overrides["worker"]
+    assert worker == {"batch_requests": 8, "model": "", "freeze_at_ms": 1_714_521_600_000, "seed": 3}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
+    reports = {}
+    for engine in ("local", "stack"):
+        report = tmp_path / f"{engine}.json"
+        assert run(config(tmp_path, engine=engine, report=str(report))) == 0
+        reports[engine] = json.loads(report.read_text())
+    assert reports["stack"]["accounted"]
+    assert reports["stack"]["counts"] == reports["local"]["counts"]
+    assert reports["stack"]["features_digest"] == reports["local"]["features_digest"]

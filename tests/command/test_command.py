@@ -1,0 +1,90 @@
+"""The command line: help everywhere, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from command.main import cli
+
+
+def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for name, command in group.commands.items():
+        found.append((*path, name))
+        if isinstance(command, click.Group):
+            found += commands(command, (*path, name))
+    return found
+
+
+@pytest.mark.parametrize("command", [(), *commands()], ids=lambda c: " ".join(c) or "roostream")
+def test_every_command_helps_with_an_example(command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example:\n" in result.output
+    assert "roostream" in result.output.split("Example:\n")[1]
+
+
+def roostream(*arguments: str | Path) -> tuple[int, str]:
+    command = (sys.executable, "-m", "command.main", *map(str, arguments))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("worker", "--config", "no.toml"), "error: no.toml: no such file; expected a TOML file"),
+        (("status", "--home", "no-home"), "roostream up"),
+        (("down", "--home", "no-home"), "roostream up"),
+        (("up", "--home", "h", "--port", "servng=1"), "did you mean 'serving'"),
+        (("up", "--home", "h", "--set", "workr.exact=true"), "did you mean 'worker'"),
+        (("up", "--home", "h", "--schema", "no.toml"), "error: no.toml: no such file"),
+        (("up", "--foreground", "--home", "/proc/h"), "can't be made"),
+        (("up", "--foreground", "--home", "h", "--java", "/no/java"), "no java at '/no/java'"),
+        (("replay", "ebnerd", "--behaviors", "no.parquet"), "no such file"),
+        (("simulate", "--home", "no-home"), "roostream up"),
+        (("schema", "show", "no.toml"), "error: no.toml: no such file"),
+    ],
+    ids=lambda v: " ".join(v[:2]) if isinstance(v, tuple) else "",
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, error = roostream(*arguments)
+    assert code == 2
+    assert said in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_wrong_key_is_told_with_file_line_and_nearest_key(tmp_path: Path) -> None:
+    path = tmp_path / "shard.toml"
+    path.write_text('controller = "127.0.0.1:1"\n\nindx = 1\n')
+    code, error = roostream("shard", "--config", path)
+    assert code == 2
+    assert f"{path}:3: unknown key 'indx' = 1; did you mean 'index'?" in error
+
+
+def test_several_files_can_follow_one_option(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("")
+    result = CliRunner().invoke(
+        cli, ["replay", "ebnerd", "--behaviors", str(tmp_path / "a"), str(tmp_path / "b"), "--speed", "0x"]
+    )
+    assert "key 'speed': expected" in str(result.exception)
+
+
+def test_a_schema_is_shown_with_its_families_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text('[[nro]]\nonline = "ctr_{10m,1h}"\n[[label]]\nname = "click"\naction = "click"\n')
+    result = CliRunner().invoke(cli, ["schema", "show", str(path)])
+    assert '[[nro]]\nname = "ctr_10m"\nonline = "ctr_10m"\n\n[[nro]]\nname = "ctr_1h"\n' in result.output
+    path.write_text(result.output)
+    assert CliRunner().invoke(cli, ["schema", "show", str(path)]).output == result.output

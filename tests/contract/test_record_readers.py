@@ -1,0 +1,290 @@
+"""What every reader of records promises: Kafka's over a real broker, and the one in memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from roo.errors import UnavailableError
+from roo.wire import Record
+from runtime import kafka
+from runtime.broker import Broker
+from runtime.kafka_reader import KafkaReader
+from runtime.reading import Reading
+from runtime.record_reader import MemoryReader, RecordReader, RecordsGoneError
+from runtime.topics import Partition, TopicSettings, name_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN, P0, P1 = ("impressions", 0), ("engagements", 0), ("engagements", 1)
+ALL = (SHOWN, P0, P1)
+_WAIT_S = 30.0
+
+pytestmark = pytest.mark.timeout(400)
+KAFKA = pytest.param("kafka", marks=pytest.mark.e2e)
+
+
+class Log(Protocol):
+    """Where a reader's records are."""
+
+    def reader(self, *, skips_lost: bool = True) -> RecordReader:
+        """One a test, before anything is written."""
+
+    def write(self, partition: Partition, *times_ms: int) -> None: ...
+
+    def trim(self, partition: Partition, first: int) -> None:
+        """Retention: offsets below `first` are gone."""
+
+    def close(self) -> None: ...
+
+
+class MemoryLog:
+    def __init__(self) -> None:
+        self.made: MemoryReader | None = None
+
+    def reader(self, *, skips_lost: bool = True) -> RecordReader:
+        self.made = MemoryReader(ALL, skips_lost=skips_lost)
+        return self.made
+
+    def write(self, partition: Partition, *times_ms: int) -> None:
+        assert self.made is not None
+        first = self.made.end_offsets()[partition]
+        self.made.append([Record(*partition, first + n, t, b"key", b"value") for n, t in enumerate(times_ms)])
+
+    def trim(self, partition: Partition, first: int) -> None:
+        assert self.made is not None
+        self.made.trim(partition, first)
+
+    def close(self) -> None: ...
+
+
+class KafkaLog:
+    """Topics of its own."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker, self.prefix = broker, f"readers{next(self._numbers)}."
+        kafka.create_topics(broker, self.prefix, TopicSettings(replay=True), ["impressions", "engagements"])
+        self.client, self.admin = kafka.producer(broker), kafka.admin(broker)
+        self.readers: list[KafkaReader] = []
+
+    def reader(self, *, skips_lost: bool = True) -> KafkaReader:
+        reading = Reading(partitions=ALL, prefix=self.prefix, merged=True, skips_lost=skips_lost, follows_ends=True)
+        self.readers.append(KafkaReader.open(self.broker, "readers", reading))
+        wait_until(lambda: self._can_be_asked(self.readers[-1]))
+        return self.readers[-1]
+
+    def write(self, partition: Partition, *times_ms: int) -> None:
+        topic = name_of(self.prefix, partition[0])
+        for time_ms in times_ms:
+            kafka.send(self.client, topic, key=b"key", value=b"value", timestamp_ms=time_ms, partition=partition[1])
+        assert self.client.flush(20) == 0
+
+    def trim(self, partition: Partition, first: int) -> None:
+        place = TopicPartition(name_of(self.prefix, partition[0]), partition[1], first)
+        for future in self.admin.delete_records([place]).values():
+            future.result()
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+
+    @staticmethod
+    def _can_be_asked(reader: KafkaReader) -> bool:
+        try:
+            return bool(reader.end_offsets())
+        except UnavailableError:  # the partitions have no leader yet
+            return False
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from infra.options import StackOptions
+    from infra.stack import Stack
+
+    options = StackOptions(schema=ROOT / "traffic" / "schemas" / "demo.toml")
+    with Stack(tmp_path_factory.mktemp("readers"), options) as running:
+        running.start(["kafka"])
+        running.wait_ready("kafka", timeout_s=180)
+        yield running
+
+
+@pytest.fixture(params=["memory", KAFKA])
+def records(request: pytest.FixtureRequest) -> Iterator[Log]:
+    made: Log = MemoryLog()
+    if request.param == "kafka":
+        made = KafkaLog(Broker(request.getfixturevalue("stack").endpoints.kafka))
+    yield made
+    made.close()
+
+
+def wait_until(check: Any) -> None:
+    until_s = time.monotonic() + _WAIT_S
+    while not check():
+        assert time.monotonic() < until_s, "not in time"
+        time.sleep(0.05)
+
+
+def read(reader: RecordReader, count: int, partition: Partition | None = None) -> list[Record]:
+    """The next `count` records, however many polls they take."""
+    out: list[Record] = []
+
+    def is_complete() -> bool:
+        out.extend(reader.poll(count - len(out), 0.2, partition))
+        return len(out) >= count
+
+    wait_until(is_complete)
+    return out
+
+
+def places(found: Sequence[Record]) -> list[tuple[Partition, int]]:
+    return [((r.topic, r.partition), r.offset) for r in found]
+
+
+def test_records_of_all_partitions_come_oldest_first_and_whole(records: Log) -> None:
+    reader = records.reader()
+    records.write(P1, 1_010, 1_030)
+    records.write(P0, 1_020)
+    records.write(SHOWN, 1_010)
+    reader.seek({})
+    found = read(reader, 4)
+    assert places(found) == [(SHOWN, 0), (P1, 0), (P0, 0), (P1, 1)]
+    assert found[0] == Record("impressions", 0, 0, 1_010, b"key", b"value")
+    assert reader.positions() == reader.end_offsets() == {SHOWN: 1, P0: 1, P1: 2}
+    wait_until(reader.at_end)
+
+
+def test_a_seek_goes_on_exactly_where_it_is_told(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000, 1_001, 1_002)
+    records.write(P1, 2_000, 2_001)
+    reader.seek({})
+    read(reader, 3)
+    reader.seek({P0: 2, P1: 1})
+    assert reader.positions() == {SHOWN: 0, P0: 2, P1: 1}
+    assert places(read(reader, 2)) == [(P0, 2), (P1, 1)]
+    assert reader.num_lost == 0
+
+
+def test_one_partition_can_be_read_alone(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000)
+    records.write(P1, 2_000, 2_001)
+    reader.seek({})
+    assert places(read(reader, 2, P1)) == [(P1, 0), (P1, 1)]
+    assert reader.positions() == {SHOWN: 0, P0: 0, P1: 2}
+
+
+def test_nothing_there_is_an_empty_poll_and_an_end(records: Log) -> None:
+    reader = records.reader()
+    reader.seek({})
+    assert reader.poll(10, 0.05) == []
+    wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
+    records.write(P0, 1_000)
+    assert len(read(reader, 1)) == 1
+
+
+def test_lag_is_counted_in_records_and_in_event_time(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000, 1_500, 4_000)
+    reader.seek({})
+    read(reader, 1)
+    wait_until(lambda: (found := reader.lag()) and found[P0].stable_end == 3)
+    assert (reader.lag()[P0].records, reader.lag()[P0].event_ms) == (2, 3_000)
+    read(reader, 2)
+    assert (reader.lag()[P0].records, reader.lag()[P0].event_ms) == (0, 0)
+
+
+def test_what_retention_deleted_before_a_seek_is_counted(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, *range(1_000, 1_008))
+    records.trim(P0, 5)
+    reader.seek({P0: 2})
+    assert reader.num_lost == 3 and reader.positions()[P0] == 5
+    assert places(read(reader, 1)) == [(P0, 5)]
+    reader.seek({})
+    assert reader.num_lost == 3, "what nobody asked for isn't lost"
+
+
+def test_what_retention_deletes_while_a_partition_is_held_is_counted(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000)
+    reader.seek({})
+    read(reader, 1)
+    wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
+    reader.hold([P0])
+    records.write(P0, *range(1_001, 1_006))
+    assert reader.poll(10, 0.3) == []
+    records.trim(P0, 4)
+    reader.hold([])
+    assert places(read(reader, 2)) == [(P0, 4), (P0, 5)]
+    assert reader.num_lost == 3
+
+
+def test_a_reader_that_may_not_skip_says_that_records_are_gone(records: Log) -> None:
+    reader = records.reader(skips_lost=False)
+    records.write(P0, 1_000, 1_001, 1_002)
+    records.trim(P0, 2)
+    with pytest.raises(RecordsGoneError, match=r"gone|no longer has"):
+        reader.seek({P0: 1})
+    reader.seek({P0: 2})
+    assert places(read(reader, 1)) == [(P0, 2)] and reader.num_lost == 0
+
+
+def test_offsets_beyond_the_end_are_gone_too(records: Log) -> None:
+    reader = records.reader(skips_lost=False)
+    records.write(P0, 1_000)
+    reader.seek({P0: 1_000_000})
+    with pytest.raises(RecordsGoneError):
+        read(reader, 1)
+
+
+def test_closing_twice_is_closing_once(records: Log) -> None:
+    reader = records.reader()
+    reader.seek({})
+    reader.close()
+    reader.close()
+    assert reader.num_lost == 0
+
+
+@pytest.mark.e2e
+def test_records_of_an_open_transaction_are_not_given_and_are_no_lag(stack: Any) -> None:
+    broker = Broker(stack.endpoints.kafka)
+    log = KafkaLog(broker)
+    reader = log.reader()
+    writer = kafka.producer(broker, transactional_id="readers")
+    writer.init_transactions(20)
+    writer.begin_transaction()
+    kafka.send(writer, name_of(log.prefix, P0[0]), key=None, value=b"v", timestamp_ms=1_000, partition=P0[1])
+    assert writer.flush(20) == 0
+    reader.seek({})
+    wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
+    wait_until(lambda: (found := reader.lag()) and found[P0].high_watermark == 1)
+    assert (reader.lag()[P0].stable_end, reader.lag()[P0].records) == (0, 0)
+    writer.commit_transaction(20)
+    assert len(read(reader, 1)) == 1
+    wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
+    wait_until(lambda: reader.lag()[P0].stable_end == 2)
+    assert reader.lag()[P0].records == 0, "the transaction's marker is no lag"
+    log.close()
+
+
+@pytest.mark.e2e
+def test_a_killed_broker_is_waited_for(stack: Any) -> None:
+    log = KafkaLog(Broker(stack.endpoints.kafka))
+    reader = log.reader()
+    log.write(P0, 1_000)
+    reader.seek({})
+    read(reader, 1)
+    stack.kill("kafka")
+    assert reader.poll(10, 0.2) == []
+    stack.wait_ready("kafka", timeout_s=180)
+    log.write(P0, 2_000)
+    assert places(read(reader, 1)) == [(P0, 1)] and reader.num_lost == 0
+    log.close()

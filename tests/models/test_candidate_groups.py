@@ -1,0 +1,50 @@
+"""Padding of candidate lists in groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.candidate_groups import build_groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 80), max_size=12))
+def test_unpad_is_the_inverse_of_pad(counts: list[int]) -> None:
+    groups = build_groups(np.array(counts, dtype=np.int32))
+    x_BD = torch.arange(2.0 * sum(counts)).view(-1, 2)
+    assert torch.equal(groups.unpad(groups.pad(x_BD), 2, x_BD), x_BD)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 80), max_size=12))
+def test_every_candidate_stands_in_its_requests_row_in_shown_order(counts: list[int]) -> None:
+    groups = build_groups(np.array(counts, dtype=np.int32))
+    b = np.arange(sum(counts))
+    owner = np.repeat(np.arange(len(counts)), counts)
+    seen = []
+    for group, padded in zip(groups.groups, groups.pad(torch.from_numpy(b)[:, None].double()), strict=True):
+        requests = range(len(counts)) if group.request_G is None else group.request_G.tolist()
+        mask = torch.ones(group.shape_GK, dtype=torch.bool) if group.mask_GK is None else group.mask_GK
+        for request, row, kept in zip(requests, padded[:, :, 0], mask, strict=True):
+            assert row[kept].tolist() == b[owner == request].tolist()
+            seen.append(request)
+    assert len(seen) == len(set(seen)) and {r for r, n in enumerate(counts) if n} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("counts", "shapes", "why"),
+    [
+        ([5], [(1, 5)], "one request is a view"),
+        ([1, 1, 1], [(3, 1)], "so is an expanded batch"),
+        ([3, 2, 100], [(2, 3), (1, 100)], "a long list does not widen the short ones"),
+        ([16, 17], [(1, 16), (1, 17)], "groups end at 16, 64, 256, …"),
+        ([0, 0], [], "no candidate, no group"),
+        ([], [], "no request either"),
+    ],
+)
+def test_shapes_of_groups(counts: list[int], shapes: list[tuple[int, int]], why: str) -> None:
+    assert [g.shape_GK for g in build_groups(np.array(counts, dtype=np.int32)).groups] == shapes, why

@@ -1,0 +1,106 @@
+"""Blocks as bytes: the same back, and nothing of a damaged one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from param_server import row_block as blocks
+from param_server.index import Keys
+from param_server.row_block import RowBlock
+from param_server.segments import merge
+from roo.errors import CheckpointError
+
+KEY = b"b/1-1/d2-adagrad/00003"
+
+
+def make_block(live: list[int], gone: list[int] = [], unpublished: bool = False, value: float = 1.0) -> RowBlock:  # noqa: B006
+    ids = [*live, *gone]
+    return RowBlock(
+        keys=Keys(np.full(len(ids), 9, np.uint32), np.array(ids, np.int64)),
+        unpublished_K=np.full(len(ids), unpublished, np.uint8),
+        stamp_ms_L=np.arange(len(live), dtype=np.int64),
+        rows_LD=np.full((len(live), 2), value, np.float32) + np.array(live, np.float32)[:, None],
+        state_LA=np.full((len(live), 1), 0.5, np.float32),
+    )
+
+
+def same(a: RowBlock, b: RowBlock) -> bool:
+    pairs = [(a.keys.table_U, b.keys.table_U), (a.keys.id_U, b.keys.id_U), (a.unpublished_K, b.unpublished_K)]
+    pairs += [(a.stamp_ms_L, b.stamp_ms_L), (a.rows_LD, b.rows_LD), (a.state_LA, b.state_LA)]
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
+
+
+@settings(deadline=None)
+@given(live=IDS, gone=IDS, unpublished=st.booleans())
+def test_come_back_as_they_were(live: list[int], gone: list[int], unpublished: bool) -> None:
+    block = make_block(live, gone, unpublished)
+    assert same(blocks.decode(blocks.encode(block, KEY), KEY, 2, 1), block)
+
+
+def test_every_damaged_byte_is_noticed() -> None:
+    data = blocks.encode(make_block([1, 2], [3]), KEY)
+    for at in range(len(data)):
+        broken = bytearray(data)
+        broken[at] ^= 1
+        with pytest.raises(CheckpointError, match="damaged"):
+            blocks.decode(bytes(broken), KEY, 2, 1)
+
+
+@pytest.mark.parametrize("length", [0, 7, 31, 50])
+def test_a_part_of_one_is_noticed(length: int) -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        blocks.decode(blocks.encode(make_block([1, 2]), KEY)[:length], KEY, 2, 1)
+
+
+def test_one_stored_under_another_key_is_noticed() -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        blocks.decode(blocks.encode(make_block([1]), KEY), b"b/1-1/d2-adagrad/00004", 2, 1)
+
+
+def test_another_width_says_expected_and_got() -> None:
+    with pytest.raises(CheckpointError, match=r"expected rows of 3 \+ 3 numbers \(schema\), got 2 \+ 1"):
+        blocks.decode(blocks.encode(make_block([1]), KEY), KEY, 3, 3)
+
+
+def forge(data: bytes, at: int, value: bytes) -> bytes:
+    body = data[:at] + value + data[at + len(value) : -8]
+    return body + blocks.checksum(body, KEY).to_bytes(8, "little")
+
+
+def test_another_version_says_expected_and_got() -> None:
+    with pytest.raises(CheckpointError, match="expected version 1, got 9"):
+        blocks.decode(forge(blocks.encode(make_block([1]), KEY), 4, b"\x09"), KEY, 2, 1)
+
+
+def test_counts_that_disagree_with_its_length_are_noticed_before_memory_is_taken() -> None:
+    with pytest.raises(CheckpointError, match="damaged"):
+        blocks.decode(forge(blocks.encode(make_block([1]), KEY), 12, b"\xff\xff\xff\x7f"), KEY, 2, 1)
+
+
+def test_splitting_by_bucket_keeps_every_key_once_live_ones_first() -> None:
+    block = make_block([10, 11, 12, 13], [20, 21])
+    parts = blocks.split_by_bucket(block, np.array([2, 0, 2, 0, 0, 5]))
+    assert sorted(parts) == [0, 2, 5]
+    assert parts[0].keys.id_U.tolist() == [11, 13, 20] and parts[0].num_live == 2
+    assert parts[2].keys.id_U.tolist() == [10, 12] and parts[2].stamp_ms_L.tolist() == [0, 2]
+    assert parts[5].gone.id_U.tolist() == [21] and parts[5].num_live == 0
+    assert blocks.split_by_bucket(make_block([]), np.zeros(0, np.int32)) == {}
+
+
+def test_merging_keeps_the_newest_entry_of_a_key() -> None:
+    merged = merge([make_block([1, 2], [3], value=100.0), make_block([2, 3, 4], [5], value=0.0)], 4)
+    assert merged.live.id_U.tolist() == [1, 2, 4]
+    assert merged.rows_LD[:, 0].tolist() == [101.0, 102.0, 4.0]
+    assert len(merged.gone) == 0
+
+
+def test_merging_keeps_gone_keys_that_readers_are_yet_to_hear_of() -> None:
+    merged = merge([make_block([1], [3], unpublished=True), make_block([3], [4])], 4)
+    assert merged.live.id_U.tolist() == [1] and merged.gone.id_U.tolist() == [3]
+    assert merged.unpublished_K.tolist() == [1, 1]

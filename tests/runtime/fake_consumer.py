@@ -1,0 +1,89 @@
+"""A Kafka consumer that is told what comes, and keeps what it was asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+
+from runtime.topics import Partition
+
+
+class FakeMessage:
+    """`topic` as the broker calls it."""
+
+    def __init__(
+        self, place: Partition, offset: int, time_ms: int = 0, *, value: bytes | None = b"v", error: int | None = None
+    ) -> None:
+        self._place, self._offset, self._time_ms, self._value = place, offset, time_ms, value
+        self._error = None if error is None else KafkaError(error)
+
+    def topic(self) -> str:
+        return self._place[0]
+
+    def partition(self) -> int:
+        return self._place[1]
+
+    def offset(self) -> int:
+        return self._offset
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, self._time_ms
+
+    def key(self) -> bytes:
+        return b"k"
+
+    def value(self) -> bytes | None:
+        return self._value
+
+    def error(self) -> KafkaError | None:
+        return self._error
+
+
+def end(place: Partition, offset: int = 0) -> FakeMessage:
+    return FakeMessage(place, offset, error=KafkaError._PARTITION_EOF)
+
+
+class FakeConsumer:
+    """`coming`: what each look at the broker brings; offsets `oldest`..`newest` exist; `fails` is what asking for them meets."""
+
+    def __init__(self, *coming: Iterable[FakeMessage], oldest: int = 0, newest: int = 100) -> None:
+        self.coming = deque(deque(messages) for messages in coming)
+        self.oldest, self.newest = oldest, newest
+        self.fails: int | None = None
+        self.assigned: dict[Partition, int] = {}
+        self.paused: set[Partition] = set()
+        self.closed = False
+
+    def bring(self, *messages: FakeMessage) -> None:
+        """One more look's."""
+        self.coming.append(deque(messages))
+
+    def get_watermark_offsets(self, at: Any, timeout: float) -> tuple[int, int] | None:
+        if self.fails is not None:
+            raise KafkaException(KafkaError(self.fails))
+        return self.oldest, self.newest
+
+    def assign(self, places: list[Any]) -> None:
+        self.assigned = {(at.topic, at.partition): at.offset for at in places}
+        self.paused = set()
+
+    def poll(self, timeout: float) -> FakeMessage | None:
+        if self.coming and not self.coming[0]:
+            self.coming.popleft()
+            return None
+        return self.coming[0].popleft() if self.coming else None
+
+    def consume(self, num_messages: int, timeout: float) -> list[FakeMessage]:
+        return list(self.coming.popleft()) if self.coming else []
+
+    def pause(self, places: list[Any]) -> None:
+        self.paused |= {(at.topic, at.partition) for at in places}
+
+    def resume(self, places: list[Any]) -> None:
+        self.paused -= {(at.topic, at.partition) for at in places}
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,49 @@
+"""A manifest to change, and the bytes of a body that no code of ours would write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from runtime import manifest as manifests
+from runtime.manifest import Manifest, StoredFile, WorkerPart
+from runtime.topics import Progress
+
+
+def a_file(name: str, data: bytes = b"abc") -> StoredFile:
+    return StoredFile(name=name, bytes=len(data), checksum=manifests.checksum_of(data))
+
+
+def a_part(offsets: Progress, seq: int = 1, index: int = 0, **changes: Any) -> WorkerPart:
+    name = manifests.worker_name(seq, 1, index)
+    return dataclasses.replace(WorkerPart(offsets=offsets, file=a_file(name), dedupe=0, metrics={}), **changes)
+
+
+def a_manifest(seq: int = 1, **changes: Any) -> Manifest:
+    """Of two shards and one worker with twelve partitions; its files hold `abc`."""
+    base = Manifest(
+        seq=seq,
+        incarnation=1,
+        previous={"seq": seq - 1, "checksum": ""},
+        step=10 * seq,
+        watermark_ms=1_700_000_000_000,
+        schema="00000000000000ff",
+        seed=0,
+        num_shards=2,
+        num_buckets=64,
+        num_partitions=4,
+        kafka={"cluster_id": "c", "topics": {"samples": "id"}},
+        rows_end={0: 5, 11: 6},
+        shards={0: {"segments": [{"name": "a"}]}, 1: {"segments": []}},
+        dense=a_file(manifests.dense_name(seq, 1)),
+        model={"width": 8},
+        workers={0: a_part({("samples", p): 10 * p for p in range(12)}, seq)},
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    """Any body as a manifest's bytes, with its right checksum."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({"checksum": manifests.checksum_of(canonical), "body": body}).encode()

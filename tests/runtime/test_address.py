@@ -1,0 +1,28 @@
+"""Where our programs may listen."""
+
+from __future__ import annotations
+
+import pytest
+
+from roo.errors import ConfigError
+from runtime.address import check_addresses, check_listen, is_loopback
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
+def test_loopback_may_be_listened_on_without_leave(host: str) -> None:
+    check_listen("listen", f"{host}:80", insecure=False)
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "10.0.0.1:80", "example.org:80"])
+def test_what_others_reach_needs_leave_and_the_advice_works(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_listen("listen", address, insecure=False)
+    assert "key 'listen': expected a loopback address" in str(caught.value) and "set insecure = true" in str(caught.value)
+    check_listen("listen", address, insecure=True)
+
+
+def test_what_is_no_address_is_named_with_its_key() -> None:
+    check_addresses("shards", "a:1", "b:2")
+    with pytest.raises(ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"):
+        check_addresses("shards", "a:1", "b")

@@ -1,0 +1,95 @@
+"""How Kafka's clients are told where the broker is and who they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roo.config import load
+from roo.errors import ConfigError
+from runtime.broker import Broker, KafkaSecurity
+
+SASL: dict[str, Any] = {"protocol": "SASL_SSL", "username": "worker", "password": "s3cret"}
+
+
+def test_plaintext_needs_no_settings() -> None:
+    assert Broker("k:1").security.librdkafka() == {} == Broker("k:1").security.java()
+
+
+def test_sasl_over_ssl_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_text("-----BEGIN CERTIFICATE-----\n")
+    security = KafkaSecurity(**SASL, ca=str(ca))
+    assert security.librdkafka() == {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "sasl.username": "worker",
+        "sasl.password": "s3cret",
+        "ssl.ca.location": str(ca),
+    }
+    assert security.java() == {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "sasl.jaas.config": (
+            'org.apache.kafka.common.security.scram.ScramLoginModule required username="worker" password="s3cret";'
+        ),
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.certificates": "-----BEGIN CERTIFICATE-----\n",
+    }
+
+
+def test_a_certificate_of_ones_own_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
+    chain, key = tmp_path / "own.pem", tmp_path / "own.key"
+    chain.write_text("chain")
+    key.write_text("key")
+    security = KafkaSecurity(protocol="SSL", certificate=str(chain), key=str(key), key_password="k")
+    assert security.librdkafka() == {
+        "security.protocol": "SSL",
+        "ssl.certificate.location": str(chain),
+        "ssl.key.location": str(key),
+        "ssl.key.password": "k",
+    }
+    assert security.java() == {
+        "security.protocol": "SSL",
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.certificate.chain": "chain",
+        "ssl.keystore.key": "key",
+        "ssl.key.password": "k",
+    }
+
+
+def test_a_password_with_quotes_stays_one_value_in_java() -> None:
+    security = KafkaSecurity(**{**SASL, "password": 'a"; x=\\"'})
+    assert security.java()["sasl.jaas.config"].endswith('password="a\\"; x=\\\\\\"";')
+
+
+def test_secrets_are_in_no_repr() -> None:
+    broker = Broker("k:1", KafkaSecurity(**SASL, key_password="other"))
+    assert "s3cret" not in f"{broker!r} {broker}" and "other" not in repr(broker) and str(broker) == "k:1"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"protocol": "SASL_SSL"}, "expected username and password for protocol SASL_SSL"),
+    ({"protocol": "SSL", "certificate": "c.pem"}, "expected certificate and key together"),
+    ({"ca": "ca.pem"}, "expected protocol SSL or SASL_SSL with ca or certificate, got PLAINTEXT"),
+    ({"username": "u", "password": "p"}, "expected protocol SASL_SSL or SASL_PLAINTEXT with username, got PLAINTEXT"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_settings_that_do_not_fit_together_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        KafkaSecurity(**given)
+
+
+def test_an_unknown_protocol_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('protocol = "SASL-SSL"\n')
+    with pytest.raises(ConfigError, match="did you mean 'SASL_SSL'"):
+        load(KafkaSecurity, tmp_path / "s.toml")
+
+
+def test_a_file_that_is_not_there_is_named_when_java_needs_its_text() -> None:
+    with pytest.raises(ConfigError, match=r"kafka_security.ca: expected a PEM file, got 'nowhere.pem'"):
+        KafkaSecurity(**SASL, ca="nowhere.pem").java()

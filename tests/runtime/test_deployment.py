@@ -1,0 +1,93 @@
+"""What all programs share: declared once, checked alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from features.config import FeaturesConfig
+from joiner.config import JoinerConfig
+from param_server.config import ShardConfig
+from roo.config import load
+from roo.errors import ConfigError
+from runtime.broker import Broker, KafkaSecurity
+from runtime.deployment import Deployment, Watched
+from serving.config import ServingConfig
+from traffic.config import SimulateConfig
+from trainer.config import ControllerConfig, WorkerConfig
+
+SHARED = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
+PROGRAMS: list[tuple[type[Deployment], dict[str, Any]]] = [
+    (ShardConfig, {"controller": "c:1", "home": "h"}),
+    (ControllerConfig, {"listen": "127.0.0.1:0", "num_shards": 2}),
+    (WorkerConfig, {"controller": "c:1", "shards": ["a:1"]}),
+    (ServingConfig, {"home": "h"}),
+    (FeaturesConfig, {"redis": "redis://r:1/0"}),
+    (JoinerConfig, {}),
+]
+LISTENING = [ShardConfig, ControllerConfig, ServingConfig]
+
+
+def written(tmp_path: Path, values: dict[str, Any]) -> Path:
+    """`values` as a TOML file."""
+    path = tmp_path / "program.toml"
+    path.write_text(
+        "".join(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}\n" for key, value in values.items())
+    )
+    return path
+
+
+@pytest.mark.parametrize(("cls", "own"), PROGRAMS)
+def test_every_program_reads_the_deployments_settings(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, {**SHARED, **own, "partitions": 8, "buckets": 128, "prefix": "a."})
+    environ = {
+        "ROOSTREAM_P_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+        "ROOSTREAM_P_KAFKA_SECURITY_USERNAME": "me",
+        "ROOSTREAM_P_KAFKA_SECURITY_PASSWORD": "s3cret",
+    }
+    config = load(cls, path, program="p", environ=environ)
+    assert (config.partitions, config.buckets, config.prefix, config.store) == (8, 128, "a.", "store")
+    assert config.broker == Broker("k:1", KafkaSecurity(protocol="SASL_SSL", username="me", password="s3cret"))
+    assert "s3cret" not in repr(config)
+
+
+@pytest.mark.parametrize(("cls", "own"), [*PROGRAMS, (SimulateConfig, {})])
+def test_metrics_that_others_reach_need_leave(cls: type[Watched], own: dict[str, Any], tmp_path: Path) -> None:
+    values = {**(SHARED if issubclass(cls, Deployment) else {}), **own, "metrics_host": "0.0.0.0"}
+    with pytest.raises(
+        ConfigError, match=r"program.toml:\d+: key 'metrics_host': expected a loopback address .* set insecure = true"
+    ):
+        load(cls, written(tmp_path, values), environ={})
+    assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).metrics_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in LISTENING])
+def test_listening_where_others_reach_it_needs_leave(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+    values = {**SHARED, **own, "listen": "0.0.0.0:7000"}
+    with pytest.raises(ConfigError, match=r"program.toml:\d+: key 'listen': expected a loopback address .* set insecure = true"):
+        load(cls, written(tmp_path, values), environ={})
+    assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).insecure
+
+
+@pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])
+def test_what_a_program_needs_is_asked_for(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+    for key in set(cls.needs) & set(SHARED):
+        with pytest.raises(ConfigError, match=f"key '{key}': expected a value .*, got nothing; add it"):
+            load(cls, written(tmp_path, {**SHARED, **own, key: ""}), environ={})
+
+
+WRONG = [
+    ({"bootstrap": "a:1,kafka"}, "key 'bootstrap': expected an address like '127.0.0.1:7000', got 'kafka'"),
+    ({"partitions": 0}, "key 'partitions': expected 1..1024, got 0"),
+    ({"buckets": 0}, "key 'buckets': expected 1..65536, got 0"),
+    ({"metrics_port": 70_000}, "key 'metrics_port': expected 0..65535, got 70000"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_what_can_not_be_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Deployment(**{**SHARED, **change})
+    assert str(caught.value) == said

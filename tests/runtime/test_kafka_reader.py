@@ -1,0 +1,214 @@
+"""The Kafka reader over a client that is told what comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+from confluent_kafka import KafkaError
+
+from roo.errors import UnavailableError
+from runtime.broker import Broker
+from runtime.kafka_reader import KafkaReader
+from runtime.reading import End, Ends, Reading
+from runtime.record_reader import RecordsGoneError
+from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
+
+P0, P1, P2 = (("samples", n) for n in range(3))
+AT0, AT1, AT2 = (("t.samples", n) for n in range(3))
+MERGED = Reading(partitions=(P0, P1, P2), prefix="t.", merged=True)
+AS_THEY_COME = dataclasses.replace(MERGED, merged=False)
+
+
+def reader_of(consumer: FakeConsumer, reading: Reading = MERGED) -> KafkaReader:
+    reader = KafkaReader(consumer, reading)
+    reader.seek({})
+    return reader
+
+
+def test_every_partition_is_assigned_at_its_offset_or_from_its_oldest_record() -> None:
+    consumer = FakeConsumer(oldest=2)
+    reader = KafkaReader(consumer, MERGED)
+    reader.seek({P0: 7, P1: 2})
+    assert consumer.assigned == {AT0: 7, AT1: 2, AT2: 2}
+    assert reader.positions() == {P0: 7, P1: 2, P2: 2} and reader.num_lost == 0
+
+
+def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    consumer = FakeConsumer(oldest=10)
+    reader = KafkaReader(consumer, MERGED)
+    with caplog.at_level(logging.ERROR):
+        reader.seek({P0: 4, P1: 10})
+    assert "t.samples-0: offset 4 is gone, the oldest is 10: retention deleted 6 records" in caplog.text
+    assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
+
+
+def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 0, 10)], [FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [])
+    reader = reader_of(consumer, AS_THEY_COME)
+    assert len(reader.poll(9, 0)) == 1
+    consumer.oldest = 5
+    with caplog.at_level(logging.ERROR):
+        reader.poll(9, 0)
+        reader.poll(9, 0)
+    assert reader.num_lost == 4 and consumer.assigned == {AT0: 5, AT1: 0, AT2: 0}
+    assert "offset 1 is gone, the oldest is 5" in caplog.text
+
+
+def test_skipping_waits_for_a_broker_that_is_away() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)])
+    reader = reader_of(consumer)
+    reader.poll(9, 0)
+    consumer.fails = KafkaError._TRANSPORT
+    assert reader.poll(9, 0) == []
+    consumer.fails, consumer.oldest = None, 3
+    reader.poll(9, 0)
+    assert consumer.assigned[AT0] == 3 and reader.num_lost == 3
+
+
+def test_a_topic_that_was_made_anew_is_read_from_its_oldest_record(caplog: pytest.LogCaptureFixture) -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 0, 5)])
+    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader.seek({P0: 50})
+    with caplog.at_level(logging.ERROR):
+        reader.poll(9, 0)
+        reader.poll(9, 0)
+    assert "ends before offset 50: it was made anew" in caplog.text and reader.num_lost == 0
+    assert [r.offset for r in reader.poll(9, 0)] == [0]
+
+
+@pytest.mark.parametrize("code", [KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE])
+def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
+    consumer = FakeConsumer([FakeMessage(AT1, -1, error=code)])
+    reader = reader_of(consumer, dataclasses.replace(MERGED, skips_lost=False))
+    with pytest.raises(RecordsGoneError, match=r"t\.samples-1 no longer has offset 0"):
+        reader.poll(9, 0)
+    consumer.oldest = 3
+    with pytest.raises(RecordsGoneError, match="offset 1, the oldest is 3"):
+        reader.seek({P1: 1})
+    reader.seek({})
+    assert consumer.assigned[AT1] == 3 and reader.num_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "todo"),
+    [(KafkaError._TRANSPORT, "start it or check the address"), (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first")],
+)
+def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: int, todo: str) -> None:
+    consumer = FakeConsumer()
+    consumer.fails = code
+    reader = KafkaReader(consumer, MERGED, what="Kafka at k:1")
+    with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples-0: .*{todo}"):
+        reader.seek({P0: 1})
+    assert consumer.assigned == {}
+
+
+def test_a_broker_that_answers_nothing_in_time_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = FakeConsumer()
+    monkeypatch.setattr(consumer, "get_watermark_offsets", lambda at, timeout: None)
+    with pytest.raises(UnavailableError, match=r"no offsets in 5 s"):
+        KafkaReader(consumer, MERGED).end_offsets()
+
+
+def test_ends_and_bounds_are_asked_when_wanted() -> None:
+    reader = KafkaReader(FakeConsumer(oldest=2, newest=9), MERGED)
+    assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == (2, 9)
+
+
+def test_records_are_merged_by_time_and_positions_follow() -> None:
+    consumer = FakeConsumer([end(AT2), FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)])
+    reader = reader_of(consumer)
+    assert [r.timestamp_ms for r in reader.poll(2, 0)] == [10, 20]
+    consumer.bring(end(AT0, 2))
+    (record,) = reader.poll(5, 0)
+    assert record == ("samples", 1, 0, 30, b"k", b"v")
+    assert reader.positions() == {P0: 2, P1: 1, P2: 0}
+
+
+def test_without_merging_records_come_as_they_are_there() -> None:
+    reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
+    assert [(r.partition, r.timestamp_ms) for r in reader.poll(9, 0)] == [(0, 10), (1, 30)]
+
+
+def test_a_record_without_a_value_has_an_empty_one() -> None:
+    reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30, value=None)]), AS_THEY_COME)
+    assert reader.poll(9, 0)[0].value == b""
+
+
+def test_what_was_fetched_before_a_seek_is_not_given() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 3, 1), FakeMessage(AT0, 5, 2), FakeMessage(AT0, 5, 2)])
+    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader.seek({P0: 5})
+    assert [r.offset for r in reader.poll(9, 0)] == [5]
+
+
+def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
+    consumer = FakeConsumer([end(AT2), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)], [end(AT1)])
+    reader = reader_of(consumer, dataclasses.replace(MERGED, buffered=2))
+    assert reader.poll(9, 0) == [], "partition 1 has not spoken"
+    assert consumer.paused == {AT0}
+    assert len(reader.poll(9, 0)) == 2 and consumer.paused == set()
+
+
+def test_a_held_partition_is_not_fetched_until_it_is_let_go() -> None:
+    consumer = FakeConsumer()
+    reader = reader_of(consumer)
+    reader.hold({P0, P1})
+    assert consumer.paused == {AT0, AT1}
+    reader.hold({P1})
+    assert consumer.paused == {AT1}
+    reader.seek({})
+    assert consumer.paused == {AT1}, "a seek ends no hold"
+
+
+def test_one_partition_alone() -> None:
+    reader = reader_of(FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT1, 0, 5)]))
+    assert [r.partition for r in reader.poll(9, 0, partition=P0)] == [0]
+
+
+def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)])
+    reader = reader_of(consumer)
+    assert not reader.at_end()
+    assert len(reader.poll(9, 0)) == 1 and reader.at_end()
+    reader.seek({})
+    assert not reader.at_end()
+
+
+def test_markers_of_transactions_are_not_lag() -> None:
+    ends = Ends(None, MERGED)
+    reader = KafkaReader(FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends)
+    reader.seek({})
+    assert reader.lag() == {}
+    reader.poll(9, 0)
+    ends.known = {P0: End(2, 4, 10)}
+    lag = reader.lag()[P0]
+    assert (lag.records, lag.high_watermark, lag.position_ms, lag.newest_ms) == (0, 4, 10, 10)
+    assert reader.positions()[P0] == 1
+
+
+def test_a_broker_that_is_away_is_waited_for() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 0, error=KafkaError._ALL_BROKERS_DOWN)], [FakeMessage(AT0, 0, 10)])
+    reader = reader_of(consumer, AS_THEY_COME)
+    assert reader.poll(9, 0) == []
+    assert len(reader.poll(9, 0)) == 1
+
+
+def test_silence_while_records_are_due_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = reader_of(consumer := FakeConsumer(), AS_THEY_COME)
+    monkeypatch.setattr("runtime.kafka_reader._AWAY_AFTER_S", -1.0)
+    with caplog.at_level(logging.INFO):
+        reader.poll(9, 0)
+        reader.poll(9, 0)
+        consumer.bring(end(AT0), end(AT1), end(AT2))
+        reader.poll(9, 0)
+        reader.poll(9, 0)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
+    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, follows_ends=True))
+    reader.close()
+    reader.close()
+    assert reader.lag() == {}

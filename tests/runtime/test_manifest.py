@@ -1,0 +1,174 @@
+"""What a commit is: one file, created exclusively, checked when read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo.errors import CheckpointError, ConfigError, FencedError
+from runtime import manifest as manifests
+from runtime.checkpoint_store import FileStore
+from runtime.manifest import Manifest
+from tests.runtime.manifest_cases import a_manifest, a_part, encoded
+from tests.trainer.memory_store import MemoryStore
+
+
+def commit(store: MemoryStore, manifest: Manifest) -> None:
+    assert store.create(manifest.name, manifest.encode())
+    for file in (manifest.dense, *(part.file for part in manifest.workers.values())):
+        store.put(file.name, b"abc")
+
+
+def test_what_is_written_is_read_with_numbers_as_keys() -> None:
+    manifest = a_manifest(workers={7: a_part({("samples", 3): 4}, metrics={"ne": 0.1 + 0.2, "auc": None})})
+    assert manifests.decode(manifest.encode()) == (manifest, manifest.checksum)
+    assert manifest.checksum == json.loads(manifest.encode())["checksum"]
+
+
+def test_the_offsets_of_a_commit_are_those_of_all_its_workers() -> None:
+    parts = {i: a_part({("samples", i): 5 + i, ("corrections", i): i}) for i in range(2)}
+    assert a_manifest(workers=parts).offsets == {
+        ("samples", 0): 5,
+        ("samples", 1): 6,
+        ("corrections", 0): 0,
+        ("corrections", 1): 1,
+    }
+
+
+@given(st.dictionaries(st.integers(0, 200), st.integers(0, 2**62), max_size=30), st.floats(allow_nan=False, allow_infinity=False))
+def test_any_offsets_and_numbers_survive(offsets: dict[int, int], number: float) -> None:
+    manifest = a_manifest(workers={0: a_part({("samples", p): o for p, o in offsets.items()}, metrics={"ne": number})})
+    assert manifests.decode(manifest.encode()).manifest == manifest
+
+
+@given(st.data())
+def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
+    raw = bytearray(a_manifest().encode())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(CheckpointError):
+        assert manifests.decode(bytes(raw)).manifest == a_manifest(), "a flip may only survive where it changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "expected a manifest in JSON"),
+        (b"[]", "expected a manifest in JSON"),
+        (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
+        (encoded({"format": 3}), "expected manifest format 1 or 2, got 3; use the Roostream that wrote it"),
+        (encoded({"format": 1}), "the keys of manifest format 1"),
+        (encoded({"format": 2}), "the keys of manifest format 2"),
+        (encoded({**json.loads(a_manifest().encode())["body"], "samplers": {}}), "unexpected keyword argument 'samplers'"),
+    ],
+)
+def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        manifests.decode(raw)
+
+
+@pytest.mark.parametrize("changed", ["num_shards", "num_buckets", "num_partitions", "seed"])
+def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str) -> None:
+    mine = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
+    manifests.check_shape(a_manifest(), **mine)
+    with pytest.raises(ConfigError, match=f"expected {changed} = {mine[changed]}, got 9; use the committed value"):
+        manifests.check_shape(a_manifest(), **{**mine, changed: 9})
+
+
+@pytest.mark.parametrize("data", [b"abd", b"ab", b""])
+def test_g5_a_file_that_is_not_the_committed_one_is_damaged(data: bytes) -> None:
+    store = MemoryStore()
+    file = manifests.store_file(store, "dense/x", b"abc")
+    assert manifests.read_file(store, file) == b"abc"
+    store.put("dense/x", data)
+    with pytest.raises(CheckpointError, match=r"dense/x: expected 3 bytes with checksum .* it is damaged"):
+        manifests.read_file(store, file)
+
+
+def test_nothing_committed_is_not_an_error() -> None:
+    assert manifests.newest(MemoryStore()) is None
+    assert manifests.next_seq(MemoryStore()) == 1
+
+
+def test_g5_a_damaged_newest_manifest_is_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    commit(store, a_manifest(2))
+    store.damage("manifests/00000002")
+    with caplog.at_level(logging.WARNING):
+        found = manifests.newest(store)
+    assert found is not None and found.manifest == a_manifest(1)
+    assert "manifests/00000002" in caplog.text and "damaged" in caplog.text
+    assert manifests.next_seq(store) == 3, "the damaged one's name stays taken"
+
+
+def test_a_manifest_under_another_name_is_damaged() -> None:
+    store = MemoryStore()
+    store.create("manifests/00000009", a_manifest(3).encode())
+    with pytest.raises(CheckpointError, match="expected seq 9, got 3"):
+        manifests.load(store, "manifests/00000009")
+
+
+def test_training_never_begins_anew_by_itself() -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    store.damage("manifests/00000001")
+    with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
+        manifests.newest(store)
+
+
+def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:
+    store = MemoryStore()
+    commit(store, a_manifest(1))
+    commit(store, a_manifest(2))
+    found = manifests.newest(store, {"manifests/00000002"})
+    assert found is not None and found.manifest.seq == 1
+
+
+def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
+
+    class Racing(MemoryStore):
+        def create(self, name: str, data: bytes) -> bool:
+            super().create(name, b"the other one's")
+            return super().create(name, data)
+
+    with pytest.raises(FencedError, match="incarnation 1 belongs to another controller"):
+        manifests.claim_incarnation(Racing(), 0)
+
+
+def test_a_claim_of_a_retired_name_is_lost() -> None:
+    class Slow(MemoryStore):
+        """Between the listing and the creation, others claim 1 to 9 and retire 1."""
+
+        def create(self, name: str, data: bytes) -> bool:
+            self.objects["incarnations/00000009"] = b""
+            return super().create(name, data)
+
+    with pytest.raises(FencedError):
+        manifests.claim_incarnation(Slow(), 0)
+
+
+def test_retiring_keeps_the_newest_and_what_they_name() -> None:
+    store = MemoryStore()
+    for seq in range(1, 9):
+        commit(store, a_manifest(seq))
+        manifests.claim_incarnation(store, 0)
+    store.put("dense/00000003-1.safetensors", b"of an aborted commit")
+    store.put("dense/00000009-1.safetensors", b"being written")
+    store.put("workers/00000003-1-1.safetensors", b"of an aborted commit")
+    manifests.retire(store, keep=3)
+    assert store.list("manifests") == [manifests.manifest_name(s) for s in (6, 7, 8)]
+    assert store.list("dense") == [manifests.dense_name(s, 1) for s in (6, 7, 8, 9)]
+    assert store.list("workers") == [manifests.worker_name(s, 1, 0) for s in (6, 7, 8)]
+    assert manifests.newest_incarnation(store) == 8
+    for _ in range(5):
+        manifests.claim_incarnation(store, 0)
+    manifests.retire(store)
+    assert len(store.list("incarnations")) == manifests.KEEP_INCARNATIONS

@@ -1,0 +1,95 @@
+"""Partitions merged by event time, in bounded memory, without waiting for one that has ended."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo.wire import Record
+from runtime.merge import Merge
+
+IMPRESSIONS, P0, P1, P2 = ("impressions", 0), ("samples", 0), ("samples", 1), ("samples", 2)
+
+
+def record(partition: tuple[str, int], offset: int, time_ms: int) -> Record:
+    return Record(*partition, offset, time_ms, None, b"")
+
+
+def times(records: list[Record]) -> list[int]:
+    return [r.timestamp_ms for r in records]
+
+
+def test_the_oldest_head_comes_first() -> None:
+    merge = Merge([P0, P1])
+    for r in (record(P0, 0, 10), record(P0, 1, 30), record(P1, 0, 20), record(P1, 1, 40)):
+        merge.offer(r)
+    assert times(merge.take(3)) == [10, 20, 30]
+    assert times(merge.take(3)) == [], "partition 0 is silent and could still hold 35"
+    merge.reached_end(P0)
+    assert times(merge.take(3)) == [40]
+
+
+def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None:
+    merge = Merge([IMPRESSIONS, P0])
+    merge.offer(record(P0, 0, 10))
+    merge.offer(record(IMPRESSIONS, 0, 10))
+    merge.reached_end(P0)
+    merge.reached_end(IMPRESSIONS)
+    assert [r.topic for r in merge.take(2)] == ["impressions", "samples"]
+
+
+def test_a_partition_at_its_end_holds_up_nobody() -> None:
+    merge = Merge([P0, P1, P2])
+    merge.reached_end(P1)
+    merge.reached_end(P2)
+    merge.offer(record(P0, 0, 10))
+    assert times(merge.take(5)) == [10]
+    merge.offer(record(P1, 0, 5))
+    merge.offer(record(P0, 1, 20))
+    assert times(merge.take(5)) == [5], "partition 1 speaks again: its next may be older than 20"
+    merge.reached_end(P1)
+    assert times(merge.take(5)) == [20]
+
+
+def test_a_partition_is_drained_when_all_of_it_is_given() -> None:
+    merge = Merge([P0])
+    merge.offer(record(P0, 0, 10))
+    merge.reached_end(P0)
+    assert merge.at_end(P0) and not merge.is_drained(P0)
+    merge.take(1)
+    assert merge.is_drained(P0)
+
+
+def test_buffers_are_bounded_by_room() -> None:
+    merge = Merge([P0, P1], buffered=2)
+    merge.offer(record(P0, 0, 10))
+    assert (merge.room(P0), merge.room(P1)) == (1, 2)
+    merge.offer(record(P0, 1, 11))
+    assert merge.room(P0) == 0
+
+
+def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
+    merge = Merge([P0, P1])
+    for n, p in enumerate((P0, P1, P1)):
+        merge.offer(record(p, max(n - 1, 0), 50 - n))
+    assert times(merge.take_of(P0, 5)) == [50]
+    assert times(merge.take_any(1)) == [49]
+    merge.clear()
+    assert merge.take_any(5) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=10).map(sorted), min_size=1, max_size=4), st.integers(1, 7))
+def test_sorted_partitions_come_out_sorted_whatever_arrives_first(partitions: list[list[int]], poll: int) -> None:
+    names = [("samples", p) for p in range(len(partitions))]
+    merge = Merge(names)
+    out: list[Record] = []
+    for name, of_one in reversed(list(zip(names, partitions, strict=True))):  # the last one's arrive before the first one's
+        for offset, time_ms in enumerate(of_one):
+            merge.offer(record(name, offset, time_ms))
+        merge.reached_end(name) if not of_one else None
+        out += merge.take(poll)
+    for name in names:
+        merge.reached_end(name)
+    while taken := merge.take(poll):
+        out += taken
+    assert times(out) == sorted(t for partition in partitions for t in partition)

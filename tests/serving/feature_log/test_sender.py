@@ -1,0 +1,175 @@
+"""The way from the feature log to Kafka: at least once, in order, and no record blocks those behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_fakes import FakeSink  # tests/serving/conftest.py puts this folder on the path
+
+from runtime.backoff import Backoff
+from runtime.clock import FakeClock
+from serving.feature_log import sender as log_sender
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import FeatureLog
+from serving.feature_log.sender import LogSender, Outcome
+
+
+def record(i: int) -> LogRecord:
+    return LogRecord("impressions", -1, i, b"userkey!", bytes([i]))
+
+
+@pytest.fixture
+def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
+    log = FeatureLog.open(tmp_path / "log", segment_bytes=4096, max_bytes=1 << 20)
+    yield log
+    log.close()
+
+
+def sender_of(log: FeatureLog, sinks: list[FakeSink]) -> LogSender:
+    return LogSender(log, lambda: sinks.pop(0), Backoff(what="Kafka", clock=FakeClock()))
+
+
+def test_records_are_delivered_in_order_and_the_cursor_follows(feature_log: FeatureLog) -> None:
+    taken: list[LogRecord] = []
+    sender = sender_of(feature_log, [FakeSink(taken)])
+    for i in range(200):
+        feature_log.append(record(i))
+    assert not sender.idle
+    sender.step()
+    assert sender.idle and taken == [record(i) for i in range(200)]
+    assert feature_log.cursor == feature_log.end and sender.num_sent == 200
+    assert len(list(feature_log.directory.glob("*.seg"))) == 1
+
+
+def test_the_cursor_stays_behind_the_first_record_that_is_not_acknowledged(feature_log: FeatureLog) -> None:
+    taken: list[LogRecord] = []
+    sink = FakeSink(taken, lambda r: None if r.timestamp_ms == 3 else "delivered")
+    sender = sender_of(feature_log, [sink])
+    for i in range(10):
+        feature_log.append(record(i))
+    sender.step()
+    assert feature_log.cursor.sequence == 3 and len(taken) == 9
+    sink.plan = lambda _: "delivered"
+    sender.step()
+    assert feature_log.cursor.sequence == 10
+
+
+def test_after_a_failed_delivery_everything_behind_the_cursor_is_sent_again(feature_log: FeatureLog) -> None:
+    taken: list[LogRecord] = []
+    failing = FakeSink(taken, lambda r: "failed" if r.timestamp_ms == 3 else "delivered")
+    sender = sender_of(feature_log, [failing, FakeSink(taken)])
+    for i in range(6):
+        feature_log.append(record(i))
+    sender.step()
+    assert failing.closed and feature_log.cursor.sequence == 3
+    sender.step()
+    assert sender.idle
+    assert [r.timestamp_ms for r in taken] == [0, 1, 2, 4, 5, 3, 4, 5], "4 and 5 twice: at least once"
+
+
+def test_a_record_that_kafka_refuses_is_counted_and_passed_over_alone(
+    feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[LogRecord] = []
+    sinks = [FakeSink(taken, lambda r: "refused" if r.timestamp_ms in (2, 4) else "delivered") for _ in range(4)]
+    sender = sender_of(feature_log, sinks)
+    for i in range(6):
+        feature_log.append(record(i))
+    for _ in range(12):
+        sender.step()
+    feature_log.append(record(6))
+    sender.step()
+    assert [r.timestamp_ms for r in taken] == [0, 1, 3, 5, 6], "those refused with them are delivered"
+    assert sender.num_refused == 2 and sender.idle
+    assert "Kafka refuses record 2 of the feature log" in caplog.text
+
+
+def test_a_restart_begins_at_the_cursor(tmp_path: Path) -> None:
+    taken: list[LogRecord] = []
+    log = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)
+    sender = sender_of(log, [FakeSink(taken, lambda r: None if r.timestamp_ms >= 5 else "delivered")])
+    for i in range(10):
+        log.append(record(i))
+    sender.step()
+    log.close()
+    again = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)
+    sender = sender_of(again, [FakeSink(taken)])
+    sender.step()
+    assert [r.timestamp_ms for r in taken] == list(range(10))
+    again.close()
+
+
+def test_while_kafka_is_away_records_wait_on_disk_not_in_memory(feature_log: FeatureLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_sender, "MAX_PENDING_RECORDS", 20)
+    monkeypatch.setattr(log_sender, "READ_BYTES", 500)
+    sink = FakeSink([], lambda _: None)
+    sender = sender_of(feature_log, [sink])
+    for i in range(200):
+        feature_log.append(record(i))
+    for _ in range(50):
+        sender.step()
+    assert 20 <= len(sink.queue) <= 30
+    sink.plan = lambda _: "delivered"
+    for _ in range(50):
+        sender.step()
+    assert sender.idle
+
+
+def test_draining_gives_up_at_its_time_and_says_what_stays(feature_log: FeatureLog) -> None:
+    clock = FakeClock()
+    sink = FakeSink([], lambda _: clock.advance(0.1))
+    sender = sender_of(feature_log, [sink])
+    feature_log.append(record(1))
+    assert sender.drain(2.0, clock.monotonic_s) == 1
+    sink.plan = lambda _: "delivered"
+    assert sender.drain(2.0, clock.monotonic_s) == 0
+    sender.close()
+    assert sink.closed
+
+
+def test_the_thread_ends_when_told_even_while_kafka_is_away(feature_log: FeatureLog) -> None:
+    stop = threading.Event()
+    sender = LogSender(feature_log, lambda: FakeSink([], lambda _: "failed"), Backoff(what="Kafka", first_s=0.01))
+    thread = threading.Thread(target=sender.run, args=(stop,))
+    feature_log.append(record(1))
+    thread.start()
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+outcomes = st.sampled_from(["delivered", "delivered", "failed", "refused", None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(outcomes, min_size=3, max_size=3), min_size=1, max_size=12))
+def test_whatever_kafka_does_every_record_is_delivered_or_counted_as_refused(
+    tmp_path_factory: pytest.TempPathFactory, plans: list[list[Outcome | None]]
+) -> None:
+    """Each record's fate changes from try to try, until Kafka is well again."""
+    log = FeatureLog.open(tmp_path_factory.mktemp("log"), segment_bytes=4096, max_bytes=1 << 20)
+    for i in range(len(plans)):
+        log.append(record(i))
+    tries = [0] * len(plans)
+
+    def plan(r: LogRecord) -> Outcome | None:
+        at = tries[r.timestamp_ms]
+        tries[r.timestamp_ms] += 1
+        fates = plans[r.timestamp_ms]
+        return fates[at] if at < len(fates) else "delivered"
+
+    taken: list[LogRecord] = []
+    sender = LogSender(log, lambda: FakeSink(taken, plan), Backoff(what="Kafka", clock=FakeClock()))
+    for _ in range(400):
+        sender.step()
+        if sender.idle:
+            break
+    assert sender.idle
+    missing = set(range(len(plans))) - {r.timestamp_ms for r in taken}
+    assert len(missing) <= sender.num_refused
+    log.close()
