@@ -40,8 +40,7 @@ chaos: setup  ## kill -9 of every process of a running stack
 	@pytest -q -m chaos tests/chaos $(ARGS)
 
 bench: setup  ## every benchmark; its rows as a table
-	@shopt -s nullglob; files=(benchmarks/bench_*.py); (($${#files[@]})) || echo "benchmarks/ holds none yet"; \
-	for file in "$${files[@]}"; do python "$$file"; done
+	@roostream bench all $(ARGS)
 
 reset: setup  ## delete the demo's home: data, checkpoints, logs
 	@roostream reset --home $(HOME_DIR) --yes

@@ -17,7 +17,7 @@ import click
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
 from roo.config import load, parse_duration_ms
-from roo.errors import ConfigError, RoostreamError
+from roo.errors import ConfigError, RoostreamError, SetupError
 
 home_option = click.option(
     "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
@@ -305,6 +305,31 @@ def _replay(dataset: Literal["ebnerd", "jsonl"], label_delay: str, window: str, 
         dataset=dataset, label_delay_ms=parse_duration_ms(label_delay), window_ms=parse_duration_ms(window), **options
     )
     sys.exit(importlib.import_module("command.replay.run").run(config))
+
+
+@cli.command()
+@click.argument("name")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="file for the result; `bench report` makes pages of it"
+)
+@click.option("--runs", type=int, default=3, show_default=True, help="runs, each in fresh processes; at least 3")
+@click.option("--against", default="", metavar="COMMIT", help="that commit's state takes turns with this one")
+def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
+    """Ask a benchmark's question, with a peer or a limit in the same run. NAME: one of `list`, or all, list, report.
+
+    \b
+    Example:
+      roostream bench list
+      roostream bench codec --json docs/benchmarks/json/codec.json
+      roostream bench report
+    """
+    try:
+        run = importlib.import_module("benchmarks.main").main
+    except ModuleNotFoundError as error:
+        if error.name != "benchmarks":
+            raise
+        raise SetupError("benchmarks are not part of an installed package; run this from a checkout of the source") from None
+    sys.exit(run(name, json_file, runs, against))
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from benchmarks.workloads import data
 from roo import roo_pb2 as pb
 from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 
 
 def _records(count: int, candidates: int) -> tuple[Schema, list[Record]]:

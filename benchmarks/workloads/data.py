@@ -11,8 +11,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro, main_key
 from roo.ids import key_bytes
-from roo.record import Record
 from roo.schema import Feature, Schema, load_schema
+from roo.wire import Record
 
 T0_MS = 1_700_000_000_000
 DEMO = Path(__file__).resolve().parents[2] / "traffic" / "schemas" / "demo.toml"

@@ -22,8 +22,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
 from roo.ids import key_bytes
-from roo.record import Record
 from roo.schema import Schema
+from roo.wire import Record
 
 WINDOW_MS, LATENESS_MS = 20_000, 1_000
 CANDIDATES, ENGAGEMENTS = 10, 9  # 10 events a request

@@ -14,16 +14,11 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads.server import listen_until_told, serving
-from param_server.blobs import MemoryBlobs
+from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
 from param_server.client import Client
-from param_server.identity import ShardIdentity
-from param_server.segments import Segments
-from param_server.server import Shard
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema, schema_from_dict
-from runtime.checkpoint_store import FileStore
-from runtime.clock import SystemClock
 from runtime.rpc import RpcServer, SocketTransport
 from runtime.transport import InMemoryTransport, Transport
 
@@ -49,13 +44,6 @@ def batches(ids_a_table: int) -> list[Lookup]:
     return [_lookup(rng.choice(ROWS_A_TABLE, ids_a_table, replace=False).astype(np.int64)) for _ in range(_BATCHES)]
 
 
-def _shard(folder: str) -> Shard:
-    identity = ShardIdentity(schema=schema(), publishing=False)
-    shard = Shard(identity, Segments(MemoryBlobs(), identity.shapes(), identity.num_buckets), FileStore(folder), SystemClock())
-    shard.restore(1, "")
-    return shard
-
-
 def _gradients(lookup: Lookup) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     return {stack: rng.normal(0, 1e-3, (len(s.id_U), DIM)).astype(np.float32) for stack, s in lookup.stacks.items()}
@@ -75,7 +63,7 @@ def _client(where: str) -> Iterator[Client]:
     """`here`: a shard in this process; `there`: in its own, over loopback."""
     if where == "here":
         with tempfile.TemporaryDirectory() as folder:
-            yield _filled(InMemoryTransport(Calls(_shard(folder)).handle))
+            yield _filled(InMemoryTransport(Calls(begun_shard(schema(), folder, publishing=False)).handle))
         return
     with serving("benchmarks.workloads.rows") as address:
         transport = SocketTransport(address)
@@ -142,7 +130,7 @@ def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
     import torch
 
     torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.disable()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     weight = torch.nn.Parameter(torch.rand(NUM_TABLES * ROWS_A_TABLE, DIM))
     optimizer = torch.optim.Adagrad([weight], lr=0.05)
     values_UD = torch.rand(NUM_TABLES * ids_a_table, DIM) * 1e-3
@@ -162,6 +150,6 @@ def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:
-        server = RpcServer(Calls(_shard(home)).handle).start()
+        server = RpcServer(Calls(begun_shard(schema(), home, publishing=False)).handle).start()
         listen_until_told(server.address)
         server.stop()

@@ -12,21 +12,17 @@ import torch
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
+from benchmarks.workloads.shard import begun_shard
 from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from models.loss import loss
-from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
 from param_server.client import Client
-from param_server.identity import ShardIdentity
-from param_server.segments import Segments
-from param_server.server import Shard
 from roo.decode import Decoder
 from roo.lookup import build_lookup
-from roo.record import Record
 from roo.schema import Schema
-from runtime.checkpoint_store import FileStore
+from roo.wire import Record
 from runtime.clock import SystemClock
 from runtime.transport import InMemoryTransport
 from trainer.adam import Adam
@@ -76,9 +72,7 @@ def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
 
 def shard_client(schema: Schema, folder: str) -> Client:
     """A client of one shard in this process, begun as incarnation 1."""
-    identity = ShardIdentity(schema=schema)
-    shard = Shard(identity, Segments(MemoryBlobs(), identity.shapes(), identity.num_buckets), FileStore(folder), SystemClock())
-    shard.restore(1, "")
+    shard = begun_shard(schema, folder)
     client = Client(schema, [InMemoryTransport(Calls(shard).handle)], seed=0, worker=0)
     client.set_incarnation(1)
     return client
@@ -97,7 +91,7 @@ class Case:
         source: Any = Endless(self.records)
         self.loop = TrainLoop(config, self.schema, ModelConfig(), source, self.client, nothing, nothing, SystemClock())
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
-        self.batch = self.decoder.decode(self.records[:requests]).batch
+        self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
         self.model = build_model(self.schema, ModelConfig(), 0)

@@ -49,6 +49,8 @@ def roostream(*arguments: str | Path) -> tuple[int, str]:
         (("up", "--foreground", "--home", "h", "--java", "/no/java"), "no java at '/no/java'"),
         (("replay", "ebnerd", "--behaviors", "no.parquet"), "no such file"),
         (("simulate", "--home", "no-home"), "roostream up"),
+        (("bench", "codek"), "did you mean 'codec'"),
+        (("bench", "codec", "--runs", "1"), "--runs: expected at least 3"),
         (("schema", "show", "no.toml"), "error: no.toml: no such file"),
     ],
     ids=lambda v: " ".join(v[:2]) if isinstance(v, tuple) else "",

@@ -1,0 +1,21 @@
+"""A parameter server shard over memory, begun and empty."""
+
+from __future__ import annotations
+
+from param_server.blobs import MemoryBlobs
+from param_server.config import ShardIdentity
+from param_server.segments import Segments
+from param_server.server import Shard
+from param_server.table import shapes_of
+from roo.schema import Schema
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+
+
+def begun_shard(schema: Schema, folder: str, *, publishing: bool = True) -> Shard:
+    """The only shard of its deployment, in incarnation 1. `folder` is its checkpoint store."""
+    identity = ShardIdentity(schema=schema, publishing=publishing)
+    segments = Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets)
+    shard = Shard(identity, segments, FileStore(folder), SystemClock())
+    shard.restore(1, "")
+    return shard

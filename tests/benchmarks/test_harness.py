@@ -1,0 +1,118 @@
+"""Turns, medians and ratios, with a clock that only the subjects move; and once with real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import measure, spread
+from benchmarks.peers import ROOT, PeerUnavailable, Place
+from benchmarks.process import StandProcess, SubjectError
+from benchmarks.question import Question, Row, Subject
+from benchmarks.stand import Slice, Stand
+from tests.benchmarks.trivial import Clock
+
+TAKES = "tests.benchmarks.trivial:takes"
+
+
+class FakeStand(Stand):
+    """In this process, by the subjects' own clock; notes whose turn it was."""
+
+    def __init__(self, turns: list[int]) -> None:
+        super().__init__(lambda: Clock.now_s, lambda: Clock.now_s / 2)
+        self.turns = turns
+        self.ended = False
+
+    def slice(self, number: int) -> Slice:
+        self.turns.append(number)
+        return super().slice(number)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def question(*subjects: Subject, rounds: int = 4) -> Question:
+    row = Row(name="row", unit="things", subjects=subjects)
+    return Question(name="q", asks="?", rows=(row,), means="", rounds=rounds)
+
+
+def measured(asked: Question, runs: int = 3) -> tuple[dict[str, Any], list[list[int]]]:
+    started: list[FakeStand] = []
+
+    def start(environment: str) -> FakeStand:
+        if environment:
+            raise PeerUnavailable(f"no {environment} here")
+        started.append(FakeStand([]))
+        return started[-1]
+
+    result = measure(asked, start, runs=runs)
+    assert all(stand.ended for stand in started)
+    return result, [stand.turns for stand in started]
+
+
+def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
+    result, _ = measured(question(Subject("a", TAKES, (0.002, 4))))
+    (subject,) = result["rows"][0]["subjects"]
+    assert subject["wall_us"]["median"] == 500 and subject["cpu_us"]["median"] == 250
+    assert subject["wall_us"]["runs"] == [500, 500, 500]
+
+
+def test_a_ratio_says_how_many_times_as_fast_the_first_subject_is() -> None:
+    result, _ = measured(question(Subject("a", TAKES, (0.001,)), Subject("b", TAKES, (0.003,), "peer")))
+    (ratio,) = result["rows"][0]["ratios"]
+    assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
+
+
+def test_subjects_take_turns_and_each_is_first_as_often() -> None:
+    _, turns = measured(question(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
+    assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3
+
+
+def test_each_run_has_processes_of_its_own() -> None:
+    _, turns = measured(question(Subject("a", TAKES, (0.1,))), runs=5)
+    assert len(turns) == 5
+
+
+def test_a_peer_that_can_not_be_had_is_told_and_the_rest_of_the_row_stands() -> None:
+    peer, limit = Subject("b", TAKES, (0.1,), "peer", environment="rare"), Subject("c", TAKES, (0.05,), "limit")
+    row = measured(question(Subject("a", TAKES, (0.1,)), peer, limit))[0]["rows"][0]
+    assert row["subjects"][1]["unavailable"] == "no rare here"
+    assert [(r["to"], r["times_as_fast"]["median"]) for r in row["ratios"]] == [("c", 0.5)]
+
+
+def test_a_subject_of_ours_that_fails_fails_the_benchmark() -> None:
+    with pytest.raises(ValueError, match="broken"):
+        measured(question(Subject("a", "tests.benchmarks.trivial:fails", ("broken",))))
+
+
+def test_a_spread_keeps_every_run() -> None:
+    assert spread([3.00004, 1.0, 2.0]) == {"median": 2.0, "least": 1.0, "most": 3.0, "runs": [3.0, 1.0, 2.0]}
+
+
+def test_real_processes_answer_and_tell_what_went_wrong(capfd: pytest.CaptureFixture[str]) -> None:
+    stand = StandProcess(Place(sys.executable, ROOT))
+    try:
+        number = stand.open("tests.benchmarks.trivial:takes", [0.0, 7], 0.001)
+        assert stand.slice(number).units % 7 == 0
+        assert stand.versions()["python"] == sys.version.split()[0]
+        with pytest.raises(SubjectError, match="ValueError: broken"):
+            stand.open("tests.benchmarks.trivial:fails", ["broken"], 0.001)
+        stand.close()
+    finally:
+        stand.end()
+    assert "Traceback" in capfd.readouterr().err
+    with pytest.raises((SubjectError, ValueError)):
+        stand.slice(0)
+
+
+def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    stand = StandProcess(Place(sys.executable, ROOT))
+    try:
+        with pytest.raises(SubjectError, match="ended in open"):
+            stand.open("os:_exit", [3], 0.001)
+    finally:
+        stand.end()

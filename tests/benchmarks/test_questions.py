@@ -1,0 +1,97 @@
+"""Every question can be asked: its subjects open and take a step, at the smallest size."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import machine
+from benchmarks.peers import ROOT, PeerUnavailable, place_of
+from benchmarks.question import Subject
+from benchmarks.run import question_named, questions, with_before
+from roo.errors import ConfigError
+
+SMALL: dict[str, list[tuple[str, list[Any]]]] = {
+    "codec": [
+        (f, [2, 3]) for f in ("decode_ours", "decode_protobuf", "copy_bytes", "encode_ours", "encode_protobuf", "copy_blocks")
+    ],
+    "join_events": [
+        *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
+        ("one_event", [3, 2]),
+        ("read_one", []),
+    ],
+    "rpc_ours": [("send", [4096]), ("receive", [4096]), ("small", [])],
+    "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
+    "serving_request": [
+        ("stage", [name, 3])
+        for name in ("whole", "parse", "parse_and_encode", "decode", "look_up", "gather", "to_tensors", "forward")
+    ],
+    "training_step": [
+        ("stage", [name, 4, 3])
+        for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push", "forward_backward")
+    ],
+    "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
+}
+NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
+
+
+@pytest.mark.parametrize(("module", "function", "arguments"), [(m, *case) for m, cases in SMALL.items() for case in cases])
+def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: list[Any]) -> None:
+    with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(*arguments) as work:
+        work.step()
+        work.step()
+        assert work.units > 0
+
+
+def subjects() -> list[Subject]:
+    return [subject for q in questions().values() for row in q.rows for subject in row.subjects]
+
+
+def test_every_subject_is_run_here_or_said_not_to_be() -> None:
+    run = {f"{module}:{function}" for module, cases in SMALL.items() for function, _ in cases}
+    asked = {s.opens.removeprefix("benchmarks.workloads.") for s in subjects()}
+    assert {a for a in asked - run if not NOT_RUN_HERE & set(a.split(":"))} == set()
+
+
+def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
+    for question in questions().values():
+        for row in question.rows:
+            assert {"peer", "limit"} & {s.role for s in row.subjects}, row.name
+            assert row.subjects[0].role == "ours"
+            assert len({s.name for s in row.subjects}) == len(row.subjects)
+    assert json.dumps([s.arguments for s in subjects()])
+
+
+def test_another_commit_stands_right_behind_each_subject_of_ours() -> None:
+    row = with_before(question_named("codec"), "abc").rows[0]
+    assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
+
+
+def test_an_unknown_question_is_told_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'codec'"):
+        question_named("codek")
+
+
+def test_peers_that_can_not_be_made_say_why() -> None:
+    with pytest.raises(PeerUnavailable, match=r"environments/nobody\.txt is not there"):
+        place_of("nobody")
+    with pytest.raises(PeerUnavailable, match="is not in this repository"):
+        place_of("commit:no-such-commit")
+    with pytest.raises(PeerUnavailable, match="expected a commit"):
+        place_of("commit:--help")
+
+
+def test_the_environments_of_peers_are_pinned_and_hashed() -> None:
+    for path in (ROOT / "benchmarks" / "environments").glob("*.txt"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        assert all("==" in line or line.strip().startswith("--hash=sha256:") for line in lines), path.name
+        assert "http" not in path.read_text()
+
+
+def test_the_machine_is_described_without_names() -> None:
+    here = machine.machine()
+    assert here["cores"] >= 1 and here["memory_gib"] > 0 and isinstance(here["busy"], bool)
+    assert set(here) == {"cpu", "cores", "memory_gib", "system", "load_before", "busy"}

@@ -1,0 +1,111 @@
+"""The published pages are what the command makes of the published results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers import ROOT
+from benchmarks.question import Question, Row, Subject
+from benchmarks.report import MADE, page, pages, table, write_pages
+from benchmarks.run import RESULTS, questions
+from roo.errors import ConfigError
+
+QUESTION = Question(
+    name="q", asks="How fast?", rows=(Row(name="r", unit="things", subjects=(Subject("a", "m:f"),)),), means="It depends."
+)
+
+
+def figures(median: float, least: float, most: float) -> dict[str, Any]:
+    return {"median": median, "least": least, "most": most, "runs": [least, median, most]}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    ours = {"name": "a", "role": "ours", "wall_us": figures(10, 8, 16), "cpu_us": figures(5, 4, 8)}
+    limit = {"name": "b", "role": "limit", "wall_us": figures(5, 4, 8), "cpu_us": figures(5, 4, 8)}
+    ratio = {"of": "a", "to": "b", "times_as_fast": figures(0.5, 0.4, 0.6)}
+    return {
+        "name": "r",
+        "unit": "things",
+        "shows": "rate",
+        "clock": "wall",
+        "subjects": [ours, limit],
+        "ratios": [ratio],
+        **changes,
+    }
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    here = {
+        "cpu": "a CPU",
+        "cores": 2,
+        "memory_gib": 8.0,
+        "system": "Linux x86_64",
+        "load_before": 0.1,
+        "busy": False,
+    }
+    return {
+        "format": 1,
+        "question": "q",
+        "command": "roostream bench q --runs 3",
+        "taken": "2024-01-01",
+        "commit": {"describe": "abc", "dirty": False},
+        "machine": here,
+        "runs": 3,
+        "versions": {"python": "3.11"},
+        "rows": [row()],
+        **changes,
+    }
+
+
+def test_the_published_pages_are_what_the_command_makes() -> None:
+    folder = ROOT / RESULTS
+    made = pages(questions(), folder / "json")
+    assert {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*.md")} == made, "run `roostream bench report`"
+
+
+def test_a_page_has_what_is_asked_what_it_means_hardware_commit_command_and_table() -> None:
+    text = page(QUESTION, [result()])
+    for part in (
+        MADE,
+        "# q",
+        "How fast?",
+        "It depends.",
+        "a CPU, 2 cores, 8.0 GiB",
+        "abc",
+        "`roostream bench q --runs 3`",
+        "| a |",
+    ):
+        assert part in text
+
+
+def test_a_busy_machine_and_uncommitted_changes_are_told() -> None:
+    busy = result(machine=result()["machine"] | {"busy": True, "load_before": 3.1}, commit={"describe": "abc", "dirty": True})
+    text = page(QUESTION, [busy])
+    assert "load average before: 3.1: **the machine was busy" in text and "changes that are not committed" in text
+
+
+def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
+    assert "| a | 100 000 | 62 500 .. 125 000 |" in table(row())
+    assert "| b (limit) | 5 | 4 .. 8 | 0.5 | 0.4 .. 0.6 |" in table(row(shows="cost"))
+
+
+def test_a_peer_that_was_not_there_is_a_line_without_figures() -> None:
+    gone = {"name": "p", "role": "peer", "unavailable": "no network"}
+    assert "| p (peer) | peer unavailable: no network |" in table(row(subjects=[row()["subjects"][0], gone], ratios=[]))
+
+
+def test_results_of_another_format_or_question_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(result(format=99)))
+    with pytest.raises(ConfigError, match=r"x\.json: expected a result of format 1"):
+        pages({"q": QUESTION}, tmp_path)
+
+
+def test_pages_and_an_index_are_written(tmp_path: Path) -> None:
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "q.json").write_text(json.dumps(result()))
+    assert [p.name for p in write_pages({"q": QUESTION}, tmp_path)] == ["README.md", "q.md"]
+    assert "[q](q.md)" in (tmp_path / "README.md").read_text()
