@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from models.config import ModelConfig
+from models.config import RankerConfig
 from models.inputs import build_inputs
 from param_server.replica import Replica
 from roo import roo_pb2 as pb
@@ -45,7 +45,7 @@ class Case:
     def __init__(self, candidates: int) -> None:
         torch.set_num_threads(1)
         self.schema = data.demo_schema()
-        self.version = first_version(self.schema, ModelConfig(), 0)
+        self.version = first_version(self.schema, RankerConfig(), 0)
         self.replica = Replica(self.schema, 0)
         self.service = RankService(self.schema, Versions(self.version), self.replica, Online(self.schema, candidates))
         self.parser = JsonParser(self.schema)

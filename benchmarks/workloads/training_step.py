@@ -14,7 +14,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
 from models.build import build_model
-from models.config import ModelConfig
+from models.config import RankerConfig
 from models.inputs import Inputs, build_inputs
 from models.loss import loss
 from param_server.calls import Calls
@@ -89,12 +89,12 @@ class Case:
         config = LoopConfig(batch_requests=requests, dedupe_horizon_ms=60_000)
         nothing: Any = lambda message: None
         source: Any = Endless(self.records)
-        self.loop = TrainLoop(config, self.schema, ModelConfig(), source, self.client, nothing, nothing, SystemClock())
+        self.loop = TrainLoop(config, self.schema, RankerConfig(), source, self.client, nothing, nothing, SystemClock())
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
-        self.model = build_model(self.schema, ModelConfig(), 0)
+        self.model = build_model(self.schema, RankerConfig(), 0)
         self.optimizer = Adam(self.model.named_parameters(), learning_rate=2e-3)
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
