@@ -220,6 +220,60 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
+@cli.group()
+def topics() -> None:
+    """A deployment's topics on a Kafka of one's own; a local stack makes its own.
+
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --config topics.toml
+    """
+
+
+def topics_options(command: Any) -> Any:
+    """The options of `topics create` and `topics check`."""
+    for option in reversed(
+        (
+            click.option("--bootstrap", metavar="HOST:PORT", help="Kafka; several with commas"),
+            click.option("--config", "file", type=click.Path(path_type=Path), help="TOML; an unknown key is refused"),
+            click.option("--prefix", help="of topic names"),
+            click.option("--partitions", type=int, help="of each topic; dead_letters has one"),
+            click.option("--replication", type=int, help="copies of each partition"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _topics(what: str, file: Path | None, flags: dict[str, Any]) -> None:
+    module = importlib.import_module("command.topics")
+    sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags)))
+
+
+@topics.command("create")
+@topics_options
+def topics_create(file: Path | None, **flags: Any) -> None:
+    """Make the topics that are absent; exit 2 if one exists with other settings.
+
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
+    """
+    _topics("create", file, flags)
+
+
+@topics.command("check")
+@topics_options
+def topics_check(file: Path | None, **flags: Any) -> None:
+    """Exit 2, with one sentence, unless every topic exists as the settings say.
+
+    \b
+    Example:
+      roostream topics check --bootstrap kafka:9092 --config topics.toml
+    """
+    _topics("check", file, flags)
+
+
 class ManyValues(click.Command):
     """Lets `--behaviors A B C` be written for `--behaviors A --behaviors B --behaviors C`."""
 

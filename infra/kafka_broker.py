@@ -15,8 +15,9 @@ from infra.home import Home
 from infra.jars import KAFKA_JARS
 from infra.options import StackOptions
 from roo.errors import SetupError, UnavailableError
+from runtime import kafka
 from runtime.broker import Broker
-from runtime.kafka import create_topics, wait_for_broker
+from runtime.topic_admin import TopicAdmin
 from runtime.topics import TopicSettings
 
 log = logging.getLogger("roostream.stack")
@@ -76,8 +77,8 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
             _format(base, conf, env)
 
     def make_topics() -> None:
-        wait_for_broker(Broker(bootstrap), timeout_s=10)
-        create_topics(Broker(bootstrap), options.prefix, _topic_settings(options))
+        kafka.wait_for_broker(Broker(bootstrap), timeout_s=10)
+        _make_topics(Broker(bootstrap), options)
 
     return Program(
         name="kafka",
@@ -119,11 +120,15 @@ def use_outside(options: StackOptions) -> None:
 
     Raises:
         UnavailableError: it does not answer, or refuses.
+        ConfigError: topics of that prefix exist otherwise than the options say.
     """
     if not ports.answers(options.kafka, 2.0):
         raise UnavailableError(f"Kafka at {options.kafka} does not answer; start it, or leave the option out to have one started")
-    create_topics(Broker(options.kafka), options.prefix, _topic_settings(options))
+    _make_topics(Broker(options.kafka), options)
 
 
-def _topic_settings(options: StackOptions) -> TopicSettings:
-    return TopicSettings(replay=options.replay, retention_ms=options.retention_ms, retention_bytes=options.retention_bytes)
+def _make_topics(broker: Broker, options: StackOptions) -> None:
+    settings = TopicSettings(replay=options.replay, retention_ms=options.retention_ms, retention_bytes=options.retention_bytes)
+    topics = TopicAdmin(kafka.admin(broker), options.prefix, options.partitions, settings)
+    topics.create()
+    topics.check()

@@ -271,6 +271,7 @@ def from_dict(cls: type[Any], raw: Mapping[str, Any], path: str | Path | None, p
     names = list(fields)
     holds_secrets = any(f.metadata.get("secret") for f in fields.values())
     short = {n.removesuffix(s): n for s in ("_ms", "_bytes") for n in names if n.endswith(s)}
+    short = {k: n for k, n in short.items() if not {f"{k}_ms", f"{k}_bytes"} <= set(names)}  # of these one has to be named
     out: dict[str, Any] = {}
     for key, value in raw.items():
         name = key if key in hints else short.get(key, "")

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient
 
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
 from runtime.broker import Broker
-from runtime.topics import PARTITIONS, TopicSettings, configs, name_of
 
 log = logging.getLogger("roostream.kafka")
 
@@ -86,22 +85,6 @@ def wait_for_broker(broker: Broker, stop: threading.Event | None = None, timeout
             return str(metadata.cluster_id)
         except KafkaException as error:
             backoff.wait(error, stop)
-
-
-def create_topics(broker: Broker, prefix: str, settings: TopicSettings, names: Iterable[str] = PARTITIONS) -> None:
-    """Create the topics that are absent; existing ones stay as they are.
-
-    Raises:
-        UnavailableError: the broker refused; says which topic and why.
-    """
-    new = [NewTopic(name_of(prefix, t), PARTITIONS[t], 1, config=configs(t, settings)) for t in names]
-    client = admin(broker)  # kept while it is waited for: a client that is collected gives up its requests
-    for topic, future in client.create_topics(new, operation_timeout=20).items():
-        try:
-            future.result()
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise UnavailableError(f"topic {topic} could not be created: {error.args[0].str()}") from None
 
 
 def topic_ids(broker: Broker, topics: Iterable[str]) -> dict[str, str]:

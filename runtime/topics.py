@@ -1,10 +1,12 @@
-"""The topics: names, partitions, settings. Counts are fixed when a topic is created."""
+"""The topics: names, partitions, settings. `runtime/topic_admin.py` makes them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
+
+from roo.config import Settings, setting
 
 Partition: TypeAlias = tuple[str, int]
 """(topic without prefix, number): the one name of a partition."""
@@ -19,18 +21,26 @@ EVENTS = (IMPRESSIONS, ENGAGEMENTS)  # what the joiner reads; in its envelopes a
 PARTITIONS = {IMPRESSIONS: 4, ENGAGEMENTS: 4, SAMPLES: 4, CORRECTIONS: 4, ROWS: 4, PREDICTIONS: 4, DEAD_LETTERS: 1}
 NUM_BUCKETS = 64  # a stack; `rows` partition of a bucket = bucket mod 4
 
+TOPICS = tuple(PARTITIONS)
+
 _HOUR_MS = 3_600_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopicSettings:
-    """What differs between live traffic and a replay of old data."""
+class TopicSettings(Settings):
+    """What a deployment chooses of its topics when they are made."""
 
-    replay: bool = False  # event times lie in the past: never delete by them, accept any of them
-    retention_ms: int = 24 * _HOUR_MS
-    retention_bytes: int = 512 << 20  # a partition
-    max_skew_ms: int = 60_000  # the broker refuses records from further in the future
-    max_message_bytes: int = 4 << 20
+    replication: int = setting(1, "copies of each partition", least=1, most=16)
+    replay: bool = setting(False, "event times lie in the past: never delete by them, accept any of them")
+    retention_ms: int = setting(24 * _HOUR_MS, "how long records are kept", least=1)
+    retention_bytes: int = setting(512 << 20, "how much of a partition is kept", least=1)
+    max_skew_ms: int = setting(60_000, "records from further in the future are refused", least=0)
+    max_message_bytes: int = setting(4 << 20, "largest record", least=1024)
+
+
+def partitions_of(topic: str, partitions: int) -> int:
+    """How many partitions `topic` has in a deployment of `partitions`."""
+    return 1 if topic == DEAD_LETTERS else partitions
 
 
 def name_of(prefix: str, topic: str) -> str:

@@ -22,6 +22,7 @@ from roo.schema_registry import to_toml
 from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
+from runtime.topic_admin import TopicAdmin
 from runtime.topics import PARTITIONS, TopicSettings, name_of
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
@@ -133,7 +134,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the local engine wrote, killed in the middle."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
-    kafka.create_topics(Broker(bootstrap), LOCAL, TopicSettings(replay=True))
+    TopicAdmin(kafka.admin(Broker(bootstrap)), LOCAL, 4, TopicSettings(replay=True)).create()
     produce(bootstrap, LOCAL, RECORDS[:HALF])
     first = start_local(stack, home)
     wait("a first sample and a snapshot", lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")))

@@ -105,6 +105,17 @@ def test_a_key_of_a_table_is_looked_for_below_the_tables_line(tmp_path: Path) ->
     assert where(path, "tables.user.dim") == f"{path}:4: " and where(path, "tables.item.dim") == f"{path}:2: "
 
 
+def test_a_short_form_that_could_be_two_keys_is_refused(tmp_path: Path) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Kept(Settings):
+        kept_ms: int = setting(1, "how long")
+        kept_bytes: int = setting(1, "how much")
+
+    (tmp_path / "p.toml").write_text("kept = 5")
+    with pytest.raises(ConfigError, match=r"p.toml:1: unknown key 'kept' = 5; did you mean 'kept_"):
+        load(Kept, tmp_path / "p.toml")
+
+
 def test_a_name_can_stand_in_files_topics_and_metrics() -> None:
     check_name("table", "item_id-2")
     with pytest.raises(ConfigError, match="table 'Item': expected a name of lower-case letters"):

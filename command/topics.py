@@ -1,0 +1,51 @@
+"""`roostream topics create | check`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import click
+
+from runtime import kafka
+from runtime.deployment import Deployment
+from runtime.topic_admin import TopicAdmin
+from runtime.topics import TopicSettings, name_of
+
+_WAIT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopicsConfig(TopicSettings, Deployment):
+    """`roostream topics create --config FILE`: a deployment's own keys, and what its topics are like."""
+
+    needs: ClassVar[tuple[str, ...]] = ("bootstrap",)
+
+
+def create(config: TopicsConfig) -> int:
+    """Make the topics that are absent; the exit code.
+
+    Raises:
+        ConfigError: one that existed is otherwise than asked for.
+        UnavailableError: Kafka does not answer or refuses.
+    """
+    topics = _topics(config)
+    made = set(topics.create())
+    for topic in topics.topics:
+        name = name_of(config.prefix, topic)
+        click.echo(f"{name}: {'made' if name in made else 'exists'}")
+    topics.check()
+    return 0
+
+
+def check(config: TopicsConfig) -> int:
+    """Say that the topics are as asked for; the exit code. Raises as `create`."""
+    topics = _topics(config)
+    topics.check()
+    click.echo(f"{len(topics.topics)} topics are as expected")
+    return 0
+
+
+def _topics(config: TopicsConfig) -> TopicAdmin:
+    kafka.wait_for_broker(config.broker, timeout_s=_WAIT_S)
+    return TopicAdmin(kafka.admin(config.broker), config.prefix, config.partitions, config)

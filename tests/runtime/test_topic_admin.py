@@ -1,0 +1,121 @@
+"""Making topics, and saying how those that exist differ; the brokers are a fake."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from roo.errors import ConfigError, UnavailableError
+from runtime.topic_admin import TopicAdmin
+from runtime.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
+
+
+@dataclasses.dataclass
+class Topic:
+    partitions: dict[int, object]
+    config: dict[str, str]
+
+
+@dataclasses.dataclass
+class Entry:
+    value: str
+
+
+class FakeAdmin:
+    """The calls of confluent_kafka's AdminClient that are used, over a dictionary. `slow` looks don't see new topics yet."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, Topic] = {}
+        self.refused: dict[str, int] = {}
+        self.down = False
+        self.slow = 0
+        self._hidden: set[str] = set()
+
+    def create_topics(self, new: list[Any], **_: Any) -> dict[str, Future[None]]:
+        return {topic.topic: self._create(topic) for topic in new}
+
+    def _create(self, topic: Any) -> Future[None]:
+        done: Future[None] = Future()
+        code = KafkaError.TOPIC_ALREADY_EXISTS if topic.topic in self.topics else self.refused.get(topic.topic)
+        if code is not None:
+            done.set_exception(KafkaException(KafkaError(code, "no")))
+            return done
+        self.topics[topic.topic] = Topic(dict.fromkeys(range(topic.num_partitions)), dict(topic.config))
+        self._hidden.add(topic.topic)
+        done.set_result(None)
+        return done
+
+    def list_topics(self, timeout: float) -> Any:
+        if self.down:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "away"))
+        hidden = self._hidden if self.slow > 0 else set()
+        self.slow -= 1
+        return type("Metadata", (), {"topics": {n: t for n, t in self.topics.items() if n not in hidden}})()
+
+    def describe_configs(self, resources: list[Any], **_: Any) -> dict[Any, Future[dict[str, Entry]]]:
+        out = {}
+        for resource in resources:
+            done: Future[dict[str, Entry]] = Future()
+            done.set_result({k: Entry(v) for k, v in self.topics[resource.name].config.items()})
+            out[resource] = done
+        return out
+
+
+def admin(brokers: FakeAdmin, partitions: int = 8, **settings: Any) -> TopicAdmin:
+    return TopicAdmin(brokers, "p.", partitions, TopicSettings(**settings))
+
+
+def test_all_topics_are_made_once_and_then_are_as_expected() -> None:
+    brokers = FakeAdmin()
+    assert admin(brokers).create() == [f"p.{topic}" for topic in TOPICS]
+    assert admin(brokers).create() == [], "the second time there is nothing to do"
+    admin(brokers).check()
+    assert {name: len(t.partitions) for name, t in brokers.topics.items()} == {
+        f"p.{topic}": partitions_of(topic, 8) for topic in TOPICS
+    }
+    assert partitions_of(DEAD_LETTERS, 8) == 1 and partitions_of(ROWS, 8) == 8
+
+
+def test_a_broker_that_hears_of_a_new_topic_late_is_waited_for() -> None:
+    brokers = FakeAdmin()
+    brokers.slow = 2
+    admin(brokers).create()
+    admin(brokers).check()
+
+
+def test_what_exists_otherwise_is_told_in_one_sentence() -> None:
+    brokers = FakeAdmin()
+    admin(brokers).create()
+    del brokers.topics["p.rows"]
+    with pytest.raises(ConfigError) as caught:
+        admin(brokers, partitions=16, retention_ms=5).check()
+    said = str(caught.value)
+    assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in said and "\n" not in said
+    assert f"topic p.{SAMPLES}: expected retention.ms = 5, got 86400000" in said
+    assert "topic p.rows: expected to exist, got none (`roostream topics create` makes it)" in said
+    assert "p.dead_letters: expected 1" not in said and "use the settings that the topics were made with" in said
+
+
+def test_a_topic_that_is_refused_is_named() -> None:
+    brokers = FakeAdmin()
+    brokers.refused["p.samples"] = KafkaError.INVALID_REPLICATION_FACTOR
+    with pytest.raises(UnavailableError, match=r"topic p.samples could not be created: no"):
+        admin(brokers, replication=3).create()
+
+
+def test_brokers_that_are_away_are_told() -> None:
+    brokers = FakeAdmin()
+    brokers.down = True
+    with pytest.raises(UnavailableError, match="Kafka can't say what topics there are: away"):
+        admin(brokers).differences()
+
+
+def test_a_replay_keeps_old_records_but_for_rows() -> None:
+    brokers = FakeAdmin()
+    admin(brokers, replay=True).create()
+    assert brokers.topics["p.samples"].config["retention.ms"] == "-1"
+    assert brokers.topics["p.rows"].config["retention.ms"] == "3600000"
