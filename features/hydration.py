@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from features.store import FeatureStore
-from roo.counters import Counters
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from runtime import redis_client
@@ -16,14 +15,6 @@ from runtime.clock import Clock, SystemClock
 
 _TIMEOUT_S = 0.05
 _REST_S = 0.5  # after a failure Redis is left alone for so long, so that an outage costs one wait, not one a request
-
-
-class Hydrated(NamedTuple):
-    """Online features by name; see `Counters.read`."""
-
-    ro: dict[str, Any]
-    nro: dict[str, np.ndarray]
-    degraded: bool  # Redis is away: whatever needs it is missing
 
 
 class Hydrator:
@@ -54,11 +45,3 @@ class Hydrator:
             self._rest_until_s = now_s + _REST_S
             raise
         return counters.read(user_id, item_ids, time_ms)
-
-    def hydrate(self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int) -> Hydrated:
-        """As `read`, but while Redis is away the features that need no state, and `degraded`."""
-        try:
-            return Hydrated(*self.read(user_id, item_ids, time_ms), degraded=False)
-        except UnavailableError:
-            ro, nro = Counters(self.schema).read(0, item_ids, time_ms)
-            return Hydrated(ro, {"position": nro["position"]}, degraded=True)

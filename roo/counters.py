@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roo.block import main_key
+from roo.columns import Side
 from roo.counter_state import (
     CLICK,
     HALF_LIVES,
@@ -28,7 +29,23 @@ from roo.counter_state import (
 from roo.ids import hash64, signed
 from roo.schema import Schema
 
+OF_THE_REQUEST = ("hour_of_day", "num_candidates", "position", "item_id")
+"""Online features that need no state: `of_request` computes them."""
 _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
+
+
+def sources_of(schema: Schema, side: Side) -> dict[str, str]:
+    """Feature → the online feature that fills it where it is missing; an ids feature named `item` of a candidate is filled
+    with the candidate's own id unless the schema says otherwise."""
+    own = {f.name: "item_id" for f in schema.nro if side == "nro" and f.kind == "ids" and f.name == "item"}
+    return own | {f.name: f.online for f in getattr(schema, side) if f.online}
+
+
+def of_request(item_ids: np.ndarray, time_ms: int, first_position: int = 0) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    """(RO, NRO) of OF_THE_REQUEST by name, for int64 [n] item ids whose first place is `first_position`."""
+    n = len(item_ids)
+    ro: dict[str, object] = {"hour_of_day": time_ms % _DAY_MS / _HOUR_MS, "num_candidates": float(n)}
+    return ro, {"position": np.arange(first_position, first_position + n, dtype=np.float32), "item_id": item_ids}
 
 
 class Counters:
@@ -61,12 +78,11 @@ class Counters:
     def read(
         self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int
     ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-        """(RO, NRO) features by online name, as a request at `time_ms` has them: RO as `encode_ro` takes them, absent =
-        missing; NRO f4[n], NaN = missing. Reading changes nothing."""
+        """(RO, NRO) features that need state, by online name, as a request at `time_ms` has them: RO as `encode_ro` takes
+        them, absent = missing; NRO f4[n], NaN = missing. Reading changes nothing."""
         item_n = as_int64(item_ids)
         user = self._users.get(signed(user_id)) if user_id else None
         ro = self._read_user(user or User(), time_ms) if user_id else {}
-        ro |= {"num_candidates": float(len(item_n)), "hour_of_day": (time_ms % _DAY_MS) / _HOUR_MS}
         return ro, self._read_items(item_n, time_ms) | _read_pairs(user or User(), item_n, time_ms)
 
     def load_items(self, item_ids: Sequence[int] | np.ndarray, values: Sequence[bytes | None]) -> None:
@@ -144,7 +160,6 @@ def _read_pairs(user: User, item_n: np.ndarray, time_ms: int) -> dict[str, np.nd
         "user_clicks": clicks.astype(np.float32),
         "user_view_age_s": _age_s(view_ms, time_ms),
         "user_click_age_s": _age_s(click_ms, time_ms),
-        "position": np.arange(len(item_n), dtype=np.float32),
     }
 
 

@@ -20,7 +20,7 @@ ONLINE = {
         *("age_s", "user_views", "user_clicks", "user_view_age_s", "user_click_age_s", "position", "item_id"),
     ),
 }
-"""What `online` may name, by side; computed by roo/counters.py, but for `item_id`: the candidate's own id."""
+"""What `online` may name, by side; roo/counters.py computes them."""
 
 
 At: TypeAlias = Callable[..., str]

@@ -1,7 +1,7 @@
 """Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
 
 What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
-computed here, as the replay driver computes them. A block that is complete as the client encoded it stays byte for byte.
+computed (roo/counters.py, as for the replay driver). A block that is complete as the client encoded it stays byte for byte.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import numpy as np
 
 from roo.block import decode_block, encode_nro, encode_ro
 from roo.columns import Side, columns_of, missing_bits
+from roo.counters import OF_THE_REQUEST, of_request, sources_of
 from roo.errors import WireError
-from roo.schema import Feature, Schema
+from roo.schema import Schema
 from serving.errors import RequestError
 from serving.request import RankRequest
-
-OF_THE_REQUEST = ("hour_of_day", "num_candidates", "position", "item_id")
-_DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
 class Filler:
@@ -28,9 +26,7 @@ class Filler:
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         sides: tuple[Side, ...] = ("ro", "nro")
-        self._sources: dict[Side, dict[str, str]] = {
-            side: {f.name: _source(f, side) for f in getattr(schema, side) if _source(f, side)} for side in sides
-        }
+        self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
         self._stateful: dict[Side, list[str]] = {
             side: [name for name, source in self._sources[side].items() if source not in OF_THE_REQUEST] for side in sides
         }
@@ -66,14 +62,9 @@ class Filler:
         if request.blocks is not None:
             return request.blocks[0] or b"", request.blocks[1]
         n = len(request.item_ids)
-        own: dict[str, Any] = {
-            "hour_of_day": time_ms % _DAY_MS / _HOUR_MS,
-            "num_candidates": float(n),
-            "position": np.arange(request.first_position, request.first_position + n, dtype=np.float32),
-            "item_id": request.item_ids,
-        }
-        ro = self._complete("ro", request.ro, {**ro_online, **own})
-        nro = self._complete("nro", request.nro, {**nro_online, **own})
+        own_ro, own_nro = of_request(request.item_ids, time_ms, request.first_position)
+        ro = self._complete("ro", request.ro, {**ro_online, **own_ro})
+        nro = self._complete("nro", request.nro, {**nro_online, **own_nro})
         try:
             return encode_ro(self.schema, ro), encode_nro(self.schema, nro, n)
         except WireError as error:
@@ -102,11 +93,6 @@ class Filler:
             return True
         at = [i for i, f in enumerate(lists) if f.name in wanted]
         return bool(at) and bool(missing_bits(columns, num_rows * len(lists)).reshape(num_rows, -1)[:, at].any())
-
-
-def _source(f: Feature, side: Side) -> str:
-    """The online name that fills the feature; a candidate's own id is what an ids feature named `item` means."""
-    return f.online or ("item_id" if side == "nro" and f.kind == "ids" and f.name == "item" else "")
 
 
 def _some_missing(column: Any) -> bool:

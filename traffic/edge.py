@@ -16,9 +16,9 @@ import numpy as np
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from roo.counters import Counters
+from roo.counters import Counters, of_request, sources_of
 from roo.ids import key_bytes, unsigned
-from roo.schema import Feature, Schema
+from roo.schema import Schema
 from roo.wire import Record
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
 from traffic.events import Action, Event, Request
@@ -32,7 +32,7 @@ class Edge:
         self.schema = schema
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters = Counters(schema)
-        self._sources = {side: [(f.name, s) for f in getattr(schema, side) if (s := _source(f, side))] for side in ("ro", "nro")}
+        self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
         self._waiting: list[tuple[int, int, Event]] = []
         self._arrival = 0
 
@@ -49,16 +49,17 @@ class Edge:
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms)
+        own_ro, own_nro = of_request(request.items_n, request.time_ms)
         message = pb.Impression(
             header=self._header(request),
             item_ids=request.items_n.view(np.uint64).tolist(),
-            nro=encode_nro(self.schema, self._merge("nro", request.nro, {**nro, "item_id": request.items_n}), num_rows),
+            nro=encode_nro(self.schema, self._merge("nro", request.nro, nro | own_nro), num_rows),
             positions=request.positions or range(num_rows),
             propensities=request.propensities,
             weight=request.weight,
         )
         if request.ro is not None:
-            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro))
+            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | own_ro))
         return wire.encode(wire.IMPRESSION, message)
 
     def _engagement(self, action: Action) -> bytes:
@@ -83,7 +84,7 @@ class Edge:
 
     def _merge(self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
         """What the log gives wins, a column that it gives is taken whole; then what is counted."""
-        counted = {name: online.get(source) for name, source in self._sources[side]}
+        counted = {name: online.get(source) for name, source in self._sources[side].items()}
         return counted | {name: value for name, value in given.items() if value is not None}
 
     def _apply_until(self, time_ms: int) -> None:
@@ -95,8 +96,3 @@ class Edge:
                 self.counters.apply_impression(event.user_id, event.items_n, event.time_ms)
             else:
                 self.counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
-
-
-def _source(feature: Feature, side: str) -> str:
-    """As serving has it: an ids feature named `item` is the candidate's own id unless the schema says otherwise."""
-    return feature.online or ("item_id" if side == "nro" and feature.kind == "ids" and feature.name == "item" else "")

@@ -19,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import traffic
-from models.config import ModelConfig
+from models.build import load_model_config
 from models.inputs import build_inputs
 from param_server.replica import Replica
 from roo.lookup import build_lookup
@@ -103,7 +103,7 @@ def build(home: Path, *, num_candidates: int = 20, history: int = 50) -> RankWor
     """Everything up to the first answer, kernels compiled. `home`: an empty directory."""
     torch.set_num_threads(1)
     schema = load_schema(SCHEMA)
-    versions = Versions(first_version(schema, ModelConfig(), 0))
+    versions = Versions(first_version(schema, load_model_config(), 0))
     hydrator = FixedHydrator(schema, num_candidates, history)
     parts = Parts(
         config=ServingConfig(schema=SCHEMA, store=home / "store", home=home, bootstrap="127.0.0.1:1", deadline_ms=60_000),

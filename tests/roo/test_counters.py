@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from roo.block import encode_nro, encode_ro
 from roo.counter_state import MAX_USER_ITEMS, User, items_from_bytes, user_from_bytes, warm
-from roo.counters import Counters
+from roo.counters import OF_THE_REQUEST, Counters, of_request, sources_of
 from roo.errors import CheckpointError
 from roo.ids import hash64, signed
-from roo.schema import Schema
+from roo.schema import Feature, Schema
 from roo.schema_check import ONLINE
 
 T0 = 1_700_000_000_000
@@ -68,9 +68,18 @@ def test_what_a_user_saw_and_clicked() -> None:
 
 
 def test_what_needs_no_state() -> None:
-    ro, nro = Counters(Schema()).read(0, [1, 2, 3], 25 * HOUR + HOUR // 2)
+    ids = np.array([5, -1, 3])
+    ro, nro = of_request(ids, 25 * HOUR + HOUR // 2, first_position=4)
     assert ro == {"num_candidates": 3.0, "hour_of_day": 1.5}
-    assert nro["position"].tolist() == [0, 1, 2]
+    assert nro["position"].tolist() == [4, 5, 6] and nro["item_id"] is ids
+    assert {*ro, *nro} == set(OF_THE_REQUEST)
+
+
+def test_an_ids_feature_named_item_is_the_candidates_own_id_unless_the_schema_says_otherwise() -> None:
+    item = Feature(name="item", kind="ids", table="item")
+    schema = Schema(ro=(item, Feature(name="hour", online="hour_of_day")), nro=(item, Feature(name="place", online="position")))
+    assert sources_of(schema, "ro") == {"hour": "hour_of_day"}
+    assert sources_of(schema, "nro") == {"item": "item_id", "place": "position"}
 
 
 def test_a_new_user_has_an_empty_history_and_no_gap() -> None:
@@ -81,8 +90,9 @@ def test_a_new_user_has_an_empty_history_and_no_gap() -> None:
 def test_every_online_name_of_the_schema_is_computed() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [1], T0)
-    ro, nro = counters.read(1, [1], T0)
-    assert set(ro) == set(ONLINE["ro"]) and {*nro, "item_id"} == set(ONLINE["nro"])
+    (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), of_request(np.array([1]), T0)
+    assert {*ro, *own_ro} == set(ONLINE["ro"]) and {*nro, *own_nro} == set(ONLINE["nro"])
+    assert not {*ro} & {*own_ro} and not {*nro} & {*own_nro}, "each is computed in one place"
     assert all(column.dtype == np.float32 and column.shape == (1,) for column in nro.values())
 
 
