@@ -62,14 +62,19 @@ class KeyIndex:
         return int(self._counts[2])
 
     def reserve(self, num_more: int) -> bool:
-        """Make room for `num_more` keys; True if `capacity` grew (amortised: it doubles)."""
+        """Make room for `num_more` keys; True if `capacity` grew (amortised: it doubles).
+
+        **If it fails** (MemoryError): the index is as it was.
+        """
         need = self.used - int(self._counts[1]) + num_more
         if need <= self.capacity:
             return False
         capacity = max(2 * self.capacity, 1 << (need - 1).bit_length())
-        for name in ("table_N", "id_N", "bucket_N", "flags_N", "_free_N"):
-            setattr(self, name, grown(getattr(self, name), capacity))
-        self._slots_C2, self._shift = _slots(2 * capacity)
+        names = ("table_N", "id_N", "bucket_N", "flags_N", "_free_N")
+        arrays, slots = [grown(getattr(self, name), capacity) for name in names], _slots(2 * capacity)
+        for name, array in zip(names, arrays, strict=True):
+            setattr(self, name, array)
+        self._slots_C2, self._shift = slots
         kernels.rebuild(self._slots_C2, self._shift, self.used, self.table_N, self.id_N, self.flags_N)
         return True
 

@@ -9,17 +9,15 @@ One round at a time. A bucket's deltas of one incarnation are numbered from 1 in
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from param_server import kernels
+from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
 from param_server.kernels import IN_FLIGHT, UNPUBLISHED
 from roo.ids import buckets_of
-
-if TYPE_CHECKING:
-    from param_server.table import StackTable
 
 MAX_DELTA_BYTES = 512 << 10
 
@@ -40,21 +38,21 @@ class Delta(NamedTuple):
 
 
 class Outbox:
-    """Part of a StackTable, under the same lock."""
+    """Of stack `name`, whose rows are marked in the index of `held`; under the same lock as these."""
 
-    def __init__(self, table: StackTable) -> None:
-        self.table, self.max_delta_bytes = table, MAX_DELTA_BYTES
+    def __init__(self, name: str, held: HeldRows) -> None:
+        self.name, self.held, self.max_delta_bytes = name, held, MAX_DELTA_BYTES
         self.num_withheld = 0  # rows that were not finite or too large when their turn came
         self._waiting = no_keys()
         self._flying = no_keys()
-        self._times_3B = np.zeros((3, table.num_buckets), np.int64)
-        self._flying_3B = np.zeros((3, table.num_buckets), np.int64)
+        self._times_3B = np.zeros((3, held.num_buckets), np.int64)
+        self._flying_3B = np.zeros((3, held.num_buckets), np.int64)
         self.begin()
 
     def begin(self) -> None:
         """A new incarnation: sequences begin again. What is unpublished stays so."""
-        self.sequence_B = np.zeros(self.table.num_buckets, np.int64)
-        self.acknowledged_B = np.zeros(self.table.num_buckets, np.int64)
+        self.sequence_B = np.zeros(self.held.num_buckets, np.int64)
+        self.acknowledged_B = np.zeros(self.held.num_buckets, np.int64)
 
     def touch(self, touched_B: np.ndarray, engagement_ms: int, close_ms: int, trained_ms: int) -> None:
         """Buckets (bool [B]) got updates from events as old as these; 0 = unknown."""
@@ -71,10 +69,10 @@ class Outbox:
 
     def settles_at(self, bucket: int) -> int:
         """The sequence with which readers of `bucket` have all that the rows hold now; 0 = they have it already."""
-        index = self.table.index
+        index = self.held.index
         place_M = index.in_bucket(bucket)
         waiting = bool((index.flags_N[place_M] & UNPUBLISHED).any()) or bool(
-            (buckets_of(self._waiting.id_U, self._waiting.table_U, self.table.num_buckets) == bucket).any()
+            (buckets_of(self._waiting.id_U, self._waiting.table_U, self.held.num_buckets) == bucket).any()
         )
         sequence = int(self.sequence_B[bucket])
         return sequence + 1 if waiting else sequence if self.acknowledged_B[bucket] < sequence else 0
@@ -82,23 +80,23 @@ class Outbox:
     def take(self, max_norm: float) -> list[Delta]:
         """Deltas of everything unpublished, numbered; they are in flight until `settle`. Rows that are not finite, or larger
         than `max_norm`, are counted and left out: readers keep what they have."""
-        index = self.table.index
+        index = self.held.index
         place_M = index.flagged(UNPUBLISHED)
         index.replace_flags(UNPUBLISHED, IN_FLIGHT)
-        rows_MD = kernels.take_rows(self.table.rows_ND, place_M)
+        rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
         good_M = kernels.publishable(rows_MD, max_norm)
         self.num_withheld += int(len(good_M) - good_M.sum())
         if not good_M.all():
             place_M, rows_MD = place_M[good_M], rows_MD[good_M]
         gone = self._waiting.take(index.find(self._waiting) < 0)
-        gone = gone.take(KeyIndex(self.table.num_buckets).add_new(gone))
+        gone = gone.take(KeyIndex(self.held.num_buckets).add_new(gone))
         self._flying, self._waiting = gone, no_keys()
         self._flying_3B, self._times_3B = self._times_3B, np.zeros_like(self._times_3B)
         return self._deltas(index.keys_at(place_M), rows_MD, gone)
 
     def settle(self, acknowledged: bool, incarnation_is_same: bool = True) -> None:
         """The round's deltas were all acknowledged, or some of them may be lost: then everything in it is unpublished again."""
-        self.table.index.replace_flags(IN_FLIGHT, 0 if acknowledged else UNPUBLISHED)
+        self.held.index.replace_flags(IN_FLIGHT, 0 if acknowledged else UNPUBLISHED)
         if not acknowledged:
             self._waiting = join_keys(self._flying, self._waiting)
             self._times_3B = _older(self._times_3B, self._flying_3B)
@@ -108,11 +106,11 @@ class Outbox:
 
     def _deltas(self, live: Keys, rows_MD: np.ndarray, gone: Keys) -> list[Delta]:
         keys = join_keys(live, gone)
-        bucket_M = buckets_of(keys.id_U, keys.table_U, self.table.num_buckets)
+        bucket_M = buckets_of(keys.id_U, keys.table_U, self.held.num_buckets)
         gone_M = np.arange(len(keys)) >= len(live)
         order_M = np.lexsort((gone_M, keys.table_U, bucket_M))
         bucket_M, table_M = bucket_M[order_M], keys.table_U[order_M]
-        most = max(self.max_delta_bytes // (8 + 4 * self.table.width), 1)
+        most = max(self.max_delta_bytes // (8 + 4 * self.held.width), 1)
         starts = _starts(bucket_M, table_M, most)
         deltas = []
         for n, start in enumerate(starts):
@@ -122,7 +120,7 @@ class Outbox:
             self.sequence_B[bucket] += 1
             deltas.append(
                 Delta(
-                    self.table.name,
+                    self.name,
                     bucket,
                     int(self.sequence_B[bucket]),
                     int(table_M[start]),

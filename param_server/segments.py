@@ -2,6 +2,7 @@
 
     d/<segment>                     directory: what the segment consists of, with checksums; empty while it is being written
     b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
+    r/<segment>/<stack>             what the stack's residency policy knew at that commit, if it keeps anything
     history                         the newest commits, as this shard knows them: [[seq, incarnation, [segment…]]…]
 
 A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: a key's newest entry
@@ -81,18 +82,21 @@ class Segments:
     def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]], num_buckets: int) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
 
-    def write(self, name: str, changes: Mapping[str, RowBlock], base: Sequence[Segment]) -> tuple[Segment, ...]:
-        """Store `changes` (stack → block) over `base`; the new state's segments. Durable when it returns, part of nothing
-        until a manifest names it.
+    def write(
+        self, name: str, changes: Mapping[str, RowBlock], base: Sequence[Segment], residency: Mapping[str, bytes] | None = None
+    ) -> tuple[Segment, ...]:
+        """Store `changes` (stack → block) over `base`, and `residency` (stack → its policy's state; left out where it is empty);
+        the new state's segments. Durable when it returns, part of nothing until a manifest names it.
 
         **If it fails** (CheckpointError): `base` is as it was; call again, or leave the rest to the next `commit`.
         """
-        if not any(len(block.keys) for block in changes.values()):
+        kept = {stack: state for stack, state in (residency or {}).items() if state}
+        if not any(len(block.keys) for block in changes.values()) and kept == self.residency(base):
             return tuple(base)
         merging = len(base) >= MAX_SEGMENTS or (len(base) >= MIN_MERGE and sum(s.rows for s in base[1:]) >= base[0].rows)
         self._delete([name])
         self.store.write([(_directory_key(name), b"")])
-        segment = self._write_blocks(name, self._merged(changes, base) if merging else self._split(changes))
+        segment = self._write_blocks(name, self._merged(changes, base) if merging else self._split(changes), kept)
         return (segment,) if merging else (*base, segment)
 
     def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
@@ -112,6 +116,19 @@ class Segments:
                 part = [(name, self._block(name, stack, bucket, entry)) for name, entry in found if entry]
                 if part:
                     yield SegmentBucket(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
+
+    def residency(self, segments: Sequence[Segment]) -> dict[str, bytes]:
+        """Stack → its policy's state in this state; the newest segment has it. Raises as `read`."""
+        if not segments:
+            return {}
+        states: dict[str, bytes] = {}
+        for stack, entry in self._directory(segments[-1]).get("residency", {}).items():
+            key = _residency_key(segments[-1].name, stack)
+            data = self.store.get(key)
+            if data is None or f"{blocks.checksum(data, key):016x}" != entry["checksum"]:
+                raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
+            states[stack] = data
+        return states
 
     def commit(self, commit: Commit) -> None:
         """A manifest names this state: remember it, and delete what none of the newest KEEP_COMMITS needs."""
@@ -162,7 +179,7 @@ class Segments:
         for (stack, bucket), block in newest.items():
             yield SegmentBucket(stack, bucket, [block])
 
-    def _write_blocks(self, name: str, parts: Iterable[SegmentBucket]) -> Segment:
+    def _write_blocks(self, name: str, parts: Iterable[SegmentBucket], residency: Mapping[str, bytes]) -> Segment:
         entries: dict[str, dict[str, Any]] = {}
         batch: list[tuple[bytes, bytes]] = []
         waiting = total = rows = 0
@@ -175,8 +192,14 @@ class Segments:
             if waiting >= _BATCH_BYTES:
                 self.store.write(batch)
                 batch, waiting = [], 0
-        directory = msgspec.json.encode({"format": FORMAT, "name": name, "blocks": entries})
-        self.store.write([*batch, (_directory_key(name), directory)], sync=True)
+        states = [(_residency_key(name, stack), state) for stack, state in residency.items()]
+        total += sum(len(state) for _, state in states)
+        content: dict[str, Any] = {"format": FORMAT, "name": name, "blocks": entries}
+        if states:
+            sums = (f"{blocks.checksum(state, key):016x}" for key, state in states)
+            content["residency"] = {stack: {"checksum": sum_} for stack, sum_ in zip(residency, sums, strict=True)}
+        directory = msgspec.json.encode(content)
+        self.store.write([*batch, *states, (_directory_key(name), directory)], sync=True)
         return Segment(name, rows, total, f"{blocks.checksum(directory):016x}")
 
     def _directory(self, segment: Segment) -> dict[str, Any]:
@@ -199,7 +222,8 @@ class Segments:
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            keys = [*self.store.keys(f"b/{name}/".encode()), _directory_key(name)]
+            keys = [key for kind in "br" for key in self.store.keys(f"{kind}/{name}/".encode())]
+            keys.append(_directory_key(name))
             self.store.write((), keys)
 
 
@@ -216,6 +240,10 @@ def merge(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
 
 def _directory_key(name: str) -> bytes:
     return f"d/{name}".encode()
+
+
+def _residency_key(name: str, stack: str) -> bytes:
+    return f"r/{name}/{stack}".encode()
 
 
 def _block_key(name: str, stack: str, bucket: int) -> bytes:

@@ -5,7 +5,7 @@
     rounds     what the publisher takes and settles from its one thread
 
 One lock makes every push, freeze and round one step. Committing:
-  4. freeze: expire, copy what changed, begin the next generation; training goes on from here.
+  4. freeze: evict, copy what changed, begin the next generation; training goes on from here.
   5. write: the copy becomes a segment.
   7. commit: a manifest names it; the older generation is forgotten. Or abort: its rows count as changed again.
 Restoring: from committed segments, exactly the rows that changed in either generation, where the state of the manifest is one
@@ -27,6 +27,7 @@ from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
 from param_server.kernels import publishable
 from param_server.outbox import Delta
+from param_server.residency import Expiry, Policy
 from param_server.row_block import RowBlock
 from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
 from param_server.table import StackTable, build_tables
@@ -47,6 +48,7 @@ class Frozen:
     seq: int
     incarnation: int
     changes: dict[str, RowBlock]
+    residency: dict[str, bytes]  # stack → its policy's state
     rows_end: dict[int, int]
     segments: tuple[Segment, ...] | None = None  # once written
 
@@ -93,9 +95,16 @@ class Target(NamedTuple):
 class Shard:
     """See the module. `segments` and `store` are used by commands only."""
 
-    def __init__(self, identity: ShardIdentity, segments: Segments, store: CheckpointStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        identity: ShardIdentity,
+        segments: Segments,
+        store: CheckpointStore,
+        clock: Clock,
+        residency: Policy = Expiry,
+    ) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
-        self.tables = build_tables(identity)
+        self.tables = build_tables(identity, residency)
         self.incarnation = 0
         self.ready = False
         self.committed = BEGINNING
@@ -143,12 +152,10 @@ class Shard:
         """A bucket's rows at one moment, as far as they may be published. Raises as `pull`."""
         with self._lock:
             self._check(0, reading=True)
-            place_M = table.index.in_bucket(bucket)
-            rows_MD = table.rows_ND[place_M]
+            keys, rows_MD = table.held.bucket(bucket)
             good_M = publishable(rows_MD, self.identity.max_publish_norm)
             sequence, settles_at = int(table.outbox.sequence_B[bucket]), table.outbox.settles_at(bucket)
-            keys = table.index.keys_at(place_M[good_M])
-            return BucketPage(bucket, sequence, settles_at, self.incarnation, keys, rows_MD[good_M])
+            return BucketPage(bucket, sequence, settles_at, self.incarnation, keys.take(good_M), rows_MD[good_M])
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers for reports and metrics."""
@@ -213,14 +220,20 @@ class Shard:
         raise RoostreamError(f"expected a command of freeze, write, commit, abort or restore, got {kind!r}")
 
     def freeze(self, seq: int, watermark_ms: int) -> dict[str, Any]:
-        """4. Fix what commit `seq` will contain; rows expire by the watermark, here and only here."""
+        """4. Fix what commit `seq` will contain; rows are evicted by the watermark, here and only here."""
         started_s = time.perf_counter()
         with self._lock:
             self._check(self.incarnation)
             if self._frozen:
                 raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
             changes = {name: table.freeze(watermark_ms) for name, table in self.tables.items()}
-            self._frozen = Frozen(seq=seq, incarnation=self.incarnation, changes=changes, rows_end=dict(self._rows_end))
+            self._frozen = Frozen(
+                seq=seq,
+                incarnation=self.incarnation,
+                changes=changes,
+                residency={name: table.residency.state() for name, table in self.tables.items()},
+                rows_end=dict(self._rows_end),
+            )
         rows = sum(len(block.keys) for block in changes.values())
         return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
 
@@ -228,7 +241,7 @@ class Shard:
         """5. Store what was frozen; the segments that are the state of commit `seq`. Again after a failure: the same."""
         frozen = self._expect_frozen(seq)
         name = f"{frozen.seq}-{frozen.incarnation}"
-        frozen.segments = self.segments.write(name, frozen.changes, self.committed.segments)
+        frozen.segments = self.segments.write(name, frozen.changes, self.committed.segments, frozen.residency)
         return {"segments": [s._asdict() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
 
     def commit(self, seq: int) -> dict[str, Any]:
@@ -276,6 +289,9 @@ class Shard:
             self._roll_back(target)
         else:
             self._reload(target)
+        residency = self.segments.residency(target.commit.segments)
+        for stack, table in self.tables.items():
+            table.residency.load(residency.get(stack, b""))
         self.segments.restored(target.commit)
         with self._lock:
             self._restored(target)

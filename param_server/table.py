@@ -15,40 +15,44 @@ import numpy as np
 
 from param_server import kernels
 from param_server.config import ShardIdentity
+from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
 from param_server.kernels import DIRTY, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import Outbox
+from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS
 from roo.errors import SchemaError, WireError
 from roo.schema import Schema, Table
 
-_NEVER = np.iinfo(np.int64).min
-
 
 class StackTable:
     """Not thread-safe; the shard's lock makes every method one step. Equal pushes in equal order give equal bits."""
 
-    def __init__(self, name: str, tables: Sequence[Table], *, seed: int, num_buckets: int, publishing: bool = True) -> None:
+    def __init__(
+        self, name: str, tables: Sequence[Table], *, seed: int, num_buckets: int, residency: Policy, publishing: bool = True
+    ) -> None:
         self.name, self.width, self.kernel = name, tables[0].dim, KERNELS[tables[0].rule.name]
         self.state_width = tables[0].rule.state_width(self.width)
         self.parameters_KP = np.array([t.rule.parameters for t in tables], np.float64)
         self.first_state_K = np.array([t.rule.first_state for t in tables], np.float32)
-        self.table_K = np.array([t.id for t in tables], np.uint32)
         self.names = {t.id: t.name for t in tables}
-        self.scale_K = np.array([t.init_scale for t in tables], np.float32)
-        self.expire_after_ms_K = np.array([t.expire_after_ms for t in tables], np.int64)
-        self.seed, self.num_buckets, self.publishing = np.uint64(seed & (1 << 64) - 1), num_buckets, publishing
+        self.num_buckets, self.publishing = num_buckets, publishing
+        self.held = HeldRows(tables, seed=seed, num_buckets=num_buckets)
+        self.residency = residency(tables)
         self.clear()
 
     def clear(self) -> None:
         """No rows, no changes. The outbox's sequences begin again too."""
-        self.index = KeyIndex(self.num_buckets)
-        self.outbox = Outbox(self)
-        self.rows_ND = np.zeros((self.index.capacity, self.width), np.float32)
+        self.held.clear()
+        self.outbox = Outbox(self.name, self.held)
         self.state_NA = np.zeros((self.index.capacity, self.state_width), np.float32)
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
         self._gone = no_keys()
+
+    @property
+    def index(self) -> KeyIndex:
+        return self.held.index
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +65,7 @@ class StackTable:
 
     def check_keys(self, keys: Keys) -> None:
         """Raises SchemaError: a key's table is not one of this stack."""
-        at = kernels.unknown_table(keys.table_U, self.table_K)
+        at = kernels.unknown_table(keys.table_U, self.held.table_K)
         if at >= 0:
             raise SchemaError(
                 f"stack {self.name}: expected one of tables {', '.join(self.names.values())}, got table id "
@@ -87,35 +91,46 @@ class StackTable:
 
     def pull(self, keys: Keys) -> np.ndarray:
         """float32 [U, D]; a key without a row reads as its initial value, and still has none."""
-        out_UD = np.empty((len(keys), self.width), np.float32)
-        kernels.gather(
-            self.rows_ND, self.index.find(keys), keys.table_U, keys.id_U, self.seed, self.table_K, self.scale_K, out_UD
-        )
-        return out_UD
+        return self.held.gather(keys)
 
     def push(self, keys: Keys, gradient_UD: np.ndarray, time_ms: int) -> np.ndarray:
-        """Apply checked gradients at event time `time_ms`, making the rows that don't exist; bool [B]: buckets touched."""
-        self.reserve(len(keys))
-        place_U, new_U = self.index.add(keys)
-        which_U = kernels.which_table(keys.table_U, self.table_K)
-        kernels.fill_new(
-            self.rows_ND,
-            self.state_NA,
-            place_U,
-            new_U,
-            keys.table_U,
-            keys.id_U,
-            which_U,
-            self.seed,
-            self.scale_K,
-            self.first_state_K,
-        )
-        self.stamp_ms_N[place_U[new_U]] = _NEVER
-        self.kernel(self.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
+        """Apply checked gradients (float32 [U, D]) at event time `time_ms`, making the rows that don't exist and are admitted;
+        bool [B]: buckets touched. Room for the keys must have been taken (`reserve`)."""
+        place_U = self.index.find(keys)
+        absent_U = place_U < 0
+        if absent_U.any():
+            place_U[absent_U] = self._make(keys.take(absent_U))
+            there_U = place_U >= 0
+            if not there_U.all():
+                keys, place_U, gradient_UD = keys.take(there_U), place_U[there_U], gradient_UD[there_U]
+        which_U = kernels.which_table(keys.table_U, self.held.table_K)
+        self.kernel(self.held.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
         kernels.stamp(place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B)
         return touched_B
+
+    def _make(self, keys: Keys) -> np.ndarray:
+        """int64 [U]: places of first values for keys without a row; -1 where the key isn't admitted."""
+        admitted_U = self.residency.admit(keys)
+        keys = keys.take(admitted_U)
+        place_M, new_M = self.index.add(keys)
+        kernels.fill_new(
+            self.held.rows_ND,
+            self.state_NA,
+            place_M,
+            new_M,
+            keys.table_U,
+            keys.id_U,
+            kernels.which_table(keys.table_U, self.held.table_K),
+            self.held.seed,
+            self.held.scale_K,
+            self.first_state_K,
+        )
+        self.stamp_ms_N[place_M[new_M]] = NEVER
+        place_U = np.full(len(admitted_U), -1, np.int64)
+        place_U[admitted_U] = place_M
+        return place_U
 
     # Generations
 
@@ -127,9 +142,9 @@ class StackTable:
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
 
     def freeze(self, watermark_ms: int) -> RowBlock:
-        """Expire by the watermark, then copy everything that changed since the last freeze, and what readers haven't got yet;
+        """Evict by the watermark, then copy everything that changed since the last freeze, and what readers haven't got yet;
         the next generation is empty."""
-        self._expire(watermark_ms)
+        self._evict(watermark_ms)
         place_M = self.index.flagged(DIRTY | UNPUBLISHED | IN_FLIGHT)
         gone, unpublished_G = self._take_gone()
         block = RowBlock(
@@ -138,7 +153,7 @@ class StackTable:
                 np.uint8
             ),
             stamp_ms_L=self.stamp_ms_N[place_M],
-            rows_LD=kernels.take_rows(self.rows_ND, place_M),
+            rows_LD=kernels.take_rows(self.held.rows_ND, place_M),
             state_LA=kernels.take_rows(self.state_NA, place_M),
         )
         self.index.replace_flags(DIRTY)
@@ -150,14 +165,11 @@ class StackTable:
         self.index.flags_N[place_K[place_K >= 0]] |= DIRTY
         self._gone = join_keys(self._gone, block.gone)
 
-    def _expire(self, watermark_ms: int) -> None:
-        if not self.expire_after_ms_K.any():
+    def _evict(self, watermark_ms: int) -> None:
+        keys = self.index.keys_at(self.residency.evict(watermark_ms, self.index, self.stamp_ms_N))
+        if not len(keys):
             return
-        before_ms_K = np.where(self.expire_after_ms_K > 0, watermark_ms - self.expire_after_ms_K, _NEVER)
-        index = self.index
-        place_M = kernels.expired(index.flags_N, index.used, index.table_N, self.stamp_ms_N, self.table_K, before_ms_K)
-        keys = index.keys_at(place_M)
-        index.remove(keys)
+        self.index.remove(keys)
         self._gone = join_keys(self._gone, keys)
         if self.publishing:
             self.outbox.add_tombstones(keys)
@@ -182,8 +194,7 @@ class StackTable:
         """Rows of committed state as they were, clean but for `flags`; its gone keys are forgotten. What the block marks as
         unpublished is not marked here (`mark_unpublished`)."""
         self.reserve(block.num_live)
-        place_L, _ = self.index.add(block.live)
-        kernels.put_rows(self.rows_ND, place_L, block.rows_LD)
+        place_L = self.held.put(block.live, block.rows_LD)
         kernels.put_rows(self.state_NA, place_L, block.state_LA)
         self.stamp_ms_N[place_L] = block.stamp_ms_L
         self.index.flags_N[place_L] = kernels.LIVE | flags
@@ -207,16 +218,17 @@ class StackTable:
 
     def reserve(self, num_more: int) -> None:
         """Take memory for that many more rows. **If it fails** (MemoryError): the rows are as they were."""
-        if self.index.reserve(num_more):
-            for name in ("rows_ND", "state_NA", "stamp_ms_N"):
+        self.held.reserve(num_more)
+        for name in ("state_NA", "stamp_ms_N"):
+            if len(getattr(self, name)) < self.index.capacity:
                 setattr(self, name, grown(getattr(self, name), self.index.capacity))
 
 
-def build_tables(identity: ShardIdentity) -> dict[str, StackTable]:
+def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackTable]:
     """Stack → its rows on this shard, none yet."""
     seed, num_buckets, publishing = identity.seed, identity.num_buckets, identity.publishing
     return {
-        name: StackTable(name, tables, seed=seed, num_buckets=num_buckets, publishing=publishing)
+        name: StackTable(name, tables, seed=seed, num_buckets=num_buckets, residency=residency, publishing=publishing)
         for name, tables in identity.schema.stacks.items()
     }
 

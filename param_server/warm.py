@@ -7,6 +7,7 @@ import numpy as np
 from param_server import kernels, row_block
 from param_server.index import Keys
 from param_server.initial import initial_rows
+from param_server.residency import Expiry
 from param_server.segments import merge
 from param_server.table import StackTable
 from roo.rules import RULES
@@ -16,7 +17,11 @@ from roo.schema import Table
 def warm() -> None:
     """Seconds where nothing is cached, else a fraction of one."""
     for rule in RULES.values():
-        _live(StackTable("warm", [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)], seed=1, num_buckets=4))
+        _live(
+            StackTable(
+                "warm", [Table(name="warm", dim=2, rule=rule(), expire_after_ms=1)], seed=1, num_buckets=4, residency=Expiry
+            )
+        )
     keys = _keys(3)
     kernels.split_by_shard(keys.table_U, keys.id_U, 4, 2, np.empty(3, np.int64), np.empty(3, np.int64))
     kernels.buckets(keys.table_U, keys.id_U, 4)
@@ -32,6 +37,7 @@ def _live(table: StackTable) -> None:
     gradient_UD = np.ones((300, 2), np.float32)
     table.check_keys(keys)
     table.check_gradient(keys, gradient_UD)
+    table.reserve(len(keys))
     table.outbox.touch(table.push(keys, gradient_UD, 10), 1, 2, 3)
     table.pull(_keys(301))
     table.outbox.take(100.0)

@@ -12,6 +12,7 @@ from param_server.blobs import Blobs, MemoryBlobs
 from param_server.calls import Calls
 from param_server.config import ShardIdentity
 from param_server.index import Keys
+from param_server.residency import Expiry, Policy
 from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
@@ -96,6 +97,7 @@ def make_shard(
     blobs: Blobs | None = None,
     store: MemoryStore | None = None,
     clock: Clock | None = None,
+    residency: Policy = Expiry,
     **identity: Any,
 ) -> Shard:
     """A shard process at its start: nothing restored yet."""
@@ -105,6 +107,7 @@ def make_shard(
         Segments(blobs or MemoryBlobs(), shapes_of(who.schema), who.num_buckets),
         store or MemoryStore(),
         clock or FakeClock(),
+        residency,
     )
 
 
@@ -146,7 +149,7 @@ def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
     for stack, table in shard.tables.items():
         index = table.index
         for n in index.flagged(1).tolist():
-            bits = table.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
+            bits = table.held.rows_ND[n].tobytes() + table.state_NA[n].tobytes() + table.stamp_ms_N[n].tobytes()
             out[stack, int(index.table_N[n]), int(index.id_N[n])] = bits
     return out
 

@@ -67,7 +67,7 @@ def test_a_delta_carries_the_oldest_times_behind_its_rows() -> None:
 def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
     loop = Loop(begun(max_publish_norm=0.15))
     loop.push(1, 2)
-    loop.shard.tables[ADAGRAD].rows_ND[:2] = [[1, 1, 1, 1], [0.01, 0, 0, 0]]
+    loop.shard.tables[ADAGRAD].held.rows_ND[:2] = [[1, 1, 1, 1], [0.01, 0, 0, 0]]
     loop.turn()
     assert [list(d.ids) for d in deltas(loop.topic)] == [[2]]
     assert loop.shard.stats()["withheld"] == 1

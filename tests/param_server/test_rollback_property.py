@@ -13,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from param_server.publish import Publisher
+from param_server.residency import Expiry, Policy
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roo.errors import CheckpointError, UnavailableError
 from runtime.clock import FakeClock
+from tests.param_server.admission_double import SecondPush
 from tests.param_server.reader_support import GO, Follower
 from tests.param_server.shard_support import (
     ITEM,
@@ -40,8 +42,8 @@ SCHEMA = small_schema(expire_after_ms=3000)
 class Undisturbed:
     """The same pushes and expiries on a shard to which nothing ever happens."""
 
-    def __init__(self) -> None:
-        self.shard = make_shard(schema=SCHEMA, publishing=False)
+    def __init__(self, residency: Policy) -> None:
+        self.shard = make_shard(schema=SCHEMA, publishing=False, residency=residency)
         self.shard.restore(1, "")
         self.client = client_of(self.shard)
 
@@ -62,6 +64,8 @@ def client_of(shard: Shard) -> Client:
 
 
 class ShardLife(RuleBasedStateMachine):
+    residency: Policy = Expiry
+
     def __init__(self) -> None:
         super().__init__()
         self.blobs, self.store, self.topic = MemoryBlobs(), MemoryStore(), InMemoryRows()
@@ -78,7 +82,7 @@ class ShardLife(RuleBasedStateMachine):
         self.versions: dict[tuple[str, int], tuple[int, int]] = {}
 
     def start_process(self) -> None:
-        self.shard = make_shard(self.blobs, self.store, schema=SCHEMA)
+        self.shard = make_shard(self.blobs, self.store, schema=SCHEMA, residency=self.residency)
         self.publisher = Publisher(self.shard, self.topic, FakeClock())
 
     def restore(self, which: int) -> None:
@@ -91,7 +95,7 @@ class ShardLife(RuleBasedStateMachine):
         self.frozen = None
         self.is_written = self.linked = False
         self.client = client_of(self.shard)
-        self.expected = Undisturbed()
+        self.expected = Undisturbed(self.residency)
         for event in self.events:
             self.expected.do(event)
 
@@ -203,6 +207,8 @@ class ShardLife(RuleBasedStateMachine):
     @invariant()
     def equals_the_undisturbed_shard(self) -> None:
         assert state_of(self.shard) == state_of(self.expected.shard)
+        for mine, expected in zip(self.shard.tables.values(), self.expected.shard.tables.values(), strict=True):
+            assert mine.residency.state() == expected.residency.state()
 
     @invariant()
     def versions_of_a_replica_never_go_back(self) -> None:
@@ -223,5 +229,13 @@ class ShardLife(RuleBasedStateMachine):
         assert all(np.array_equal(read[stack], rows[stack]) for stack in rows)
 
 
+class AdmittingLife(ShardLife):
+    """With a policy that has a state of its own."""
+
+    residency = SecondPush
+
+
 TestShardLife = ShardLife.TestCase
 TestShardLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAdmittingLife = AdmittingLife.TestCase
+TestAdmittingLife.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

@@ -1,0 +1,147 @@
+"""Who gets a row and which rows go is a policy's: its state is committed, rolled back and restored with the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.blobs import MemoryBlobs
+from param_server.index import KeyIndex, Keys
+from param_server.residency import NEVER, Expiry
+from param_server.server import Shard
+from roo.errors import CheckpointError
+from roo.schema import Table
+from tests.param_server.admission_double import SecondPush
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    ROWWISE,
+    MemoryStore,
+    begun,
+    commit,
+    make_shard,
+    pull_from,
+    push_to,
+    state_of,
+    table_id,
+)
+
+
+def seen(shard: Shard) -> dict[tuple[int, int], int]:
+    policy = shard.tables[ADAGRAD].residency
+    assert isinstance(policy, SecondPush)
+    return dict(policy.seen)
+
+
+def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_for_so_long() -> None:
+    short, never = Table(name="a", dim=2, expire_after_ms=100), Table(name="b", dim=2)
+    policy, index = Expiry([short, never]), KeyIndex(4)
+    keys = Keys(np.array([short.id, short.id, never.id], np.uint32), np.array([1, 2, 1], np.int64))
+    assert policy.admit(keys).all()
+    index.add_new(keys)
+    place_U, stamp_ms_N = index.find(keys), np.zeros(index.capacity, np.int64)
+    stamp_ms_N[place_U] = [899, 900, NEVER]
+    assert policy.evict(1000, index, stamp_ms_N).tolist() == [place_U[0]]
+    assert Expiry([never]).evict(1000, index, stamp_ms_N).tolist() == []
+    assert policy.state() == b""
+
+
+def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_is_dropped() -> None:
+    shard = begun(residency=SecondPush)
+    before = pull_from(shard, ITEM, 1, 2)
+    push_to(shard, 1, ids=(1,))
+    assert shard.stats()["rows"] == {ADAGRAD: 0, ROWWISE: 0} and shard.stats()["dirty"] == 0
+    gradient_UD = np.array([[9] * 4, [1, 2, 3, 4]], np.float32)
+    push_to(shard, 2, ids=(2, 1), gradient_UD=gradient_UD)
+    plain = begun()
+    push_to(plain, 1, ids=(1,), gradient_UD=gradient_UD[1:], time_ms=2000)
+    assert state_of(shard) == state_of(plain)
+    assert pull_from(shard, ITEM, 2).tobytes() == before[1:].tobytes()
+
+
+def lives(**kwargs: Any) -> tuple[Shard, MemoryBlobs, MemoryStore]:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    return begun(blobs=blobs, store=store, residency=SecondPush, **kwargs), blobs, store
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rollback_brings_back_what_the_policy_knew(killed: bool) -> None:
+    shard, blobs, store = lives()
+    push_to(shard, 1, ids=(1, 2))
+    push_to(shard, 2, ids=(2,))
+    name = commit(shard, store, 1)
+    known = seen(shard)
+    push_to(shard, 3, ids=(1, 5))
+    assert seen(shard) != known and shard.stats()["rows"][ADAGRAD] == 2
+    if killed:
+        shard = make_shard(blobs, store, residency=SecondPush)
+    shard.restore(2, name)
+    assert seen(shard) == known == {(table_id(ITEM), 1): 1, (table_id(ITEM), 2): 2}
+    assert shard.stats()["rows"][ADAGRAD] == 1
+    push_to(shard, 1, ids=(1,))
+    assert shard.stats()["rows"][ADAGRAD] == 2
+
+
+def test_a_rollback_to_the_beginning_forgets_everything() -> None:
+    shard, _, store = lives()
+    push_to(shard, 1, ids=(1,))
+    commit(shard, store, 1)
+    shard.restore(2, "")
+    assert seen(shard) == {}
+
+
+def test_a_commit_in_which_only_the_policy_learned_something_is_kept() -> None:
+    shard, blobs, store = lives()
+    push_to(shard, 1, ids=(1,))
+    first = commit(shard, store, 1)
+    push_to(shard, 2, ids=(2,))
+    second = commit(shard, store, 2)
+    third = commit(shard, store, 3)
+    for name, ids in ((third, {1, 2}), (second, {1, 2}), (first, {1})):
+        again = make_shard(blobs, store, residency=SecondPush)
+        again.restore(9, name)
+        assert {id_ for _, id_ in seen(again)} == ids
+    assert [s.name for s in again.segments.history()[-1].segments] == ["1-1"]
+
+
+def test_an_aborted_commit_leaves_the_policy_as_it_is() -> None:
+    shard, _, store = lives()
+    push_to(shard, 1, ids=(1,))
+    shard.freeze(1, 0)
+    push_to(shard, 2, ids=(3,))
+    shard.abort(1)
+    assert {id_ for _, id_ in seen(shard)} == {1, 3}
+    name = commit(shard, store, 2)
+    shard.restore(2, name)
+    assert {id_ for _, id_ in seen(shard)} == {1, 3}
+
+
+def test_a_damaged_state_is_never_loaded() -> None:
+    shard, blobs, store = lives()
+    push_to(shard, 1, ids=(1,))
+    name = commit(shard, store, 1)
+    (key,) = blobs.keys(b"r/")
+    blobs.write([(key, b"[]")])
+    again = make_shard(blobs, store, residency=SecondPush)
+    with pytest.raises(CheckpointError, match="r/1-1/d4-adagrad is absent or not the one that was committed: it is damaged"):
+        again.restore(2, name)
+    assert not again.ready
+
+
+def test_states_of_segments_that_nobody_needs_are_deleted() -> None:
+    shard, blobs, store = lives()
+    for seq in range(1, 30):
+        push_to(shard, seq, ids=(seq, 1))
+        commit(shard, store, seq)
+    segments = {key.split(b"/")[1] for key in blobs.keys(b"d/")}
+    assert {key.split(b"/")[1] for key in blobs.keys(b"r/")} <= segments and len(segments) < 29
+
+
+def test_a_policy_without_state_leaves_nothing_in_the_segments() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push_to(shard, 1)
+    commit(shard, store, 1)
+    assert not list(blobs.keys(b"r/")) and b"residency" not in blobs.data[b"d/1-1"]
