@@ -20,7 +20,7 @@ from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64, table_id
 from roo.rules import Adagrad, Rule, take_rule
 from roo.schema_check import check
-from roo.schema_expand import Places, expand
+from roo.schema_expand import Lines, expand
 
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
@@ -236,7 +236,7 @@ def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> 
     """The same from a parsed table; `path` only for messages."""
     try:
         long, blocks = expand(raw, path)
-        places = Places(path, blocks)
+        places = Lines(path, blocks)
         return check(_parse(long, places), places)
     except SchemaError:
         raise
@@ -244,7 +244,7 @@ def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> 
         raise SchemaError(str(error)) from None
 
 
-def _parse(raw: dict[str, Any], places: Places) -> Schema:
+def _parse(raw: dict[str, Any], places: Lines) -> Schema:
     path = places.path
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):
@@ -271,7 +271,7 @@ def _table(name: str, raw: dict[str, Any], path: str | Path | None) -> Table:
     return build(Table, {**from_dict(Table, raw, path, prefix), "name": name, "rule": rule}, path, prefix)
 
 
-def _row(cls: type[Any], raw: dict[str, Any], places: Places, section: str, index: int) -> Any:
+def _row(cls: type[Any], raw: dict[str, Any], places: Lines, section: str, index: int) -> Any:
     values = from_dict(cls, raw, places.path, f"{section}.")
     name = values.get("output" if cls is Transform else "name", "")
     try:

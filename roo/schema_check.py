@@ -10,7 +10,7 @@ from roo.errors import SchemaError, nearest
 
 if TYPE_CHECKING:
     from roo.schema import Feature, Schema
-    from roo.schema_expand import Places
+    from roo.schema_expand import Lines
 
 _LIVES = ("10m", "1h", "6h", "24h")
 ONLINE = {
@@ -27,7 +27,7 @@ At: TypeAlias = Callable[..., str]
 """Keys of a row's block → `"file:line: "` of the first that it sets."""
 
 
-def check(schema: Schema, places: Places) -> Schema:
+def check(schema: Schema, places: Lines) -> Schema:
     """The schema itself, if everything that it names is there and goes together.
 
     Raises:
@@ -114,7 +114,7 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
         raise SchemaError(f"{at}: expected the kind, table and columns of {first.name!r}, which has the same online value")
 
 
-def _check_transforms(schema: Schema, places: Places) -> None:
+def _check_transforms(schema: Schema, places: Lines) -> None:
     known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}
     declared = {f.name for f in (*schema.ro, *schema.nro)}
     for row, t in enumerate(schema.transforms):

@@ -34,7 +34,7 @@ class Expanded(NamedTuple):
     blocks: dict[str, list[int]]  # section → of each row, which [[section]] of the file it is from
 
 
-class Places:
+class Lines:
     """Where in the file a row of the schema was written; the file is read again only for a message."""
 
     def __init__(self, path: str | Path | None, blocks: Mapping[str, list[int]]) -> None:

@@ -28,7 +28,7 @@ _OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}
 _MOST = float(np.finfo(np.float32).max)
 
 
-class _Program(NamedTuple):
+class _Steps(NamedTuple):
     names: tuple[str, ...]
     steps_O3: np.ndarray  # int64: operation, column in, column out
     settings_O2: np.ndarray  # float64
@@ -47,11 +47,11 @@ def output_names(schema: Schema, side: Side) -> tuple[str, ...]:
     return schema.derived(_programs)[0 if side == "ro" else 1].names
 
 
-def _programs(schema: Schema) -> tuple[_Program, _Program]:
+def _programs(schema: Schema) -> tuple[_Steps, _Steps]:
     return _program(schema, "ro"), _program(schema, "nro")
 
 
-def _program(schema: Schema, side: Side) -> _Program:
+def _program(schema: Schema, side: Side) -> _Steps:
     names = [f.name for f in schema.floats(side)]
     steps, settings = [], []
     for t in schema.transforms:
@@ -61,14 +61,14 @@ def _program(schema: Schema, side: Side) -> _Program:
             names.append(t.output)
         steps.append((_OPS[t.op], names.index(t.input), names.index(t.output)))
         settings.append((t.low, t.high) if t.op == "clip" else (t.mean, t.std))
-    return _Program(
+    return _Steps(
         names=tuple(names),
         steps_O3=np.array(steps, dtype=np.int64).reshape(-1, 3),
         settings_O2=np.array(settings, dtype=np.float64).reshape(-1, 2),
     )
 
 
-def _run(program: _Program, float_NF: np.ndarray, starts_R1: np.ndarray) -> np.ndarray:
+def _run(program: _Steps, float_NF: np.ndarray, starts_R1: np.ndarray) -> np.ndarray:
     out_NG = np.zeros((len(float_NF), len(program.names)), dtype=np.float32)
     out_NG[:, : float_NF.shape[1]] = float_NF
     if len(program.steps_O3):

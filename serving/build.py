@@ -25,9 +25,9 @@ from runtime.metrics import freshness
 from runtime.rpc import SocketTransport
 from serving.config import ServingConfig
 from serving.dense import DenseFollower
-from serving.feature_log.kafka_sink import KafkaSink
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
+from serving.feature_log.topics import LogTopics
 from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
@@ -115,7 +115,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         metrics.show_version(version.name, manifest.time_ms)
 
     metrics.show_version(versions.newest.name, 0)
-    sender = LogSender(feature_log, lambda: KafkaSink.open(config.broker, config.prefix))
+    sender = LogSender(feature_log, lambda: LogTopics.open(config.broker, config.prefix))
     process = Process(
         parts=parts,
         sender=sender,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from roo.errors import SetupError, UnavailableError, WireError
 from serving.feature_log.format import HEADER_BYTES, LogRecord, record_bytes
-from serving.feature_log.segment import Cursor, CursorFile, Segment
+from serving.feature_log.segment import Cursor, CursorFile, LogSegment
 
 log = logging.getLogger("roostream.serving.log")
 
@@ -30,7 +30,7 @@ class LogFullError(UnavailableError):
     """The feature log can't take more before Kafka has taken some; nothing was appended."""
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """A record and the cursor behind it."""
 
     after: Cursor
@@ -41,7 +41,7 @@ class FeatureLog:
     """Append from any thread; `read` and `acknowledge` from one. Build with `open`."""
 
     def __init__(
-        self, directory: Path, segments: list[Segment], cursors: CursorFile, lock_handle: int, sizes: tuple[int, int]
+        self, directory: Path, segments: list[LogSegment], cursors: CursorFile, lock_handle: int, sizes: tuple[int, int]
     ) -> None:
         self.directory, self.segment_bytes, self.max_bytes = directory, *sizes
         self.appended = threading.Event()  # set by every append; the reader clears it before it reads
@@ -68,7 +68,7 @@ class FeatureLog:
                 segments[-1] = segments[-1].reopen(segment_bytes)
             else:
                 at = cursors.cursor or Cursor(0, 0, 0)
-                segments = [Segment.create(directory, Cursor(at.segment + 1, HEADER_BYTES, at.sequence), segment_bytes)]
+                segments = [LogSegment.create(directory, Cursor(at.segment + 1, HEADER_BYTES, at.sequence), segment_bytes)]
         except OSError as error:
             raise SetupError(
                 f"feature log {directory} can't be used: {error.strerror}; free space or choose another home"
@@ -124,15 +124,15 @@ class FeatureLog:
             self._active.append(record)
         self.appended.set()
 
-    def read(self, at: Cursor, max_bytes: int) -> list[Entry]:
+    def read(self, at: Cursor, max_bytes: int) -> list[LogEntry]:
         """Entries from `at` in order of appending, about `max_bytes` of them, across segments; empty at the end."""
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         budget = max_bytes
         while budget > 0:
             for found in self._segments[at.segment].scan(at):
                 budget -= found.next_offset - at.offset
                 at = Cursor(at.segment, found.next_offset, found.sequence + 1)
-                entries.append(Entry(at, found.record))
+                entries.append(LogEntry(at, found.record))
                 if budget <= 0:
                     return entries
             following = self._following(at)
@@ -183,7 +183,9 @@ class FeatureLog:
             )
         end = self._active.end
         try:
-            self._active = Segment.create(self.directory, Cursor(end.segment + 1, HEADER_BYTES, end.sequence), self.segment_bytes)
+            self._active = LogSegment.create(
+                self.directory, Cursor(end.segment + 1, HEADER_BYTES, end.sequence), self.segment_bytes
+            )
         except OSError as error:
             raise LogFullError(f"the feature log can't grow: {error.strerror}; free space at {self.directory}") from None
         self._segments[end.segment + 1] = self._active
@@ -201,10 +203,10 @@ def _claim(directory: Path) -> int:
     return handle
 
 
-def _open_segments(directory: Path) -> Iterator[Segment]:
+def _open_segments(directory: Path) -> Iterator[LogSegment]:
     """The segments there, oldest first; files that aren't whole segments are set aside, loudly (G5)."""
     for path in sorted(directory.glob("*.seg")):
-        segment = Segment.open(path)
+        segment = LogSegment.open(path)
         if segment is None:
             log.error("feature log: %s has no valid header; set aside as %s.damaged", path, path.name)
             path.rename(path.with_suffix(".damaged"))

@@ -24,7 +24,7 @@ class Cursor(NamedTuple):
     sequence: int  # of the record behind it
 
 
-class Segment:
+class LogSegment:
     """One mapped file. Not thread-safe: the log's lock covers appends; reads see whole records only."""
 
     def __init__(self, path: Path, memory: mmap.mmap, start: Cursor, end: Cursor) -> None:
@@ -35,7 +35,7 @@ class Segment:
         return f"{number:08d}.seg"
 
     @classmethod
-    def create(cls, directory: Path, start: Cursor, size: int) -> Segment:
+    def create(cls, directory: Path, start: Cursor, size: int) -> LogSegment:
         """A new empty segment, its blocks allocated: a full disk shows here as OSError, not later as a signal.
 
         **If it fails** nothing is left but perhaps a file that isn't named like a segment, which `open` ignores.
@@ -53,7 +53,7 @@ class Segment:
         return cls(path, memory, start, start)
 
     @classmethod
-    def open(cls, path: Path) -> Segment | None:
+    def open(cls, path: Path) -> LogSegment | None:
         """A segment of an earlier process, to read; None where the file isn't one. Its end is found by `reopen` or by reading."""
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
@@ -66,7 +66,7 @@ class Segment:
         start = Cursor(header[0], HEADER_BYTES, header[1])
         return cls(path, memory, start, Cursor(header[0], len(memory), header[1]))
 
-    def reopen(self, size: int) -> Segment:
+    def reopen(self, size: int) -> LogSegment:
         """The same segment to append to: its end found, the bytes behind it (a record that was being written) zeroed."""
         end = self.start
         for found in self.scan(self.start):
@@ -80,7 +80,7 @@ class Segment:
             memory = mmap.mmap(handle, size)
         finally:
             os.close(handle)
-        return Segment(self.path, memory, self.start, end)
+        return LogSegment(self.path, memory, self.start, end)
 
     def has_room(self, size: int) -> bool:
         return self.end.offset + size <= len(self.memory)

@@ -22,7 +22,7 @@ from typing import Literal, Protocol, TypeAlias
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
 from serving.feature_log.format import LogRecord
-from serving.feature_log.log import Entry, FeatureLog
+from serving.feature_log.log import FeatureLog, LogEntry
 from serving.feature_log.segment import Cursor
 
 log = logging.getLogger("roostream.serving.log")
@@ -35,7 +35,7 @@ Done: TypeAlias = Callable[[Outcome, str], None]
 """(outcome, error text). `refused`: this record will never be taken. `failed`: it may or may not have been; try again."""
 
 
-class Sink(Protocol):
+class LogSink(Protocol):
     def send(self, record: LogRecord, done: Done) -> None:
         """Queue one record; `done` is called exactly once, from `poll`, `flush` or `close`. Order of a partition is kept."""
 
@@ -59,11 +59,11 @@ class _Pending:
 class LogSender:
     """Owns the log's cursor. Not thread-safe: all calls but `stop` from one thread."""
 
-    def __init__(self, log: FeatureLog, open_sink: Callable[[], Sink], backoff: Backoff | None = None) -> None:
+    def __init__(self, log: FeatureLog, open_sink: Callable[[], LogSink], backoff: Backoff | None = None) -> None:
         self.log, self.open_sink = log, open_sink
         self.num_sent = self.num_refused = self.num_damaged = 0
         self._backoff = backoff or Backoff(what="Kafka (feature log)")
-        self._sink: Sink | None = None
+        self._sink: LogSink | None = None
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
         self._next = log.cursor
@@ -114,7 +114,7 @@ class LogSender:
             self._sink.close()
             self._sink = None
 
-    def _readable(self) -> list[Entry]:
+    def _readable(self) -> list[LogEntry]:
         """Step 1: the next entries, as far as there is room for them in memory."""
         if self._next.sequence < self._alone_until:
             return [] if self._pending else self.log.read(self._next, 1)
@@ -122,7 +122,7 @@ class LogSender:
             return []
         return self.log.read(self._next, READ_BYTES)
 
-    def _send(self, sink: Sink, entry: Entry) -> None:
+    def _send(self, sink: LogSink, entry: LogEntry) -> None:
         pending = _Pending(entry.after, 0 if entry.record is None else len(entry.record.value))
         self._pending.append(pending)
         self._pending_bytes += pending.size

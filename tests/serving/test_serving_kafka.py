@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from roo.errors import UnavailableError
 from runtime.broker import Broker
 from serving.feature_log.format import LogRecord
-from serving.feature_log.kafka_sink import KafkaSink
+from serving.feature_log.topics import LogTopics
 from serving.row_topic import KafkaRowTopic, RowsGoneError
 
 
@@ -46,7 +46,7 @@ OUTCOMES = [
 @pytest.mark.parametrize(("code", "outcome"), OUTCOMES)
 def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome: str) -> None:
     producer = Producer()
-    sink = KafkaSink(producer, "p-")
+    sink = LogTopics(producer, "p-")
     seen: list[str] = []
     sink.send(LogRecord("impressions", -1, 5, b"userkey!", b"v"), lambda o, _: seen.append(o))
     (sent,) = producer.sent
@@ -58,13 +58,13 @@ def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome
 
 def test_heartbeats_go_to_the_partition_that_they_name() -> None:
     producer = Producer()
-    KafkaSink(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
+    LogTopics(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
     assert producer.sent[0]["partition"] == 3 and producer.sent[0]["key"] is None
 
 
 def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
     producer = Producer()
-    sink = KafkaSink(producer, "")
+    sink = LogTopics(producer, "")
     sink.poll(0.1)
     sink.flush(1.0)
     sink.close()
@@ -150,4 +150,4 @@ def test_kafka_away_is_unavailable() -> None:
 
 def test_opening_connects_to_nobody() -> None:
     KafkaRowTopic.open(Broker("127.0.0.1:1"), "").close()
-    KafkaSink.open(Broker("127.0.0.1:1"), "").close()
+    LogTopics.open(Broker("127.0.0.1:1"), "").close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roo.errors import SetupError, WireError
 from serving.feature_log.format import HEADER_BYTES, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
-from serving.feature_log.segment import Cursor, CursorFile, Segment
+from serving.feature_log.segment import Cursor, CursorFile, LogSegment
 
 SMALL = {"segment_bytes": 4096, "max_bytes": 3 * 4096}
 
@@ -193,11 +193,11 @@ def test_a_lost_cursor_sends_again_rather_than_forgets(tmp_path: Path) -> None:
 
 
 def test_segment_names_and_headers_must_agree(tmp_path: Path) -> None:
-    Segment.create(tmp_path, Cursor(3, HEADER_BYTES, 0), 4096).close()
+    LogSegment.create(tmp_path, Cursor(3, HEADER_BYTES, 0), 4096).close()
     (tmp_path / "00000003.seg").rename(tmp_path / "00000004.seg")
-    assert Segment.open(tmp_path / "00000004.seg") is None
+    assert LogSegment.open(tmp_path / "00000004.seg") is None
     (tmp_path / "00000005.seg").write_bytes(b"short")
-    assert Segment.open(tmp_path / "00000005.seg") is None
+    assert LogSegment.open(tmp_path / "00000005.seg") is None
 
 
 _WRITER = """

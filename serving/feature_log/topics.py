@@ -24,14 +24,14 @@ _REFUSED = frozenset(
 )
 
 
-class KafkaSink:
-    """One idempotent producer; `log_sender.Sink`."""
+class LogTopics:
+    """One idempotent producer; `serving.feature_log.sender.LogSink`."""
 
     def __init__(self, producer: Producer, prefix: str) -> None:
         self.producer, self.prefix = producer, prefix
 
     @classmethod
-    def open(cls, broker: Broker, prefix: str) -> KafkaSink:
+    def open(cls, broker: Broker, prefix: str) -> LogTopics:
         """Connects in the background: a broker that is away is waited for, by the producer."""
         return cls(kafka.producer(broker), prefix)
 
