@@ -10,13 +10,14 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
+from command.replay.cli import replay
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
-from roo.config import load, parse_duration_ms
+from roo.config import load
 from roo.errors import ConfigError, RoostreamError, SetupError
 
 home_option = click.option(
@@ -274,91 +275,7 @@ def topics_check(file: Path | None, **flags: Any) -> None:
     _topics("check", file, flags)
 
 
-class ManyValues(click.Command):
-    """Lets `--behaviors A B C` be written for `--behaviors A --behaviors B --behaviors C`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        many = {o for p in self.params if isinstance(p, click.Option) and p.multiple for o in p.opts}
-        spread: list[str] = []
-        current = ""
-        for arg in args:
-            if arg.startswith("-"):
-                current = arg if arg in many else ""
-            elif current and spread[-1] != current:
-                spread.append(current)
-            spread.append(arg)
-        return super().parse_args(ctx, spread)
-
-
-def replay_options(command: Any) -> Any:
-    """The options of every replay."""
-    for option in reversed(
-        (
-            click.option("--speed", default="max", show_default=True, help="max, or a multiple of event time such as 60x"),
-            click.option("--measure-from", default="", metavar="TIME", help="metrics.measured covers requests from here on"),
-            click.option("--freeze-at", default="", metavar="TIME", help="weights and counters stand still from here on"),
-            click.option("--freeze-weights-at", default="", metavar="TIME", help="weights alone stand still from here on"),
-            click.option("--label-delay", default="0ms", show_default=True, help="counters see events this much later"),
-            click.option("--window", default="30m", show_default=True, help="the join window"),
-            click.option("--engine", type=click.Choice(["stack", "local"]), default="stack", show_default=True),
-            click.option("--model", default="", help="model TOML; default: the default ranker"),
-            click.option("--seed", type=int, default=0, show_default=True),
-            click.option("--home", default="", help="keep the stack's data here; default: a temporary folder"),
-            click.option("--report", default="", metavar="FILE", help="JSON report"),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-@cli.group()
-def replay() -> None:
-    """A real log through the whole loop, in event time.
-
-    \b
-    Example:
-      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet --report out.json
-      roostream replay jsonl --log events.jsonl --schema my_site.toml --report out.json
-    """
-
-
-@replay.command(cls=ManyValues)
-@click.option("--behaviors", multiple=True, required=True, metavar="FILE...", help="behaviors.parquet files, in time order")
-@click.option("--history", multiple=True, metavar="FILE...", help="history.parquet files")
-@replay_options
-def ebnerd(**options: Any) -> None:
-    """A log in the form of the EB-NeRD news data set (parquet).
-
-    \b
-    Example:
-      roostream replay ebnerd --behaviors behaviors.parquet --history history.parquet \\
-          --measure-from 2023-05-23 --report out.json
-    """
-    _replay("ebnerd", **options)
-
-
-@replay.command(cls=ManyValues)
-@click.option("--log", multiple=True, required=True, metavar="FILE...", help="one impression or engagement a line")
-@click.option("--schema", required=True, help="TOML that declares the log's features")
-@click.option("--skip-bad", is_flag=True, help="count lines that can't be read and go on")
-@replay_options
-def jsonl(**options: Any) -> None:
-    """A log of any site, one JSON object a line (docs/bring-your-own-data.md).
-
-    \b
-    Example:
-      roostream replay jsonl --log monday.jsonl tuesday.jsonl --schema my_site.toml --report out.json
-    """
-    _replay("jsonl", **options)
-
-
-def _replay(dataset: Literal["ebnerd", "jsonl"], label_delay: str, window: str, **options: Any) -> None:
-    from traffic.config import ReplayConfig
-
-    config = ReplayConfig(
-        dataset=dataset, label_delay_ms=parse_duration_ms(label_delay), window_ms=parse_duration_ms(window), **options
-    )
-    sys.exit(importlib.import_module("command.replay.run").run(config))
+cli.add_command(replay)
 
 
 @cli.command()

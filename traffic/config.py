@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from pathlib import Path
 from typing import Literal
 
 from roo.config import Refusal, Settings, refusal, setting
 from roo.errors import ConfigError
 from runtime.deployment import Watched
-
-
-def parse_time_ms(text: str) -> int:
-    """`"2023-05-23"`, `"2023-05-23T12:00:00"` (naive = UTC), one with an offset, or ms since 1970 → ms; `""` → 0.
-
-    Raises:
-        ConfigError: none of these.
-    """
-    if not text:
-        return 0
-    if text.lstrip("-").isdigit():
-        return int(text)
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(
-            f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' (UTC) or ms since 1970, got {text!r}"
-        ) from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return round(moment.timestamp() * 1000)
+from traffic.datasets import DatasetOptions
+from traffic.times import parse_time_ms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,12 +42,10 @@ class SimulateConfig(Watched):
 class ReplayConfig(Settings):
     """`roostream replay DATASET`: a log through the whole loop, in event time."""
 
-    dataset: Literal["ebnerd", "jsonl"] = setting(help="ebnerd | jsonl")
-    behaviors: tuple[str, ...] = setting((), "ebnerd: behaviors.parquet files")
-    history: tuple[str, ...] = setting((), "ebnerd: history.parquet files")
-    log: tuple[str, ...] = setting((), "jsonl: log files, one impression or engagement a line")
-    schema: str = setting("", "schema TOML; '' = the dataset's own (traffic/schemas/ebnerd.toml)")
-    model: str = setting("", "model TOML; '' = defaults")
+    dataset: str = setting(help="a row of traffic/datasets.py")
+    options: DatasetOptions = setting(help="the dataset's own settings")
+    schema: str = setting("", "schema TOML; '' = the dataset's own")
+    model: str = setting("", "model TOML; '' = the default ranker")
     engine: Literal["stack", "local"] = setting("stack", "stack = Kafka, Flink and processes; local = all in this process")
     speed: str = setting("max", "'max', or a multiple of event time such as '60x'")
     measure_from: str = setting("", "metrics.measured covers requests from this time on; '' = all")
@@ -79,39 +57,30 @@ class ReplayConfig(Settings):
     batch_requests: int = setting(64, "requests a training batch", least=1)
     seed: int = setting(0, "of initial weights and rows")
     num_shards: int = setting(2, "parameter server shards", least=1)
-    skip_bad: bool = setting(False, "jsonl: count bad lines and go on instead of stopping at the first")
     report: str = setting("", "file that gets the JSON report; '' = only the table")
     home: str = setting("", "stack: directory to keep; '' = a temporary one, removed at the end")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_files()
+        if not self.schema and self.options.default_schema is None:
+            raise ConfigError(
+                f"replay {self.dataset} needs --schema FILE: the TOML that declares the log's features "
+                "(docs/bring-your-own-data.md)"
+            )
+        for path in filter(None, (self.schema, self.model)):
+            if not Path(path).is_file():
+                raise ConfigError(f"{path}: no such file; check the path")
         if self.freeze_at and self.freeze_weights_at:
             raise ConfigError("expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too")
         for name in ("measure_from", "freeze_at", "freeze_weights_at"):
             self._time_ms(name)
         _ = self.speed_factor
 
-    def _check_files(self) -> None:
-        needed, alien = (("behaviors", "history"), ("log",)) if self.dataset == "ebnerd" else (("log",), ("behaviors", "history"))
-        for name in needed[:1]:
-            if not getattr(self, name):
-                raise ConfigError(f"replay {self.dataset} needs --{name} FILE…; give at least one")
-        for name in alien:
-            if getattr(self, name):
-                raise ConfigError(f"replay {self.dataset} takes no --{name}; it is for the other dataset kind")
-        if self.dataset == "jsonl" and not self.schema:
-            raise ConfigError(
-                "replay jsonl needs --schema FILE: the TOML that declares the log's features (docs/bring-your-own-data.md)"
-            )
-        for path in (*self.behaviors, *self.history, *self.log, *filter(None, (self.schema, self.model))):
-            if not Path(path).is_file():
-                raise ConfigError(f"{path}: no such file; check the path")
-
     def _time_ms(self, name: str) -> int:
+        text = getattr(self, name)
         try:
-            return parse_time_ms(getattr(self, name))
-        except ConfigError as error:
+            return parse_time_ms(text) if text else 0
+        except ValueError as error:
             raise Refusal(name, str(error)) from None
 
     @property
@@ -143,4 +112,6 @@ class ReplayConfig(Settings):
 
     @property
     def schema_path(self) -> Path:
-        return Path(self.schema) if self.schema else Path(__file__).parent / "schemas" / "ebnerd.toml"
+        path = self.schema or self.options.default_schema
+        assert path, "checked when made"
+        return Path(path)

@@ -12,19 +12,24 @@ is earlier: a reader who goes on counts with the seconds that the data says. Nai
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from roo.config import setting
 from roo.errors import ConfigError, SchemaError, nearest
 from roo.ids import hash64
 from roo.schema import Schema
+from traffic.datasets import Clicks, DatasetOptions, EventLog
 from traffic.events import Action, Event, Request, in_time_order
+from traffic.files import check_files, open_file
 
 CLICK_DELAY_MS = 1000
 RO_OFFERED = ("user", "device", "page", "front_page", "sso", "subscriber", "gender", "age", "postcode")
@@ -63,6 +68,29 @@ _FLOATS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(DatasetOptions):
+    """Where the files are."""
+
+    default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
+    behaviors: tuple[str, ...] = setting(help="behaviors.parquet files, in any order")
+    history: tuple[str, ...] = setting((), "history.parquet files")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_files("behaviors", self.behaviors, needed=True)
+        check_files("history", self.history, needed=False)
+
+
+def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
+    """See `traffic.datasets.DatasetModule`."""
+    return EventLog(
+        events=events(options.behaviors, schema, window_ms),
+        num_requests=num_requests(options.behaviors),
+        clicks_before=histories(options.history),
+    )
+
+
 def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator[Event]:
     """Every request and action of the files, in event time; requests of the same time by impression id. Requests carry
     those of the offered features that `schema` declares.
@@ -82,8 +110,8 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
     return in_time_order(_groups(table, order, names, window_ms))
 
 
-def histories(paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """User ids, item ids and times in ms of every earlier click, int64 [N] each, in time order over all users.
+def histories(paths: Sequence[str]) -> Clicks:
+    """Every earlier click, in time order over all users.
 
     Raises as `events`.
     """
@@ -99,12 +127,16 @@ def histories(paths: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             parts.append([np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)])
     users_N, items_N, times_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order_N = np.argsort(times_N, kind="stable")
-    return users_N[order_N], items_N[order_N], times_N[order_N]
+    return Clicks(users_N[order_N], items_N[order_N], times_N[order_N])
 
 
 def num_requests(behaviors: Sequence[str]) -> int:
     """Rows of the files, from their footers; raises as `events`."""
-    return sum(_open(path).metadata.num_rows for path in behaviors)
+    total = 0
+    for path in behaviors:
+        with _parquet(path) as file:
+            total += file.metadata.num_rows
+    return total
 
 
 def _groups(table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int) -> Iterator[tuple[Request, list[Action]]]:
@@ -163,25 +195,26 @@ def _rows(column: pa.Array) -> list[np.ndarray]:
     return [flat[a:b] if ok else flat[:0] for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
 
 
-def _open(path: str) -> pq.ParquetFile:
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: no such file; expected EB-NeRD's parquet")
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{path}: expected a parquet file, got something else ({str(error).splitlines()[0]})") from None
+@contextlib.contextmanager
+def _parquet(path: str) -> Iterator[pq.ParquetFile]:
+    with open_file(path) as file:
+        try:
+            parquet = pq.ParquetFile(file)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{path}: expected a parquet file, got something else ({str(error).splitlines()[0]})") from None
+        yield parquet
 
 
 def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
     """The columns in our types; an absent optional one is all null."""
-    file = _open(path)
-    there = file.schema_arrow.names
-    for name in required:
-        if name not in there:
-            raise ConfigError(
-                f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
-            )
-    raw = file.read([name for name in (*required, *optional) if name in there])
+    with _parquet(path) as file:
+        there = file.schema_arrow.names
+        for name in required:
+            if name not in there:
+                raise ConfigError(
+                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
+                )
+        raw = file.read([name for name in (*required, *optional) if name in there])
     columns = []
     for name, kind in (required | optional).items():
         columns.append(_cast(path, name, raw[name], kind) if name in there else pa.nulls(len(raw), kind))

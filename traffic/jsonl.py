@@ -6,24 +6,46 @@ kept), once in time order.
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from roo.errors import ConfigError, RoostreamError, nearest
+from roo.config import setting
+from roo.errors import RoostreamError, nearest
 from roo.ids import hash64, item_id, signed
 from roo.schema import Schema
+from traffic.datasets import DatasetOptions, EventLog
 from traffic.events import Action, Event, Request
+from traffic.files import check_files, open_file
+from traffic.times import parse_time_ms
 
 Id = int | str
 
 
 class LogError(RoostreamError):
     """A line that can't be used; says file and line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(DatasetOptions):
+    """Where the files are, and what to do with lines that can't be used."""
+
+    log: tuple[str, ...] = setting(help="files with one impression or engagement a line, in any order")
+    skip_bad: bool = setting(False, "count bad lines and go on instead of stopping at the first")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_files("log", self.log, needed=True)
+
+
+def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
+    """See `traffic.datasets.DatasetModule`; engagements have times of their own, so `window_ms` changes nothing."""
+    log = JsonlLog(options.log, schema, skip_bad=options.skip_bad)
+    return EventLog(events=log.events(), refuse=log.refuse, skipped=lambda: (log.num_skipped, log.first_skipped))
 
 
 class Impression(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True):
@@ -81,7 +103,7 @@ class JsonlLog:
         """
         self.num_skipped, self.first_skipped = 0, ""
         times, places = self._scan()
-        files = [_open(path) for path in self.paths]
+        files = [open_file(path) for path in self.paths]
         try:
             for k in np.argsort(times, kind="stable").tolist():
                 number, line, offset = places[3 * k], places[3 * k + 1], places[3 * k + 2]
@@ -98,7 +120,7 @@ class JsonlLog:
         """Sort keys (twice the time in ms, odd for engagements) and (file, line, offset) of every usable line."""
         times, places = array("q"), array("q")
         for number, path in enumerate(self.paths):
-            with _open(path) as file:
+            with open_file(path) as file:
                 offset = 0
                 for line, raw in enumerate(file, 1):
                     if raw.strip():
@@ -112,7 +134,7 @@ class JsonlLog:
     def _sort_key(self, raw: bytes, where: str) -> int | None:
         try:
             head = _TIMES.decode(raw)
-            return 2 * time_ms(head.time) + (head.type != "impression")
+            return 2 * _time_ms(head.time) + (head.type != "impression")
         except (msgspec.MsgspecError, ValueError) as error:
             self._refuse(where, error)
             return None
@@ -154,7 +176,7 @@ class JsonlLog:
             request_id=_request_id(line.request_id),
             user_id=item_id(line.user_id),
             session_id=item_id(line.session_id),
-            time_ms=time_ms(line.time),
+            time_ms=_time_ms(line.time),
             items_n=np.array(items, dtype=np.int64),
             ro=line.ro,
             nro=columns,
@@ -166,19 +188,9 @@ class JsonlLog:
         )
 
 
-def time_ms(value: int | str) -> int:
-    """ms since 1970, or an ISO 8601 time (naive = UTC) → ms. ValueError if it is neither, or before 1970."""
-    if isinstance(value, str):
-        moment = datetime.datetime.fromisoformat(value)
-        value = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
-    if not 0 < value < 1 << 53:
-        raise ValueError(f"time: expected ms since 1970 or an ISO 8601 time, got {value}")
-    return value
-
-
 def _action(line: Engagement, where: str) -> Action:
     user, session, item = item_id(line.user_id), item_id(line.session_id), item_id(line.item_id)
-    at_ms = time_ms(line.time)
+    at_ms = _time_ms(line.time)
     event_id = item_id(line.event_id) if line.event_id else hash64(f"{user}/{line.request_id}/{item}/{line.action}/{at_ms}")
     request_id = _request_id(line.request_id)
     return Action(request_id, user, session, at_ms, event_id, item, line.action, line.value, line.surface, where)
@@ -200,14 +212,14 @@ def _signed_id(value: object) -> int:
     return signed(item_id(value))
 
 
+def _time_ms(value: int | str) -> int:
+    try:
+        return parse_time_ms(value)
+    except ValueError as error:
+        raise ValueError(f"time: {error}") from None
+
+
 def _request_id(text: str) -> str:
     if not 0 < len(text.encode()) <= 64:
         raise ValueError(f"request_id: expected 1 to 64 bytes, got {len(text.encode())}")
     return text
-
-
-def _open(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be read ({error.strerror}); expected a JSONL log") from None

@@ -1,4 +1,4 @@
-"""Reports as files: JSON with stable keys (see "Reports" in docs/format.md), written whole or not at all."""
+"""Reports as files: JSON with stable keys (see "Reports" in docs/protocols.md), written whole or not at all."""
 
 from __future__ import annotations
 

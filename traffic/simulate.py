@@ -69,7 +69,7 @@ class Simulation:
         self.write_report()
 
     def report(self) -> dict[str, object]:
-        """`click_rate` as format.md says, of the whole run; the newest requests' beside it."""
+        """`click_rate` of the whole run, as in docs/protocols.md, Reports; the newest requests' beside it."""
         return {
             "counts": {
                 "requests": self.num_requests,

@@ -22,7 +22,6 @@ import numpy as np
 
 DIM = 8
 NUM_CATEGORIES = 12
-LONG_READ_S = 30.0
 _SLOT_BITS = 20
 _USER, _ITEM, _LIST, _SLOT = range(4)
 

@@ -90,3 +90,14 @@ def test_a_schema_is_shown_with_its_families_written_out(tmp_path: Path) -> None
     assert '[[nro]]\nname = "ctr_10m"\nonline = "ctr_10m"\n\n[[nro]]\nname = "ctr_1h"\n' in result.output
     path.write_text(result.output)
     assert CliRunner().invoke(cli, ["schema", "show", str(path)]).output == result.output
+
+
+def test_every_setting_of_a_replay_is_a_flag_with_its_help() -> None:
+    output = CliRunner().invoke(cli, ["replay", "jsonl", "--help"]).output
+    assert "--skip-bad" in output and "--window DURATION" in output and "[default: (30m)]" in output
+    assert "--behaviors" not in output, "a flag of another dataset"
+
+
+def test_a_duration_of_another_form_is_told() -> None:
+    result = CliRunner().invoke(cli, ["replay", "jsonl", "--log", __file__, "--window", "soon"])
+    assert result.exit_code == 2 and "expected a duration such as '500ms'" in result.output

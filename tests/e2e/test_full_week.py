@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from command.replay.run import run
+from traffic import ebnerd
 from traffic.config import ReplayConfig
 
 WEEK = Path(__file__).resolve().parents[3] / "shared" / "data" / "ebnerd_week1"
@@ -23,8 +24,8 @@ pytestmark = [
 
 def report_of(folder: Path, **settings: Any) -> dict[str, Any]:
     report = folder / "report.json"
-    files = {"behaviors": (str(WEEK / "behaviors.parquet"),), "history": (str(WEEK / "history.parquet"),)}
-    assert run(ReplayConfig(dataset="ebnerd", measure_from=DAY_6, report=str(report), **files, **settings)) == 0
+    options = ebnerd.Options(behaviors=(str(WEEK / "behaviors.parquet"),), history=(str(WEEK / "history.parquet"),))
+    assert run(ReplayConfig(dataset="ebnerd", measure_from=DAY_6, report=str(report), options=options, **settings)) == 0
     return json.loads(report.read_text())
 
 

@@ -5,27 +5,20 @@ from typing import Any
 import pytest
 
 from roo.errors import ConfigError
-from traffic.config import ReplayConfig, parse_time_ms
+from traffic import ebnerd, jsonl
+from traffic.config import ReplayConfig
 
 HERE = __file__
 
 
 def config(**more: Any) -> ReplayConfig:
-    return ReplayConfig(**{"dataset": "ebnerd", "behaviors": (HERE,), "history": (HERE,), **more})
+    options = ebnerd.Options(behaviors=(HERE,), history=(HERE,))
+    return ReplayConfig(**{"dataset": "ebnerd", "options": options, **more})
 
 
-@pytest.mark.parametrize(
-    ("text", "ms"),
-    [
-        ("", 0),
-        ("2023-05-23", 1_684_800_000_000),
-        ("2023-05-23T00:00:00", 1_684_800_000_000),
-        ("2023-05-23T02:00:00+02:00", 1_684_800_000_000),
-        ("1684800000000", 1_684_800_000_000),
-    ],
-)
-def test_times_of_flags(text: str, ms: int) -> None:
-    assert parse_time_ms(text) == ms
+def test_a_dataset_s_own_schema_is_the_default() -> None:
+    assert config().schema_path.name == "ebnerd.toml" and config().schema_path.is_file()
+    assert str(config(schema=HERE).schema_path) == HERE
 
 
 def test_a_freeze_is_of_both_or_of_weights_alone() -> None:
@@ -41,16 +34,13 @@ def test_speeds() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "ebnrd"}, "key 'dataset': expected one of ebnerd, jsonl, got 'ebnrd'; did you mean 'ebnerd'"),
-        ({"behaviors": ()}, "replay ebnerd needs --behaviors"),
-        ({"log": (HERE,)}, "replay ebnerd takes no --log"),
-        ({"dataset": "jsonl", "behaviors": (), "history": (), "log": (HERE,)}, "needs --schema FILE"),
-        ({"behaviors": ("nowhere.parquet",)}, "nowhere.parquet: no such file"),
+        ({"dataset": "jsonl", "options": jsonl.Options(log=(HERE,))}, "replay jsonl needs --schema FILE"),
+        ({"model": "nowhere.toml"}, "nowhere.toml: no such file"),
         ({"freeze_at": "soon"}, "key 'freeze_at': expected a time such as '2023-05-23'.*got 'soon'"),
         ({"freeze_at": "2023-05-23", "freeze_weights_at": "2023-05-23"}, "got both"),
         ({"speed": "fast"}, "key 'speed': expected 'max' or a multiple such as '60x', got 'fast'"),
-        ({"label_delay_ms": -1}, "key 'label_delay_ms': expected at least 0"),
-        ({"window_ms": 1}, "key 'window_ms': expected at least 1000"),
+        ({"label_delay_ms": -1}, "key 'label_delay_ms': expected at least 0, got -1"),
+        ({"window_ms": 1}, "key 'window_ms': expected at least 1000, got 1"),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from roo.errors import ConfigError
 from roo.ids import hash64, signed
 from roo.schema import schema_from_dict
 from traffic.events import Action, Request
-from traffic.jsonl import JsonlLog, LogError, time_ms
+from traffic.jsonl import JsonlLog, LogError
 
 SCHEMA = schema_from_dict(
     {
@@ -59,10 +59,6 @@ def test_rows_and_columns_of_candidates_say_the_same(tmp_path: Path) -> None:
         assert request.nro == {"item": ["a", "b"], "price": [2.0, None]}
 
 
-def test_times_are_iso_or_ms_and_naive_means_utc() -> None:
-    assert time_ms("2024-05-01T08:00:00") == time_ms("2024-05-01T10:00:00+02:00") == time_ms(1714550400000) == 1714550400000
-
-
 def test_a_repeated_line_is_the_same_event_and_a_given_id_wins(tmp_path: Path) -> None:
     other = ENGAGEMENT | {"value": 7.0}
     given = ENGAGEMENT | {"event_id": "e1"}
@@ -76,8 +72,8 @@ def test_a_repeated_line_is_the_same_event_and_a_given_id_wins(tmp_path: Path) -
     [
         ("{", r"log:2: .*; correct the line, or use --skip-bad"),
         ({"type": "view", "time": 5}, r"log:2: Invalid value 'view'"),
-        (IMPRESSION | {"time": "soon"}, r"log:2: Invalid isoformat string"),
-        (IMPRESSION | {"time": -4}, r"log:2: time: expected ms since 1970"),
+        (IMPRESSION | {"time": "soon"}, r"log:2: time: expected a time such as"),
+        (IMPRESSION | {"time": -4}, r"log:2: time: expected a time after 1970"),
         (IMPRESSION | {"candidates": [{"id": 1}]}, r"log:2: candidates\[0\]: expected an item_id, got id"),
         (IMPRESSION | {"candidates": [{"item_id": 1.5}]}, r"log:2: item_id: expected an integer or a string, got 1.5"),
         (IMPRESSION | {"candidates": {"item": [1]}}, r"log:2: candidates: expected an item_id"),
@@ -100,5 +96,5 @@ def test_a_bad_line_is_told_with_its_place_or_left_out_and_counted(tmp_path: Pat
 
 
 def test_an_absent_log_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.jsonl: can't be read"):
+    with pytest.raises(ConfigError, match=r"none.jsonl: no such file"):
         list(JsonlLog([str(tmp_path / "none.jsonl")], SCHEMA).events())

@@ -15,6 +15,7 @@ from roo.schema import schema_from_dict
 from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.topics import EVENTS
+from traffic import jsonl
 from traffic.config import ReplayConfig
 from traffic.edge import Edge
 from traffic.events import Action, Request, in_time_order
@@ -115,7 +116,7 @@ def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
     from roo.schema import load_schema
 
     log, toml = example(tmp_path)
-    config = ReplayConfig(dataset="jsonl", log=(log,), schema=toml)
+    config = ReplayConfig(dataset="jsonl", options=jsonl.Options(log=(log,)), schema=toml)
     schema = load_schema(toml)
     stream = list(open_log(config, schema).records)
     assert kinds(stream)["impressions", wire.IMPRESSION] == 3 and kinds(stream)["engagements", wire.ENGAGEMENT] == 3
@@ -135,13 +136,20 @@ def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path)
     from roo.schema import load_schema
 
     schema = load_schema(toml)
+
+    def config(skip_bad: bool = False) -> ReplayConfig:
+        options = jsonl.Options(log=(str(bad), log), skip_bad=skip_bad)
+        return ReplayConfig(dataset="jsonl", options=options, schema=toml)
+
     with pytest.raises(LogError, match=r"bad.jsonl:1: feature 'price': expected a number, got 'dear'; correct the line"):
-        list(open_log(ReplayConfig(dataset="jsonl", log=(str(bad), log), schema=toml), schema).records)
-    patient = open_log(ReplayConfig(dataset="jsonl", log=(str(bad), log), schema=toml, skip_bad=True), schema)
+        list(open_log(config(), schema).records)
+    patient = open_log(config(skip_bad=True), schema)
     assert kinds(list(patient.records))["impressions", wire.IMPRESSION] == 3
     assert patient.skipped()[0] == 1 and "bad.jsonl:1" in patient.skipped()[1]
 
 
 def test_the_end_lies_beyond_everything_that_the_joiner_remembers() -> None:
-    config = ReplayConfig(dataset="jsonl", log=(__file__,), schema=__file__, window_ms=60_000, lateness_ms=2000)
+    config = ReplayConfig(
+        dataset="jsonl", options=jsonl.Options(log=(__file__,)), schema=__file__, window_ms=60_000, lateness_ms=2000
+    )
     assert settle_ms(config) > 10 * 60_000 + 2000

@@ -131,7 +131,7 @@ def test_too_many_waiting_users_are_turned_away() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rate": 0.0}, "key 'rate': expected 0.01..10000"),
+        ({"rate": 0.0}, "key 'rate': expected"),
         ({"serving": "localhost:80"}, "key 'serving': expected http://host:port"),
         ({"items": 5, "candidates": 9}, "raise items"),
     ],

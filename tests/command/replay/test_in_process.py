@@ -14,6 +14,7 @@ import pytest
 
 from command.replay.run import run
 from roo.errors import RoostreamError
+from traffic import ebnerd, jsonl
 from traffic.config import ReplayConfig
 
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "ebnerd_week1" / "fixture"
@@ -68,12 +69,15 @@ def week(folder: Path, num_requests: int = 120) -> dict[str, Any]:
     return {"clicks": clicks, "candidates": sum(map(len, shown))}
 
 
-def replay(folder: Path, **settings: Any) -> dict[str, Any]:
+def options_of(folder: Path) -> ebnerd.Options:
+    return ebnerd.Options(behaviors=(str(folder / "behaviors.parquet"),), history=(str(folder / "history.parquet"),))
+
+
+def replay(folder: Path, data: Path | None = None, **settings: Any) -> dict[str, Any]:
     report = folder / "report.json"
     config = {
         "dataset": "ebnerd",
-        "behaviors": (str(folder / "behaviors.parquet"),),
-        "history": (str(folder / "history.parquet"),),
+        "options": options_of(data or folder),
         "schema": str(folder / "schema.toml"),
         "engine": "local",
         "report": str(report),
@@ -145,7 +149,7 @@ def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     config = ReplayConfig(
         dataset="jsonl",
-        log=(str(tmp_path / "shop.jsonl"),),
+        options=jsonl.Options(log=(str(tmp_path / "shop.jsonl"),)),
         schema=str(tmp_path / "shop.toml"),
         engine="local",
         report=str(report),
@@ -161,8 +165,7 @@ def test_bad_input_ends_in_one_sentence_and_exit_code_2(tmp_path: Path, capfd: p
     (tmp_path / "history.parquet").write_text("not parquet")
     config = ReplayConfig(
         dataset="ebnerd",
-        behaviors=(str(tmp_path / "behaviors.parquet"),),
-        history=(str(tmp_path / "history.parquet"),),
+        options=options_of(tmp_path),
         schema=str(tmp_path / "schema.toml"),
         engine="local",
     )
@@ -173,8 +176,7 @@ def test_bad_input_ends_in_one_sentence_and_exit_code_2(tmp_path: Path, capfd: p
 
 @pytest.mark.skipif(not FIXTURE.is_dir(), reason="the evaluation data (../shared/data) are not on this machine")
 def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> None:
-    settings = {name: (str(FIXTURE / f"{name}.parquet"),) for name in ("behaviors", "history")}
-    report = replay(tmp_path, **settings, schema="", batch_requests=64)
+    report = replay(tmp_path, FIXTURE, schema="", batch_requests=64)
     counts = report["counts"]
     assert report["accounted"]
     assert (counts["samples"], counts["actions"]["click"], counts["predicted"]) == (1046, 1047, 1046)
@@ -182,4 +184,4 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
 
 def test_a_missing_file_is_told_when_the_command_line_is_read() -> None:
     with pytest.raises(RoostreamError, match="no such file"):
-        ReplayConfig(dataset="ebnerd", behaviors=("nowhere.parquet",))
+        ebnerd.Options(behaviors=("nowhere.parquet",))

@@ -12,6 +12,7 @@ from command.replay.run import run
 from command.replay.stage import joiner_settings
 from command.replay.through_stack import stack_options
 from joiner.config import JoinerConfig
+from traffic import jsonl
 from traffic.config import ReplayConfig
 
 DOCUMENTED = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md"
@@ -22,7 +23,7 @@ def config(folder: Path, **settings: Any) -> ReplayConfig:
     page = DOCUMENTED.read_text()
     for language in ("jsonl", "toml"):
         (folder / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
-    given = {"dataset": "jsonl", "log": (str(folder / "shop.jsonl"),), "schema": str(folder / "shop.toml")}
+    given = {"dataset": "jsonl", "options": jsonl.Options(log=(str(folder / "shop.jsonl"),)), "schema": str(folder / "shop.toml")}
     return ReplayConfig(**{**given, **settings})
 
 

@@ -1,0 +1,100 @@
+"""The logs that can be replayed. One more is a module with its `Options` and `open`, and a row of DATASETS.
+
+    DATASETS ─► the module's Options ─► flags of `roostream replay NAME`
+                the module's open(options, schema, window_ms) ─► EventLog ─► traffic/log.py
+
+Modules are named, not imported: a reader may need packages that only its own log needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from roo.config import Settings
+from roo.errors import ConfigError, WireError, nearest
+from roo.schema import Schema
+from traffic.events import Event
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetOptions(Settings):
+    """What a log needs to be found and read; each dataset's own class adds its settings."""
+
+    default_schema: ClassVar[Path | None] = None
+    """What is used where no schema is given; None = one must be."""
+
+
+class Clicks(NamedTuple):
+    """Clicks from before a log, int64 [N] each, in time order."""
+
+    user_N: np.ndarray
+    item_N: np.ndarray
+    time_ms_N: np.ndarray
+
+
+def _nothing_skipped() -> tuple[int, str]:
+    return 0, ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EventLog:
+    """What a dataset gives: `events` once, in time order."""
+
+    events: Iterator[Event]
+    num_requests: int = 0  # 0 = not known beforehand
+    clicks_before: Clicks | None = None
+    refuse: Callable[[Event, WireError], None] | None = None  # called for an event that doesn't fit the schema; None: raise
+    skipped: Callable[[], tuple[int, str]] = _nothing_skipped  # events left out so far, and why the first was
+
+
+class DatasetModule(Protocol):
+    """What a module of DATASETS holds."""
+
+    Options: type[DatasetOptions]
+
+    def open(self, options: Any, schema: Schema, window_ms: int) -> EventLog:
+        """Check the files' form and give their events, of requests that are joined for `window_ms`.
+
+        Raises:
+            ConfigError, SchemaError: a file or the schema can't be used; names file and column. While events are read, a
+                RoostreamError for one that can't be used, with file and line.
+        """
+
+
+class Dataset(NamedTuple):
+    """A row: where the module is, and what the command's help says."""
+
+    module: str
+    help: str
+    example: str
+
+
+DATASETS = {
+    "ebnerd": Dataset(
+        "traffic.ebnerd",
+        "A log in the form of the EB-NeRD news data set (parquet).",
+        "--behaviors behaviors.parquet --history history.parquet --measure-from 2023-05-23 --report out.json",
+    ),
+    "jsonl": Dataset(
+        "traffic.jsonl",
+        "A log of any site, one JSON object a line (docs/bring-your-own-data.md).",
+        "--log monday.jsonl tuesday.jsonl --schema my_site.toml --report out.json",
+    ),
+}
+
+
+def load_dataset(name: str) -> DatasetModule:
+    """The module of a row.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    if name not in DATASETS:
+        raise ConfigError(f"key 'dataset': expected one of {', '.join(DATASETS)}, got {name!r}{nearest(name, DATASETS)}")
+    return cast(DatasetModule, importlib.import_module(DATASETS[name].module))
