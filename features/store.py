@@ -10,7 +10,7 @@ from are still there. So a restart, a second updater or an emptied Redis can nei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import redis
@@ -18,10 +18,9 @@ import redis
 from roo.counters import Counters, as_int64
 from roo.schema import Schema
 from runtime.redis_client import told
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
 
-Place: TypeAlias = tuple[str, int]  # topic (without prefix), partition
-PLACES: tuple[Place, ...] = tuple((t, p) for t in (IMPRESSIONS, ENGAGEMENTS) for p in range(PARTITIONS[t]))
+EVENT_PARTITIONS = tuple((topic, p) for topic in EVENTS for p in range(PARTITIONS[topic]))
 _KEEP_S = 30 * 86_400  # an item or user without events for so long is forgotten; memory stays bounded
 _COMMIT = """
 local n = tonumber(ARGV[1])
@@ -44,7 +43,7 @@ class FeatureStore:
         self._prefix = f"{prefix}features:".encode()
         self._commit: Any = connection.register_script(_COMMIT)
 
-    def offsets(self, cluster: str) -> dict[Place, int]:
+    def offsets(self, cluster: str) -> Progress:
         """Next offsets; what another Kafka cluster's events gave is deleted first, since its offsets mean nothing here."""
         with told(self.url):
             found = self.connection.hgetall(self._prefix + b"at")
@@ -68,19 +67,19 @@ class FeatureStore:
         return counters
 
     def commit(
-        self, before: Mapping[Place, int], after: Mapping[Place, int], states: Mapping[bytes, bytes], cluster: str
+        self, before: Mapping[Partition, int], after: Mapping[Partition, int], states: Mapping[bytes, bytes], cluster: str
     ) -> bool:
-        """Store `states` and the offsets `after`, if the stored ones are `before` (a place that it lacks: none is stored).
+        """Store `states` and the offsets `after`, if the stored ones are `before` (a partition that it lacks: none is stored).
 
         False: they aren't; nothing was written, and offsets and states must be read again. **If it raises:** all of it was
         written or nothing; the offsets tell.
         """
         moves: list[Any] = ["cluster", cluster, ""]
-        for place in PLACES:
-            moves += [f"{place[0]}:{place[1]}", before.get(place, ""), after.get(place, "")]
+        for partition in EVENT_PARTITIONS:
+            moves += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
         with told(self.url):
             keys = [self._prefix + b"at", *states]
-            return bool(self._commit(keys=keys, args=[len(PLACES) + 1, *moves, *states.values(), _KEEP_S]))
+            return bool(self._commit(keys=keys, args=[len(EVENT_PARTITIONS) + 1, *moves, *states.values(), _KEEP_S]))
 
     def item_key(self, item_id: int) -> bytes:
         return self._prefix + b"i:" + item_id.to_bytes(8, "little", signed=item_id < 0)

@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from features.config import FeaturesConfig
-from features.event_source import EventSource, KafkaEvents
-from features.store import FeatureStore, Place
+from features.store import EVENT_PARTITIONS, FeatureStore
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.counters import Counters
@@ -27,6 +26,10 @@ from roo.schema import Schema, load_schema
 from roo.wire import Record
 from runtime import kafka, metrics, redis_client
 from runtime.backoff import Backoff
+from runtime.kafka_reader import KafkaReader
+from runtime.reading import Reading
+from runtime.record_reader import RecordReader
+from runtime.topics import Progress
 
 log = logging.getLogger("roostream.features")
 
@@ -84,12 +87,12 @@ class FeatureUpdater:
 
     batch_records = 512
 
-    def __init__(self, schema: Schema, store: FeatureStore, source: EventSource, cluster: str, metrics: FeatureMetrics) -> None:
+    def __init__(self, schema: Schema, store: FeatureStore, source: RecordReader, cluster: str, metrics: FeatureMetrics) -> None:
         self.schema, self.store, self.source, self.cluster, self.metrics = schema, store, source, cluster, metrics
-        self._offsets: dict[Place, int] = {}
+        self._offsets: Progress = {}
 
     def open(self) -> None:
-        """Go on from the offsets in Redis. UnavailableError while it is away; call again."""
+        """Go on from the offsets in Redis. UnavailableError while it or Kafka is away; call again."""
         self._offsets = self.store.offsets(self.cluster)
         self.source.seek(self._offsets)
         self.metrics.restarts.inc()
@@ -133,7 +136,7 @@ class FeatureUpdater:
 
 
 def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, waits: Callable[[], None]) -> None:
-    """Until `stop`: step; while Redis is away, wait for it (`waits`) and go on from its offsets."""
+    """Until `stop`: step; while Redis or Kafka is away, wait (`waits`) and go on from its offsets."""
     is_open = False
     while not stop.is_set():
         try:
@@ -159,12 +162,13 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
     log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config))
-    source = KafkaEvents(config.broker, config.prefix)
+    reading = Reading(partitions=EVENT_PARTITIONS, prefix=config.prefix, merged=True)
+    source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
     store = FeatureStore(connection, config.redis, config.prefix)
     try:
         cluster = kafka.wait_for_broker(config.broker, stop)
         updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
-        backoff = Backoff(what=f"Redis at {config.redis}")
+        backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
         follow(updater, stop, backoff, lambda: redis_client.wait_for_redis(connection, config.redis, stop, backoff=backoff))
     except UnavailableError:
         if not stop.is_set():

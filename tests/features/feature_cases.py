@@ -8,17 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from features.event_source import Merge
-from features.store import PLACES, Place
+from features.store import EVENT_PARTITIONS
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.wire import Record
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS
+from runtime.record_reader import MemoryReader
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 
 T0 = 1_700_000_000_000
 
@@ -58,29 +58,16 @@ class RedisServer:
             self._process = None
 
 
-class ListEvents:
-    """EventSource over records in memory, merged as from Kafka."""
+class MemoryEvents(MemoryReader):
+    """Both event topics, with a count of seeks."""
 
-    def __init__(self, records: list[Record]) -> None:
-        self.logs: dict[Place, list[Record]] = {place: [] for place in PLACES}
-        for r in records:
-            self.logs[r.topic, r.partition].append(r)
-        self.closed = False
+    def __init__(self, records: Iterable[Record]) -> None:
+        super().__init__(EVENT_PARTITIONS, records)
         self.seeks = 0
 
-    def seek(self, offsets: Mapping[Place, int]) -> None:
+    def seek(self, progress: Mapping[Partition, int]) -> None:
         self.seeks += 1
-        self._merge = Merge()
-        for place, log in self.logs.items():
-            for record in log[offsets.get(place, 0) :]:
-                self._merge.offer(record)
-            self._merge.reached_end(place)
-
-    def poll(self, max_records: int, timeout_s: float) -> list[Record]:
-        return self._merge.take(max_records)
-
-    def close(self) -> None:
-        self.closed = True
+        super().seek(progress)
 
 
 def impression(user_id: int, item_ids: list[int], time_ms: int) -> tuple[str, int, bytes]:
@@ -118,7 +105,7 @@ def events(count: int, seed: int = 0) -> list[tuple[str, int, bytes]]:
 
 def records_of(given: list[tuple[str, int, bytes]]) -> list[Record]:
     """Spread over partitions, offsets counted up in each."""
-    ends = dict.fromkeys(PLACES, 0)
+    ends = dict.fromkeys(EVENT_PARTITIONS, 0)
     out = []
     for n, (topic, time_ms, value) in enumerate(given):
         place = (topic, n % 4)

@@ -17,7 +17,7 @@ from roo.schema import Schema
 from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock
-from tests.features.feature_cases import T0, ListEvents, RedisServer, engagement, find_redis, impression, records_of
+from tests.features.feature_cases import T0, MemoryEvents, RedisServer, engagement, find_redis, impression, records_of
 
 BIG = (1 << 64) - 5
 pytestmark = pytest.mark.skipif(find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`")
@@ -29,7 +29,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     store = FeatureStore(redis_client.client(server.url, timeout_s=2.0), server.url, "x.")
     events = [impression(BIG, [7, BIG], T0), engagement(BIG, BIG, T0 + 1000)]
-    updater = FeatureUpdater(Schema(), store, ListEvents(records_of(events)), "c", FeatureMetrics(CollectorRegistry()))
+    updater = FeatureUpdater(Schema(), store, MemoryEvents(records_of(events)), "c", FeatureMetrics(CollectorRegistry()))
     updater.open()
     updater.step(0)
     yield server

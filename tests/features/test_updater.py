@@ -11,8 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from features.config import FeaturesConfig
-from features.event_source import Merge
-from features.store import PLACES, FeatureStore
+from features.store import FeatureStore
 from features.updater import FeatureMetrics, FeatureUpdater, apply, event_of, features_body, follow
 from roo.counters import Counters
 from roo.errors import CheckpointError, ConfigError, UnavailableError, WireError
@@ -22,7 +21,7 @@ from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS
-from tests.features.feature_cases import T0, ListEvents, RedisServer, engagement, events, find_redis, impression, records_of
+from tests.features.feature_cases import T0, MemoryEvents, RedisServer, engagement, events, find_redis, impression, records_of
 
 ITEMS = list(range(12))
 NOW = T0 + 10_000_000
@@ -37,7 +36,9 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-def opened(redis: RedisServer, source: ListEvents, cluster: str = "c1", prefix: str = "a*[", batch: int = 512) -> FeatureUpdater:
+def opened(
+    redis: RedisServer, source: MemoryEvents, cluster: str = "c1", prefix: str = "a*[", batch: int = 512
+) -> FeatureUpdater:
     connection = redis_client.client(redis.url, timeout_s=2.0)
     store = FeatureStore(connection, redis.url, prefix)
     updater = FeatureUpdater(Schema(), store, source, cluster, FeatureMetrics(CollectorRegistry()))
@@ -48,7 +49,7 @@ def opened(redis: RedisServer, source: ListEvents, cluster: str = "c1", prefix: 
 
 def in_memory(records: list[Record]) -> Counters:
     """The contract's other store: the same events, merged alike, applied to counters in memory."""
-    source, counters = ListEvents(records), Counters(Schema())
+    source, counters = MemoryEvents(records), Counters(Schema())
     source.seek({})
     for record in source.poll(1 << 30, 0):
         try:
@@ -82,7 +83,7 @@ def drain(updater: FeatureUpdater) -> int:
 @pytest.mark.parametrize("batch", [1, 3, 512])
 def test_redis_and_memory_give_equal_features_whatever_the_batches(redis: RedisServer, batch: int) -> None:
     records = records_of(events(120))
-    updater = opened(redis, ListEvents(records), batch=batch)
+    updater = opened(redis, MemoryEvents(records), batch=batch)
     assert drain(updater) == len(records)
     assert_equal(updater.store, records)
     assert updater.metrics.bad._value.get() == sum(r.value == b"\x02\x01\xff" for r in records)
@@ -91,16 +92,16 @@ def test_redis_and_memory_give_equal_features_whatever_the_batches(redis: RedisS
 def test_a_restart_neither_loses_nor_doubles(redis: RedisServer) -> None:
     records = records_of(events(60))
     for steps in (2, 3, 1):
-        updater = opened(redis, ListEvents(records), batch=10)
+        updater = opened(redis, MemoryEvents(records), batch=10)
         for _ in range(steps):
             updater.step(0)
-    drain(opened(redis, ListEvents(records)))
+    drain(opened(redis, MemoryEvents(records)))
     assert_equal(updater.store, records)
 
 
 def test_of_two_updaters_one_writes_and_the_other_starts_over(redis: RedisServer) -> None:
     records = records_of(events(40))
-    first, second = opened(redis, ListEvents(records)), opened(redis, ListEvents(records))
+    first, second = opened(redis, MemoryEvents(records)), opened(redis, MemoryEvents(records))
     assert first.step(0) and second.step(0)
     assert second.source.seeks == 2, "the second found other offsets and read them again"  # type: ignore[attr-defined]
     drain(first), drain(second)
@@ -109,7 +110,7 @@ def test_of_two_updaters_one_writes_and_the_other_starts_over(redis: RedisServer
 
 def test_an_emptied_redis_is_filled_again_from_the_beginning(redis: RedisServer) -> None:
     records = records_of(events(60))
-    updater = opened(redis, ListEvents(records), batch=20)
+    updater = opened(redis, MemoryEvents(records), batch=20)
     updater.step(0)
     redis.stop()
     redis.start()
@@ -120,10 +121,10 @@ def test_an_emptied_redis_is_filled_again_from_the_beginning(redis: RedisServer)
 
 def test_another_kafka_cluster_starts_from_nothing_and_leaves_other_prefixes(redis: RedisServer) -> None:
     old, other, new = records_of(events(30, seed=1)), records_of(events(30, seed=2)), records_of(events(30, seed=3))
-    drain(opened(redis, ListEvents(old)))
-    beside = opened(redis, ListEvents(other), prefix="ab[")
+    drain(opened(redis, MemoryEvents(old)))
+    beside = opened(redis, MemoryEvents(other), prefix="ab[")
     drain(beside)
-    updater = opened(redis, ListEvents(new), cluster="c2")
+    updater = opened(redis, MemoryEvents(new), cluster="c2")
     drain(updater)
     assert_equal(updater.store, new)
     assert_equal(beside.store, other)
@@ -131,7 +132,7 @@ def test_another_kafka_cluster_starts_from_nothing_and_leaves_other_prefixes(red
 
 def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> None:
     records = records_of(events(50))
-    updater = opened(redis, ListEvents(records))
+    updater = opened(redis, MemoryEvents(records))
     stop, clock, waits = threading.Event(), FakeClock(), []
     redis.stop()
 
@@ -144,21 +145,28 @@ def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> Non
         if len(waits) != 3:
             raise UnavailableError("away")
 
-    class Ends(ListEvents):
-        def poll(self, max_records: int, timeout_s: float) -> list[Record]:
-            found = super().poll(max_records, timeout_s)
-            if not found:
-                stop.set()
-            return found
-
-    updater.source = Ends(records)
+    updater.source = EndingEvents(records, stop)
     follow(updater, stop, Backoff(what="Redis", clock=clock), wait)
     assert len(waits) == 3 and clock.monotonic_s() > 0
     assert_equal(updater.store, records)
 
 
+def test_events_that_are_away_are_waited_for(redis: RedisServer) -> None:
+    records, stop = records_of(events(5)), threading.Event()
+    source = EndingEvents(records, stop)
+    updater = opened(redis, source)
+    source.away = True
+
+    def wait() -> None:
+        source.away = source.seeks < 3
+
+    follow(updater, stop, Backoff(what="Redis and Kafka", clock=FakeClock()), wait)
+    assert source.seeks == 4, "opened, refused twice, then let in"
+    assert_equal(updater.store, records)
+
+
 def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
-    updater, stop = opened(redis, ListEvents([])), threading.Event()
+    updater, stop = opened(redis, MemoryEvents([])), threading.Event()
 
     def wait() -> None:
         stop.set()
@@ -168,7 +176,7 @@ def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
 
 
 def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:
-    updater = opened(redis, ListEvents(records_of([impression(1, [5], T0)])))
+    updater = opened(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
     updater.store.connection.set(updater.store.item_key(5), b"\x09")
     with pytest.raises(CheckpointError, match="expected item states"):
         updater.step(0)
@@ -180,25 +188,9 @@ def test_a_redis_that_is_away_is_one_error() -> None:
         FeatureStore(connection, "x", "").offsets("c")
 
 
-def test_heads_are_given_by_time_and_only_when_no_silent_place_may_be_older() -> None:
-    def record(topic: str, partition: int, time_ms: int) -> Record:
-        return Record(topic, partition, 0, time_ms, None, b"")
-
-    merge = Merge()
-    late, early = record(IMPRESSIONS, 0, 20), record(ENGAGEMENTS, 3, 10)
-    same = record(ENGAGEMENTS, 1, 20)
-    for r in (late, early, same):
-        merge.offer(r)
-    assert merge.take(10) == []
-    for place in PLACES:
-        merge.reached_end(place)
-    assert merge.take(2) == [early, late] and merge.buffered((ENGAGEMENTS, 1)) == 1
-    assert merge.take(10) == [same]
-
-
 def test_a_click_at_the_time_of_its_impression_comes_after_it() -> None:
     records = records_of([engagement(1, 5, T0), impression(1, [5], T0)])
-    source = ListEvents(records)
+    source = MemoryEvents(records)
     source.seek({})
     assert [r.topic for r in source.poll(10, 0)] == [IMPRESSIONS, ENGAGEMENTS]
 
