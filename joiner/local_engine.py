@@ -16,12 +16,12 @@ from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.ingest import Reader
 from joiner.join import Join
-from joiner.local_watermark import Split, Watermarks
+from joiner.local_watermark import Watermarks
 from joiner.state import END, NEVER, START, State, decode, encode
 from roo.errors import CheckpointError
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.topics import EVENTS, PARTITIONS
+from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
 
 _FORMAT = 1
 
@@ -40,9 +40,9 @@ class LocalEngine:
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
         self.reader = Reader(registry, schema.limits)
         self.join = Join(config.rules, registry, schema.limits.max_candidates)
-        splits = [(topic, partition) for topic in EVENTS for partition in range(PARTITIONS[topic])]
-        self.watermarks = Watermarks(splits, config.lateness_ms)
-        self.next_offsets: dict[Split, int] = {}
+        partitions = [(topic, number) for topic in EVENTS for number in range(PARTITIONS[topic])]
+        self.watermarks = Watermarks(partitions, config.lateness_ms)
+        self.next_offsets: Progress = {}
         self._states: dict[bytes, State] = {}
         self._timers: list[tuple[int, bytes]] = []  # (due_ms, key); stale entries are skipped when they come up
         self._watermark_ms = START
@@ -58,13 +58,13 @@ class LocalEngine:
     def process(self, record: Record) -> list[Output]:
         """One record: the event first, then what the watermark that it moves makes due."""
         outputs = self._event(record)
-        split = (record.topic, record.partition)
-        self.next_offsets[split] = record.offset + 1
-        return outputs + self._advance(self.watermarks.observe(split, record.timestamp_ms))
+        partition = (record.topic, record.partition)
+        self.next_offsets[partition] = record.offset + 1
+        return outputs + self._advance(self.watermarks.observe(partition, record.timestamp_ms))
 
-    def set_idle(self, split: Split) -> list[Output]:
+    def set_idle(self, partition: Partition) -> list[Output]:
         """A partition has been silent for the configured time."""
-        return self._advance(self.watermarks.set_idle(split))
+        return self._advance(self.watermarks.set_idle(partition))
 
     def end_of_input(self) -> list[Output]:
         """Nothing will come: every request closes, every orphan is given up. The engine is empty afterwards."""

@@ -12,34 +12,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from joiner.local_watermark import Split
 from joiner.meters import Meters
-from roo.errors import CheckpointError
-from roo.wire import Record
+from roo.errors import CheckpointError, UnavailableError
+from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.record_reader import RecordReader
+from runtime.topics import Partition
 
 log = logging.getLogger("roostream.joiner")
 _KEPT = 2
-
-
-class Source(Protocol):
-    """Both event topics, all partitions."""
-
-    def start(self, offsets: Mapping[Split, int]) -> None:
-        """Called once, before `poll`: read on from these offsets, from the oldest record where there is none."""
-
-    def poll(self, timeout_s: float) -> Sequence[Record]:
-        """Some records, in order within each partition; empty after the time."""
-
-    def hold(self, splits: set[Split]) -> None:
-        """Give no records of exactly these partitions for now."""
+_POLL_RECORDS = 512
 
 
 class Sink(Protocol):
@@ -89,7 +78,7 @@ class Pump:
         self,
         config: JoinerConfig,
         engine: LocalEngine,
-        source: Source,
+        source: RecordReader,
         sink: Sink,
         snapshots: Snapshots,
         *,
@@ -98,14 +87,15 @@ class Pump:
     ) -> None:
         self.config, self.engine, self.source, self.sink, self.snapshots = config, engine, source, sink, snapshots
         self.clock, self.meters = clock, meters
-        self._heard_s: dict[Split, float] = {}
+        self._heard_s: dict[Partition, float] = {}
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set; the last snapshot includes all that was read."""
         name = self.snapshots.restore(self.engine)  # 4
         log.info("joining from %s", name or "the oldest records")
-        self.source.start(self.engine.next_offsets)
+        progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}  # 0: nothing of it was read
+        Backoff(what="the event topics", clock=self.clock).until(lambda: self.source.seek(progress), (UnavailableError,), stop)
         started_s = self.clock.monotonic_s()
         self._heard_s = dict.fromkeys(self.engine.watermarks.newest_ms, started_s)
         due_s = started_s + self.config.checkpoint_interval_ms / 1000
@@ -118,7 +108,7 @@ class Pump:
 
     def step(self, timeout_s: float = 0.05) -> None:
         """Join the records that are there, find idle partitions, hold those far ahead (1)."""
-        records = self.source.poll(timeout_s)
+        records = self.source.poll(_POLL_RECORDS, timeout_s)
         now_s = self.clock.monotonic_s()
         for record in records:
             self._heard_s[record.topic, record.partition] = now_s
@@ -126,7 +116,7 @@ class Pump:
         self.meters.read(len(records))
         if self._idleness_s:
             self._find_idle(now_s)
-        ahead = {s for s in self.engine.watermarks.newest_ms if self.engine.watermarks.ahead_ms(s) > self.config.drift_ms}
+        ahead = {p for p in self.engine.watermarks.newest_ms if self.engine.watermarks.ahead_ms(p) > self.config.drift_ms}
         self.source.hold(ahead)
         self.meters.state(self.engine.watermark_ms, self.engine.num_keys)
 
@@ -136,9 +126,9 @@ class Pump:
             self.snapshots.write(self.engine.snapshot())
 
     def _find_idle(self, now_s: float) -> None:
-        for split, heard_s in self._heard_s.items():
-            if now_s - heard_s >= self._idleness_s and split not in self.engine.watermarks.idle:
-                self._write(self.engine.set_idle(split))
+        for partition, heard_s in self._heard_s.items():
+            if now_s - heard_s >= self._idleness_s and partition not in self.engine.watermarks.idle:
+                self._write(self.engine.set_idle(partition))
 
     def _write(self, outputs: Sequence[Output]) -> None:
         self.sink.write(outputs)

@@ -1,13 +1,11 @@
-"""Event time of the local engine: the rule that Flink's bounded-disorder generator follows, split by split."""
+"""Event time of the local engine: the rule that Flink's bounded-disorder generator follows, partition by partition."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from joiner.state import START
-
-Split = tuple[str, int]
-"""(topic, partition)."""
+from runtime.topics import Partition
 
 
 class Watermarks:
@@ -16,31 +14,31 @@ class Watermarks:
     It never goes back. Idle partitions don't hold it; a record makes a partition busy again.
     """
 
-    def __init__(self, splits: Iterable[Split], lateness_ms: int) -> None:
+    def __init__(self, partitions: Iterable[Partition], lateness_ms: int) -> None:
         self.lateness_ms = lateness_ms
-        self.newest_ms: dict[Split, int] = dict.fromkeys(splits, START)
-        self.idle: set[Split] = set()
+        self.newest_ms: dict[Partition, int] = dict.fromkeys(partitions, START)
+        self.idle: set[Partition] = set()
         self.value_ms = START
 
-    def observe(self, split: Split, timestamp_ms: int) -> int:
+    def observe(self, partition: Partition, timestamp_ms: int) -> int:
         """A record was read; the watermark after it."""
-        self.idle.discard(split)
-        if timestamp_ms > self.newest_ms.setdefault(split, START):
-            self.newest_ms[split] = timestamp_ms
+        self.idle.discard(partition)
+        if timestamp_ms > self.newest_ms.setdefault(partition, START):
+            self.newest_ms[partition] = timestamp_ms
         return self._update()
 
-    def set_idle(self, split: Split) -> int:
+    def set_idle(self, partition: Partition) -> int:
         """No record for a while; the watermark without this partition. All idle: it stays."""
-        self.idle.add(split)
+        self.idle.add(partition)
         return self._update()
 
-    def ahead_ms(self, split: Split) -> int:
+    def ahead_ms(self, partition: Partition) -> int:
         """How far a partition has been read beyond the slowest that has had a record."""
         seen = [ms for ms in self.newest_ms.values() if ms != START]
-        return self.newest_ms[split] - min(seen) if seen and self.newest_ms[split] != START else 0
+        return self.newest_ms[partition] - min(seen) if seen and self.newest_ms[partition] != START else 0
 
     def _update(self) -> int:
-        busy = [ms for split, ms in self.newest_ms.items() if split not in self.idle]
+        busy = [ms for partition, ms in self.newest_ms.items() if partition not in self.idle]
         slowest_ms = min(busy, default=START)
         if slowest_ms != START:
             self.value_ms = max(self.value_ms, slowest_ms - self.lateness_ms - 1)

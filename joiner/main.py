@@ -45,13 +45,17 @@ def _body(config: JoinerConfig, stop: Stop) -> None:
 def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) -> None:
     """Kafka → Kafka in this process until `stop` is set."""
     from joiner.local_engine import LocalEngine
-    from joiner.local_kafka import KafkaSink, KafkaSource
+    from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
     from runtime.kafka import wait_for_broker
+    from runtime.kafka_reader import KafkaReader
+    from runtime.reading import Reading
 
     wait_for_broker(config.broker, stop)
     engine = LocalEngine(config, schema, lookup(open_store(config.store)))
-    source, sink = KafkaSource(config.broker, config.prefix), KafkaSink(config.broker, config.prefix)
+    reading = Reading(partitions=tuple(engine.watermarks.newest_ms), prefix=config.prefix)
+    source = KafkaReader.open(config.broker, f"{config.prefix}roostream-joiner", reading)
+    sink = KafkaSink(config.broker, config.prefix)
     snapshots = Snapshots(open_store(config.home))
     try:
         Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from roo.errors import UnavailableError
 from runtime.clock import Clock, SystemClock
 
 log = logging.getLogger("roostream")
+T = TypeVar("T")
 
 
 class Backoff:
@@ -33,6 +36,21 @@ class Backoff:
         self._since: float | None = None
         self._said = 0.0
         self._delay_s = first_s
+
+    def until(self, call: Callable[[], T], errors: tuple[type[Exception], ...], stop: threading.Event | None = None) -> T:
+        """What `call` returns once it raises none of `errors`, with a wait after each try.
+
+        Raises:
+            UnavailableError: as `wait`. Whatever else `call` raises passes through.
+        """
+        while True:
+            try:
+                found = call()
+            except errors as error:
+                self.wait(error, stop)
+            else:
+                self.reached()
+                return found
 
     def reached(self) -> None:
         """The peer answered: say so if it had been reported away."""

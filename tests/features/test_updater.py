@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from roo.wire import Record
 from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS
+from runtime.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 from tests.features.feature_cases import T0, MemoryEvents, RedisServer, engagement, events, find_redis, impression, records_of
 
 ITEMS = list(range(12))
@@ -34,6 +34,20 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.stop()
+
+
+class EndingEvents(MemoryEvents):
+    """Stops its reader when nothing is left."""
+
+    def __init__(self, records: Iterable[Record], stop: threading.Event) -> None:
+        super().__init__(records)
+        self.stop = stop
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        found = super().poll(max_records, timeout_s, partition)
+        if not found:
+            self.stop.set()
+        return found
 
 
 def opened(

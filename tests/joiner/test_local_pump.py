@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,13 @@ from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.local_pump import Pump, Snapshots
-from joiner.local_watermark import Split
 from joiner.meters import Meters
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
+from runtime.topics import Partition
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record
 
@@ -35,12 +35,12 @@ class MemorySource:
 
     def __init__(self, records: Sequence[Record], stop: threading.Event, clock: FakeClock, die_after: int = 1 << 30) -> None:
         self.records, self.stop, self.clock, self.die_after = list(records), stop, clock, die_after
-        self.held: set[Split] = set()
+        self.held: set[Partition] = set()
 
-    def start(self, offsets: Mapping[Split, int]) -> None:
+    def seek(self, offsets: Mapping[Partition, int]) -> None:
         self.records = [r for r in self.records if r.offset >= offsets.get((r.topic, r.partition), 0)]
 
-    def poll(self, timeout_s: float) -> Sequence[Record]:
+    def poll(self, max_records: int, timeout_s: float) -> Sequence[Record]:
         self.clock.advance(0.03)
         self.die_after -= 1
         if self.die_after < 0:
@@ -51,8 +51,8 @@ class MemorySource:
             self.stop.set()
         return taken
 
-    def hold(self, splits: set[Split]) -> None:
-        self.held = set(splits)
+    def hold(self, partitions: Collection[Partition]) -> None:
+        self.held = set(partitions)
 
 
 class MemorySink:

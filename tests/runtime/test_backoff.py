@@ -60,3 +60,20 @@ def test_a_stop_ends_the_wait() -> None:
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Kafka"):
         Backoff(what="Kafka", clock=FakeClock()).wait("refused", stop)
+
+
+def test_a_call_is_tried_until_it_raises_none_of_the_errors_that_are_waited_out() -> None:
+    clock, tries = FakeClock(), []
+
+    def call() -> int:
+        tries.append(clock.monotonic_s())
+        if len(tries) < 3:
+            raise OSError("refused")
+        return len(tries)
+
+    backoff = Backoff(what="Kafka", clock=clock)
+    assert backoff.until(call, (OSError,)) == 3 and clock.monotonic_s() > 0
+    with pytest.raises(ZeroDivisionError):
+        backoff.until(lambda: 1 // 0, (OSError,))
+    with pytest.raises(UnavailableError, match="has not answered"):
+        Backoff(what="Kafka", timeout_s=0.0, clock=clock).until(lambda: 1 // 0, (ZeroDivisionError,))
