@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from roo import roo_pb2 as pb
 from roo import wire
@@ -20,26 +22,29 @@ from roo.schema import Schema
 from runtime.topics import ENGAGEMENTS
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord
+from serving.json_types import Id
 from serving.parse import decode_error
 from serving.request import MAX_TEXT_BYTES, id_of, text_of
 
 MAX_ENGAGEMENTS = 1000  # a body
 
 
-class _Engagement(msgspec.Struct, forbid_unknown_fields=True):
+class Engagement(msgspec.Struct, forbid_unknown_fields=True):
+    """What a user did to a candidate of a request, as a client tells it."""
+
     request_id: str
-    item_id: int | str
+    item_id: Id
     action: str
-    user_id: int | str = 0
-    session_id: int | str = 0
+    user_id: Id = 0
+    session_id: Id = 0
     surface: str = ""
     value: float = 0.0
-    event_id: int | str | None = None
-    time_ms: int | None = None
+    event_id: Annotated[Id | None, Meta(description="made of the other fields when missing: a repeated post is one event")] = None
+    time_ms: Annotated[int | None, Meta(description="the client's clock: kept, never used")] = None
 
 
-_DECODER = msgspec.json.Decoder(_Engagement | list[_Engagement])
-_FIELDS = _Engagement.__struct_fields__
+_DECODER = msgspec.json.Decoder(Engagement | list[Engagement])
+_FIELDS = Engagement.__struct_fields__
 _KNOWN = {"$": _FIELDS, "$[]": _FIELDS}
 
 
@@ -53,7 +58,7 @@ def parse_engagements(schema: Schema, body: bytes, now_ms: int) -> tuple[list[Lo
         given = _DECODER.decode(body)
     except msgspec.DecodeError as error:
         raise decode_error(error, _KNOWN) from None
-    if isinstance(given, _Engagement):
+    if isinstance(given, Engagement):
         pairs = [_message(schema, given, now_ms, "$")]
     elif len(given) > MAX_ENGAGEMENTS:
         raise RequestError(413, f"expected at most {MAX_ENGAGEMENTS} engagements a body, got {len(given)}", "$")
@@ -62,7 +67,7 @@ def parse_engagements(schema: Schema, body: bytes, now_ms: int) -> tuple[list[Lo
     return [record for record, _ in pairs], [event_id for _, event_id in pairs]
 
 
-def _message(schema: Schema, given: _Engagement, now_ms: int, path: str) -> tuple[LogRecord, int]:
+def _message(schema: Schema, given: Engagement, now_ms: int, path: str) -> tuple[LogRecord, int]:
     for name in ("request_id", "action"):
         text = getattr(given, name)
         if not text:

@@ -106,7 +106,9 @@ def build(home: Path, *, num_candidates: int = 20, history: int = 50) -> RankWor
     versions = Versions(first_version(schema, load_model_config(), 0))
     hydrator = FixedHydrator(schema, num_candidates, history)
     parts = Parts(
-        config=ServingConfig(schema=SCHEMA, store=home / "store", home=home, bootstrap="127.0.0.1:1", deadline_ms=60_000),
+        config=ServingConfig(
+            schema=str(SCHEMA), store=str(home / "store"), home=home, bootstrap="127.0.0.1:1", deadline_ms=60_000
+        ),
         schema=schema,
         service=RankService(schema, versions, Replica(schema, 0), hydrator),
         log=FeatureLog.open(home / "log"),

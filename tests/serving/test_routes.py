@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -219,8 +220,24 @@ def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client
         example = operation["requestBody"]["content"]["application/json"]["example"]
         assert http.post(route, json=example).status_code == 200
         assert {"400", "413", "429", "503"} <= set(operation["responses"])
-    assert "age_h" in json.dumps(document["paths"]["/v1/rank"])
+    schemas = document["components"]["schemas"]
+    refs = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert refs <= set(schemas), "every reference has its schema"
+    assert list(schemas["Nro"]["properties"]) == [f.name for f in SCHEMA.nro]
+    assert schemas["Nro"]["properties"]["clicks"]["description"] == "hydrated when missing: clicks_1h"
+    assert {"item_id", *schemas["Nro"]["properties"]} == set(schemas["Candidates"]["properties"])
     assert http.get("/docs").status_code == 200
+
+
+def test_the_documented_answers_are_those_that_are_given(client: Client) -> None:
+    http, _ = client()
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    answer = http.post("/v1/rank", json=BODY).json()
+    assert list(answer) == list(schemas["RankAnswer"]["properties"]) == schemas["RankAnswer"]["required"]
+    assert set(answer["scores"][0]) == set(schemas["Scores"]["properties"]) == set(SCHEMA.tasks)
+    refused = http.post("/v1/rank", content=b"{").json()
+    assert set(refused) == set(schemas["Refusal"]["properties"])
+    assert set(refused["error"]) == set(schemas["Fault"]["properties"])
 
 
 def _async_client(built: Built) -> httpx2.AsyncClient:
