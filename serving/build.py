@@ -20,6 +20,7 @@ from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
+from runtime.kafka_reader import KafkaReader
 from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc import SocketTransport
@@ -32,8 +33,7 @@ from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
 from serving.rank import Policy, RankService
-from serving.row_topic import KafkaRowTopic
-from serving.rows import RowFollower
+from serving.row_follower import RowFollower, rows_reading
 from serving.scorer import Version, Versions, first_version
 from serving.stamps import Stamps
 
@@ -94,7 +94,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,
-        KafkaRowTopic.open(config.broker, config.prefix),
+        KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix)),
         [SocketTransport(address) for address in config.shards],
         freshness().observe,
         clock,

@@ -10,9 +10,10 @@ from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
 from roo.wire import Record
+from runtime.record_reader import MemoryReader, RecordsGoneError
+from runtime.topics import ROWS, Partition, Progress
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done, Outcome
-from serving.row_topic import RowsGoneError
 
 
 class FakeSink:
@@ -74,40 +75,30 @@ class FakeRows:
         return (np.sin(keys_UD.astype(np.float64) % 1000) * 0.5).astype(np.float32)
 
 
-class FakeRowTopic:
-    """The `rows` topic as one list; `away` calls of `end_offsets` fail, `gone` polls have lost their place."""
+class FakeRowTopic(MemoryReader):
+    """The `rows` topic in memory; `outages` calls of `end_offsets` fail, `losses` polls have lost their place."""
+
+    PARTITION = (ROWS, 0)
 
     def __init__(self) -> None:
-        self.values: list[bytes] = []
-        self.at = 0
-        self.away = self.gone = 0
+        super().__init__([self.PARTITION], skips_lost=False)
+        self.outages = self.losses = 0
         self.on_poll: Callable[[], object] = lambda: None
-        self.on_away: Callable[[], object] = lambda: None
-        self.closed = False
+        self.on_outage: Callable[[], object] = lambda: None
 
     def add(self, value: bytes) -> None:
-        self.values.append(value)
+        self.append([Record(*self.PARTITION, super().end_offsets()[self.PARTITION], 0, None, value)])
 
-    def end_offsets(self) -> dict[int, int]:
-        if self.away:
-            self.away -= 1
-            self.on_away()
+    def end_offsets(self) -> Progress:
+        if self.outages:
+            self.outages -= 1
+            self.on_outage()
             raise UnavailableError("Kafka is away")
-        return {0: len(self.values)}
+        return super().end_offsets()
 
-    def start(self, offsets: dict[int, int]) -> None:
-        self.at = offsets[0]
-
-    def poll(self, timeout_s: float) -> list[Record]:
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
         self.on_poll()
-        if self.gone:
-            self.gone -= 1
-            raise RowsGoneError("the place is gone")
-        at, self.at = self.at, len(self.values)
-        return [Record("rows", 0, i, 0, None, self.values[i]) for i in range(at, self.at)]
-
-    def lag(self) -> int:
-        return len(self.values) - self.at
-
-    def close(self) -> None:
-        self.closed = True
+        if self.losses:
+            self.losses -= 1
+            raise RecordsGoneError("the place is gone")
+        return super().poll(max_records, timeout_s, partition)

@@ -22,12 +22,15 @@ from roo.lookup import Lookup
 from roo.wire import Record
 from runtime.backoff import Backoff
 from runtime.clock import Clock
+from runtime.reading import Reading
+from runtime.record_reader import RecordReader, RecordsGoneError
+from runtime.topics import PARTITIONS, ROWS
 from runtime.transport import Transport
-from serving.row_topic import RowsGoneError, RowTopic
 
 log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
+_POLL_RECORDS = 500
 
 
 class RowReplica(Protocol):
@@ -48,13 +51,19 @@ class RowReplica(Protocol):
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
 
+def rows_reading(prefix: str) -> Reading:
+    """All of the topic; what it lost can't be skipped."""
+    partitions = tuple((ROWS, p) for p in range(PARTITIONS[ROWS]))
+    return Reading(partitions=partitions, prefix=prefix, skips_lost=False, follows_ends=True)
+
+
 class RowFollower:
     """`run` is a thread; attributes may be read from others."""
 
     def __init__(
         self,
         replica: RowReplica,
-        topic: RowTopic,
+        topic: RecordReader,
         shards: Sequence[Transport],
         observe: Callable[[str, float], None],
         clock: Clock,
@@ -72,7 +81,7 @@ class RowFollower:
                 self._backoff.reached()
                 while not stop.is_set():
                     self.step()
-            except RowsGoneError as error:
+            except RecordsGoneError as error:
                 log.warning("rows are read from the shards again: %s", error)
             except UnavailableError as error:
                 if self._stopped_while_waiting(error, stop):
@@ -82,22 +91,22 @@ class RowFollower:
         """Steps 1 to 3. UnavailableError: the rows that came are used; call again."""
         offsets = self.topic.end_offsets()
         self.replica.bootstrap(self.shards)
-        self.topic.start(offsets)
+        self.topic.seek(offsets)
         self.num_bootstraps += 1
         self.ready = True
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
 
     def lag(self) -> int:
-        """Records of the topic that aren't applied yet; 0 before the bootstrap."""
-        return self.topic.lag() if self.ready else 0
+        """Records of the topic that weren't taken a moment ago; 0 before the bootstrap. Any thread."""
+        return sum(behind.records for behind in self.topic.lag().values()) if self.ready else 0
 
     def step(self) -> int:
-        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RowsGoneError (step 4)."""
-        records = self.topic.poll(POLL_S)
+        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RecordsGoneError (step 4)."""
+        records = self.topic.poll(_POLL_RECORDS, POLL_S)
         for record in records:
             self._take(record)
         if self.replica.needs_bootstrap:
-            raise RowsGoneError("deltas alone can't bring the replica up to date any more")
+            raise RecordsGoneError("deltas alone can't bring the replica up to date any more")
         return len(records)
 
     def _take(self, record: Record) -> None:

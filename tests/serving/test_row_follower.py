@@ -18,10 +18,10 @@ from roo import wire
 from roo.ids import bucket_of
 from roo.lookup import Lookup, StackLookup
 from runtime.clock import FakeClock
+from runtime.record_reader import RecordsGoneError
 from runtime.topics import NUM_BUCKETS
 from runtime.transport import Answer, InMemoryTransport
-from serving.row_topic import RowsGoneError
-from serving.rows import RowFollower
+from serving.row_follower import RowFollower
 
 ITEM = SCHEMA.table_by_name["item"]
 
@@ -135,7 +135,7 @@ def test_a_barrier_that_says_so_reads_all_rows_again_while_requests_go_on() -> N
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
     stage.topic.add(barrier(8, 2, rebootstrap=True))
-    with pytest.raises(RowsGoneError):
+    with pytest.raises(RecordsGoneError):
         stage.follower.step()
     assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
     stage.shard.rows, stage.shard.version = {8: 0.375}, (2, 1)
@@ -153,7 +153,7 @@ def run_until(stage: Stage, done: Callable[[], bool]) -> None:
 
 def test_shards_and_kafka_away_at_the_start_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(Shard({8: 0.5}))
-    stage.topic.away = 3
+    stage.topic.outages = 3
     stage.transport.fail_next("scan")
     stage.transport.fail_next("scan", "after")
     run_until(stage, lambda: stage.follower.ready)
@@ -163,7 +163,7 @@ def test_shards_and_kafka_away_at_the_start_are_waited_for(caplog: pytest.LogCap
 
 def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
     stage = Stage(Shard({8: 0.5}))
-    stage.topic.gone = 1
+    stage.topic.losses = 1
     run_until(stage, lambda: stage.follower.num_bootstraps == 2)
     assert stage.follower.num_bootstraps == 2
 
@@ -171,7 +171,7 @@ def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
 def test_the_thread_ends_while_it_waits() -> None:
     stage = Stage(Shard({}))
     stop = threading.Event()
-    stage.topic.away = 1 << 30
-    stage.topic.on_away = stop.set
+    stage.topic.outages = 1 << 30
+    stage.topic.on_outage = stop.set
     stage.follower.run(stop)
     assert not stage.follower.ready
