@@ -1,7 +1,7 @@
 """How trainer and serving reach the rows: one pull and one push a batch and shard, all stacks in it.
 
-The keys of a batch are unique already (`roo.lookup`); here they are split by shard, sent to all shards at once, and the
-answers put back in their places. Readers outside training have a `Replica` instead.
+The keys of a batch are unique already (`roo.lookup`); here they are split by shard, once from pull to push, sent to all
+shards at once, and the answers put back in their places. Readers outside training have a `Replica` instead.
 
 Letters: U unique keys of a stack, D width, S shards.
 """
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -56,7 +57,8 @@ class Client:
         self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}
         self._sequence_S = [0] * len(transports)
         self._lost = ""
-        self._push_lock = threading.Lock()
+        self._push_lock, self._split_lock = threading.Lock(), threading.Lock()
+        self._splits: WeakKeyDictionary[Lookup, list[list[_Share]]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
 
     def set_incarnation(self, incarnation: int) -> None:
@@ -100,13 +102,15 @@ class Client:
     ) -> None:
         """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns.
 
-        A lost answer is asked for again under the same sequence number, which a shard applies once.
+        A lost answer is asked for again under the same sequence number, which a shard applies once. That they are finite the
+        caller has tested, before it took a step with what else it learned; a shard tests its own part again.
 
         Raises:
-            WireError: a gradient is not finite or has another shape; nothing was sent, training can go on.
-            FencedError: the shards are in another incarnation. UnavailableError, TransportError: as in `pull`.
+            WireError: a gradient is absent or has another shape; nothing was sent, training can go on.
+            WireError `non_finite`: a shard refused it. FencedError: the shards are in another incarnation.
+            UnavailableError, TransportError: as in `pull`.
 
-        **If it fails** with one of the latter: some shards may have applied it; every further push is refused until
+        **If it fails** with one of the latter three: other shards may have applied it; every further push is refused until
         `set_incarnation`, since the shards must be restored first.
         """
         parts = {
@@ -154,6 +158,14 @@ class Client:
             return answer
 
     def _shares(self, lookup: Lookup) -> list[list[_Share]]:
+        """Each shard's keys, kept as long as the lookup."""
+        with self._split_lock:
+            shares = self._splits.get(lookup)
+            if shares is None:
+                shares = self._splits[lookup] = self._split(lookup)
+            return shares
+
+    def _split(self, lookup: Lookup) -> list[list[_Share]]:
         """Each shard's keys; stacks and shards without any are left out."""
         shares: list[list[_Share]] = [[] for _ in self.transports]
         for stack, found in lookup.stacks.items():
@@ -200,7 +212,4 @@ def _checked(stack: str, gradient_UD: np.ndarray | None, shape: tuple[int, int])
         raise WireError(
             "bad_shape", f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}"
         )
-    contiguous_UD = np.ascontiguousarray(gradient_UD)
-    if kernels.first_non_finite(contiguous_UD) >= 0:
-        raise WireError("non_finite", f"stack {stack}: expected finite gradients, got a NaN or infinity; nothing was pushed")
-    return contiguous_UD
+    return np.ascontiguousarray(gradient_UD)

@@ -12,20 +12,22 @@ from param_server.kernels import first_non_finite
 from param_server.outbox import Delta
 from roo import roo_pb2 as pb
 from roo import wire
+from roo.columns import fields_of
 from roo.errors import SchemaError, WireError
 
 
 def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
-    """The record of a delta."""
-    message = pb.RowDelta(
+    """The record of a delta, the same bytes as of a message; ids and rows go there from their arrays, between what comes
+    before them and what comes behind."""
+    before = pb.RowDelta(
         schema=schema,
         bucket=delta.bucket,
         incarnation=incarnation,
         sequence=delta.sequence,
         table_id=delta.table,
         dim=delta.rows_LD.shape[1],
-        ids=delta.id_M.view(np.uint64).tolist(),
-        rows=delta.rows_LD.ravel().tolist(),
+    )
+    behind = pb.RowDelta(
         num_tombstones=len(delta.id_M) - len(delta.rows_LD),
         oldest_engagement_ms=delta.oldest_engagement_ms,
         oldest_close_ms=delta.oldest_close_ms,
@@ -33,10 +35,13 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
         stack=delta.stack,
         more=delta.more,
     )
-    return wire.encode(wire.ROW_DELTA, message)
+    columns = ((pb.RowDelta.IDS_FIELD_NUMBER, delta.id_M), (pb.RowDelta.ROWS_FIELD_NUMBER, delta.rows_LD))
+    packed = fields_of((number, column.tobytes() if column.size else None) for number, column in columns)
+    return wire.encode(wire.ROW_DELTA, before) + packed + behind.SerializeToString(deterministic=True)
 
 
 def encode_barrier(stack: str, bucket: int, incarnation: int, rebootstrap: bool) -> bytes:
+    """The record of a barrier."""
     message = pb.Barrier(incarnation=incarnation, bucket=bucket, rebootstrap=rebootstrap, stack=stack)
     return wire.encode(wire.BARRIER, message)
 

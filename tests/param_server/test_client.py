@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -184,15 +185,29 @@ def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_reaches_no_shard_and_training_can_go_on(bad: float) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_for_a_restore(bad: float) -> None:
     client, _, shards = make_client(2)
     lookup = lookup_of(LOOKUP)
     gradients = gradients_of(lookup, 1.0)
     gradients[ROWWISE][-1, -1] = bad
-    with pytest.raises(WireError, match=f"stack {ROWWISE}: expected finite gradients"):
+    with pytest.raises(WireError, match="expected finite gradients"):
         client.push(lookup, gradients, step=0, time_ms=0)
-    assert [state_of(s) for s in shards] == [{}, {}]
+    assert {} in [state_of(s) for s in shards]
+    with pytest.raises(UnavailableError, match="waiting for RESTORE"):
+        client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    client.close()
+
+
+def test_a_batch_is_split_once_and_the_split_is_kept_no_longer_than_the_batch() -> None:
+    client, _, _ = make_client(2)
+    lookup = lookup_of(LOOKUP)
+    client.pull(lookup)
+    (split,) = client._splits.values()
     client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    assert list(client._splits.values()) == [split]
+    del lookup, split
+    gc.collect()
+    assert not client._splits
     client.close()
 
 

@@ -1,0 +1,91 @@
+"""Deltas as records of `rows`: the bytes of a protobuf message, and back; what doesn't fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from param_server.deltas import columns_of, encode_barrier, encode_delta
+from param_server.outbox import Delta
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.errors import SchemaError, WireError
+from tests.golden.golden_messages import MESSAGES
+
+
+def delta(num_live: int, num_gone: int, width: int = 3, more: bool = False, **times: int) -> Delta:
+    rng = np.random.default_rng(num_live)
+    ids = rng.integers(-(2**63), 2**63 - 1, num_live + num_gone)
+    rows_LD = rng.normal(size=(num_live, width)).astype(np.float32)
+    when = {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "oldest_trained_ms": 0} | times
+    return Delta("d3-adagrad", 7, 12, 0xDEADBEEF, ids, rows_LD, more, **when)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        delta(1, 0),
+        delta(5, 3, more=True, oldest_engagement_ms=5, oldest_close_ms=6, oldest_trained_ms=-7),
+        delta(0, 2),
+        delta(0, 0),
+        delta(200, 1, width=64),
+    ],
+    ids=["one row", "rows and tombstones", "tombstones alone", "nothing", "long"],
+)
+def test_a_delta_has_the_bytes_of_its_message(one: Delta) -> None:
+    message = pb.RowDelta(
+        schema=1 << 63,
+        bucket=one.bucket,
+        incarnation=4,
+        sequence=one.sequence,
+        table_id=one.table,
+        dim=one.rows_LD.shape[1],
+        ids=one.id_M.view(np.uint64).tolist(),
+        rows=one.rows_LD.ravel().tolist(),
+        num_tombstones=len(one.id_M) - len(one.rows_LD),
+        oldest_engagement_ms=one.oldest_engagement_ms,
+        oldest_close_ms=one.oldest_close_ms,
+        oldest_trained_ms=one.oldest_trained_ms,
+        stack=one.stack,
+        more=one.more,
+    )
+    record = encode_delta(one, 1 << 63, 4)
+    assert record == wire.encode(wire.ROW_DELTA, message)
+    _, read = wire.decode(record)
+    assert isinstance(read, pb.RowDelta)
+    keys, rows_LD = columns_of(read, one.rows_LD.shape[1])
+    assert (keys.id_U == one.id_M).all() and (keys.table_U == one.table).all() and rows_LD.tobytes() == one.rows_LD.tobytes()
+
+
+def test_golden_deltas_and_barriers_are_what_is_written() -> None:
+    rows_LD = np.array([[0.5, -0.5]], np.float32)
+    golden = Delta("d2-adagrad", 5, 9, 77, np.array([1, 2]), rows_LD, False, 1, 2, 3)
+    assert encode_delta(golden, 11, 2) == wire.encode(*MESSAGES["row_delta"])
+    assert encode_barrier("d2-adagrad", 5, 2, True) == wire.encode(*MESSAGES["barrier"])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dim": 4}, SchemaError, "expected width 3, got 4; use one schema"),
+        ({"num_tombstones": 3}, WireError, "expected -1 rows of 3, got 6 numbers"),
+        ({"num_tombstones": 1}, WireError, "expected 1 rows of 3, got 6 numbers"),
+    ],
+)
+def test_columns_that_disagree_are_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
+    _, read = wire.decode(encode_delta(delta(2, 0), 1, 1))
+    assert isinstance(read, pb.RowDelta)
+    for name, value in change.items():
+        setattr(read, name, value)
+    with pytest.raises(error, match=message):
+        columns_of(read, 3)
+
+
+def test_rows_that_are_not_finite_are_refused() -> None:
+    one = delta(2, 0)
+    one.rows_LD[1, 1] = np.nan
+    _, read = wire.decode(encode_delta(one, 1, 1))
+    assert isinstance(read, pb.RowDelta)
+    with pytest.raises(WireError, match="expected finite numbers") as caught:
+        columns_of(read, 3)
+    assert caught.value.reason == "non_finite"
