@@ -77,6 +77,7 @@ def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> Candidate
 def _group(
     request_G: np.ndarray, num_candidates_R: np.ndarray, starts_R: np.ndarray, device: str
 ) -> tuple[Group, np.ndarray, np.ndarray]:
+    """A group of the requests `request_G`, with its candidates and mask as arrays, which `unpad` needs too."""
     lengths_G = num_candidates_R[request_G]
     column_K = np.arange(int(lengths_G.max()), dtype=np.int64)
     mask_GK = column_K < lengths_G[:, None]

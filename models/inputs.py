@@ -112,6 +112,7 @@ def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
 
 
 def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged]], lookup: Lookup, device: str) -> Bags:
+    """One `embedding_bag`'s worth: the features' bags behind each other, in the order of `members`."""
     lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged in members])
     offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
     np.cumsum(lengths_S, out=offset_S1[1:])
@@ -133,6 +134,8 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
 
 
 def _build_sequence(schema: Schema, f: Feature, batch: Batch, lookup: Lookup, device: str) -> Sequence:
+    """Wraps the batch's own arrays; nothing is padded or copied but lengths and buckets."""
+
     def index_of(table: str, key: str) -> Tensor:
         return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key], device)
 

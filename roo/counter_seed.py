@@ -40,6 +40,7 @@ def _seed_items(counters: Counters, items_N: np.ndarray, times_N: np.ndarray) ->
 
 
 def _user(counters: Counters, items_H: np.ndarray, times_H: np.ndarray) -> User:
+    """The state of a user with these clicks, in time order, and no other events."""
     action = np.full(len(items_H), signed(hash64(counters.schema.online.click)), dtype=np.int64)
     history_H3 = np.stack([items_H, action, times_H], axis=1)[::-1][: counters.schema.online.history_len]
     ids_P, index_H = np.unique(items_H, return_inverse=True)

@@ -245,6 +245,7 @@ def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> 
 
 
 def _parse(raw: dict[str, Any], places: Lines) -> Schema:
+    """A schema of the long form, its rows checked one by one; what they refer to is checked by `check`."""
     path = places.path
     tables = raw.pop("tables", {})
     if not isinstance(tables, dict):

@@ -48,6 +48,7 @@ def check(schema: Schema, places: Lines) -> Schema:
 
 
 def _check_tables_and_labels(schema: Schema, at: str) -> None:
+    """Names are given once, there is a label, and no two tables share a short id."""
     for group in ("labels", "tables"):
         seen: set[str] = set()
         for x in getattr(schema, group):
@@ -64,6 +65,7 @@ def _check_tables_and_labels(schema: Schema, at: str) -> None:
 
 
 def _check_feature(schema: Schema, f: Feature, at: At) -> None:
+    """Tables exist, and columns are those of a sequence."""
     tables = schema.table_by_name
     if f.kind == "float":
         if f.table or f.columns:
@@ -115,6 +117,7 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
 
 
 def _check_transforms(schema: Schema, places: Lines) -> None:
+    """Inputs are there when a transform comes, outputs are new, and the operation goes with the side."""
     known = {side: {f.name for f in schema.floats(side)} for side in ("ro", "nro")}
     declared = {f.name for f in (*schema.ro, *schema.nro)}
     for row, t in enumerate(schema.transforms):

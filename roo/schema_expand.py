@@ -130,6 +130,7 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
 
 
 def _tables(tables: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
+    """A copy for each name of a key; SchemaError if a name comes twice."""
     out: dict[str, Any] = {}
     for key, table in tables.items():
         try:
@@ -150,6 +151,7 @@ def _rows(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _features(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each name, with its own of the keys that go along with names."""
     if "name" not in row and "online" in row:
         row = {"name": row["online"], **row}
     if not isinstance(row.get("name"), str):
@@ -168,12 +170,15 @@ def _features(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each input and operation, in this order."""
     if "input" in row and "inputs" in row:
         raise SchemaError("expected input or inputs, got both; keep one")
-    inputs = [name for text in _listed(row, "inputs" if "inputs" in row else "input") for name in names_of(text)]
     ops = _listed(row, "op")
-    if len(inputs) * len(ops) > MOST_ROWS:
-        raise SchemaError(f"expected at most {MOST_ROWS} inputs times operations, got {len(inputs) * len(ops)}; split it")
+    inputs: list[str] = []
+    for pattern in _listed(row, "inputs" if "inputs" in row else "input"):
+        inputs += names_of(pattern)
+        if len(inputs) * len(ops) > MOST_ROWS:
+            raise SchemaError(f"expected at most {MOST_ROWS} inputs times operations, got more; split the transform")
     output = row.get("output", "{input}")
     if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:
         raise SchemaError(f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'")

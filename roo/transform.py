@@ -52,6 +52,7 @@ def _programs(schema: Schema) -> tuple[_Steps, _Steps]:
 
 
 def _program(schema: Schema, side: Side) -> _Steps:
+    """The side's operations as numbers that the kernel reads, and its columns' names."""
     names = [f.name for f in schema.floats(side)]
     steps, settings = [], []
     for t in schema.transforms:

@@ -53,6 +53,7 @@ class Client:
             return None, f"{type(error).__name__} {error}".strip()
 
     def _settled(self, path: str, answer: httpx.Response) -> Any | None:
+        """The answer's body, or None if serving refused; counted either way, and told at most now and then."""
         if self._away:
             self._away = False
             log.info("serving answers again")

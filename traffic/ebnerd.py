@@ -140,6 +140,7 @@ def num_requests(behaviors: Sequence[str]) -> int:
 
 
 def _groups(table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int) -> Iterator[tuple[Request, list[Action]]]:
+    """Requests in `order` with their actions; one slice of rows is held as Python objects at a time."""
     for start in range(0, len(order), _ROWS):
         slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
         columns: dict[str, Any] = {
@@ -154,6 +155,7 @@ def _groups(table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: 
 
 
 def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: frozenset[str]) -> Request:
+    """A row as a request; of its features those in `names`, and none that the row leaves open."""
     page = row["article_id"]
     ro: dict[str, object] = {name: row[column] for name, column in _FLOATS.items()}
     ro |= {"user": [row["user_id"]], "front_page": float(page is None)}
@@ -173,6 +175,8 @@ def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: froz
 
 
 def _actions(request: Request, clicked: list[int], read_s: float | None, window_ms: int) -> list[Action]:
+    """The row's clicks, and the reading of the first one; see the module for their times."""
+
     def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
         event_id = hash64(f"{request.request_id}/{name}/{number}")
         return Action(request.request_id, request.user_id, request.session_id, time_ms, event_id, item, name, value)
@@ -222,6 +226,7 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
 
 
 def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """ConfigError if a required column has nulls, or values that can't become `kind`."""
     if name in _REQUIRED and column.null_count:
         raise ConfigError(
             f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"

@@ -46,6 +46,7 @@ class Edge:
         return Record(topic, partition_of(key, PARTITIONS[topic]), -1, event.time_ms, key, value)
 
     def _impression(self, request: Request) -> bytes:
+        """What serving would have logged for this request at its time."""
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms)
@@ -63,6 +64,7 @@ class Edge:
         return wire.encode(wire.IMPRESSION, message)
 
     def _engagement(self, action: Action) -> bytes:
+        """What the edge of a site would have sent for this action."""
         message = pb.Engagement(
             header=self._header(action),
             event_id=unsigned(action.event_id),
@@ -73,6 +75,7 @@ class Edge:
         return wire.encode(wire.ENGAGEMENT, message)
 
     def _header(self, event: Event) -> pb.Header:
+        """Who, when and by which schema; ids as uint64."""
         return pb.Header(
             request_id=event.request_id,
             user_id=unsigned(event.user_id),
@@ -88,6 +91,7 @@ class Edge:
         return counted | {name: value for name, value in given.items() if value is not None}
 
     def _apply_until(self, time_ms: int) -> None:
+        """Count the events whose delay is over at `time_ms`, in time order; none from the freeze on."""
         if self.freeze_at_ms:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
         while self._waiting and self._waiting[0][0] <= time_ms:

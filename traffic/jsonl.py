@@ -159,6 +159,7 @@ class JsonlLog:
         self.first_skipped = self.first_skipped or message
 
     def _request(self, line: Impression, where: str) -> Request:
+        """ValueError with what is wrong: an undeclared feature, columns of unequal length, an id or time of another form."""
         columns = _columns(line.candidates)
         if "item_id" not in columns:
             raise ValueError("candidates: expected an item_id for each, got none")

@@ -31,6 +31,7 @@ def run_simulate(config: SimulateConfig) -> int:
 
 
 async def _simulate(config: SimulateConfig, stop: program.Stop) -> None:
+    """The simulation with its metrics on show; its connections are closed however it ends."""
     client = Client(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
     collector = SimulationMetrics(simulation)
@@ -49,6 +50,7 @@ class SimulationMetrics(Collector):
         self.simulation = simulation
 
     def collect(self) -> list[Metric]:
+        """Every count, read anew."""
         s = self.simulation
         rate = GaugeMetricFamily(
             "roostream_traffic_click_rate",

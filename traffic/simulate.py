@@ -131,6 +131,7 @@ class Simulation:
         return len(served_n)
 
     async def _engage(self, visit: Visit, reaction: Reaction) -> None:
+        """Tell serving of a reaction after its delay; some clients send it twice, with the same event id."""
         await self._sleep(reaction.delay_s)
         body = {
             "request_id": visit.request_id,

@@ -20,6 +20,7 @@ class Tally:
         self._minutes: dict[int, _Sum] = {}
 
     def add(self, expected: Expected, elapsed_s: float) -> None:
+        """One answered request, `elapsed_s` after the start; beyond a day the oldest minute is forgotten."""
         self.total.add(expected)
         self.recent.add(expected)
         self._window.append(expected)

@@ -57,6 +57,7 @@ class Visitors:
         return float(self.rng.exponential(1 / rate))
 
     def next(self, time_ms: int) -> Visit:
+        """The next user to come: who, in which session, and what can be shown to them at `time_ms`."""
         user_id = int(np.searchsorted(self._share_U, self.rng.random(), side="right")) + 1
         session_id, device_id = self._session(user_id, time_ms)
         self._count += 1
@@ -93,6 +94,7 @@ class Visitors:
         return Reaction(delay_s, item_id, action, value, event_id, int(self.rng.random() < 0.03))
 
     def _session(self, user_id: int, time_ms: int) -> tuple[int, int]:
+        """(session id, device) of a user; a new session after a long gap, on the user's main device mostly."""
         known = self._sessions.get(user_id)
         if known is None or time_ms - known[2] > _SESSION_GAP_MS:
             devices = self.world.devices_of(user_id)
