@@ -303,6 +303,22 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
     sys.exit(run(name, json_file, runs, against))
 
 
+@cli.command("options")
+@click.option("--write", is_flag=True, help="into docs/options.md of this checkout, rather than to the terminal")
+def options_command(write: bool) -> None:
+    """Every option of every program, file and command, as Markdown.
+
+    \b
+    Example:
+      roostream options | less
+      roostream options --write
+    """
+    from command.reference import PAGE, page
+
+    text = page(cli)
+    PAGE.write_text(text, encoding="utf-8") if write else click.echo(text, nl=False)
+
+
 def main() -> None:
     """The console entry."""
     try:

@@ -2,7 +2,8 @@
 
 from benchmarks.question import Question, Row, Subject
 
-_STAGE = "benchmarks.workloads.serving_request:stage"
+_HERE = "benchmarks.workloads.serving_request"
+_STAGE = f"{_HERE}:stage"
 
 
 def _request(candidates: int) -> Row:
@@ -13,6 +14,7 @@ def _request(candidates: int) -> Row:
         clock="cpu",
         subjects=(
             Subject("whole", _STAGE, ("whole", candidates)),
+            Subject("through the endpoint, with the log", f"{_HERE}:endpoint", (candidates,), "stage"),
             Subject("parse", _STAGE, ("parse", candidates), "stage"),
             Subject("parse, fill, encode blocks", _STAGE, ("parse_and_encode", candidates), "stage"),
             Subject("blocks to batch", _STAGE, ("decode", candidates), "stage"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
@@ -19,9 +24,16 @@ from roo import roo_pb2 as pb
 from roo.ids import buckets_of
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
+from runtime.clock import FakeClock
+from serving.build import Parts
+from serving.config import ServingConfig
+from serving.feature_log.log import FeatureLog
+from serving.metrics import ServingMetrics
 from serving.parse import JsonParser
 from serving.rank import RankService
+from serving.routes import RankEndpoint
 from serving.scorer import Versions, first_version
+from serving.stamps import Stamps
 
 NOW_MS = data.T0_MS + 1_000
 
@@ -37,6 +49,18 @@ class Online:
 
     def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return self.ro, self.nro
+
+
+class Inline(Executor):
+    """Runs what it is given at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Case:
@@ -66,7 +90,7 @@ class Case:
     # Stages, each from what the one before it gave.
 
     def whole(self) -> None:
-        self.service.rank(self.parser.parse(self.body), NOW_MS)
+        self.service.rank(self.parser.parse(self.body), NOW_MS).answer.json()
 
     def parse(self) -> None:
         self.parser.parse(self.body)
@@ -95,6 +119,49 @@ class Case:
 def stage(name: str, candidates: int) -> Iterator[Work]:
     """`name`: a method of `Case`."""
     yield Work(getattr(Case(candidates), name))
+
+
+@contextlib.contextmanager
+def endpoint(candidates: int) -> Iterator[Work]:
+    """What the server calls for a request, without its socket: admission, the whole, the feature log, the answer's body."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(asyncio.new_event_loop()) as loop:
+        home, case = Path(folder), Case(candidates)
+        settings = ServingConfig(
+            schema=str(data.DEMO),
+            store=str(home / "store"),
+            home=home,
+            bootstrap="127.0.0.1:1",
+            deadline_ms=60_000,
+            log_bytes=1 << 30,
+        )
+        parts = Parts(
+            config=settings,
+            schema=case.schema,
+            service=case.service,
+            log=FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20),
+            stamps=Stamps(FakeClock(NOW_MS)),
+            metrics=ServingMetrics(CollectorRegistry()),
+            executor=Inline(),
+            waiting_for=lambda: [],
+        )
+        asked = RankEndpoint(parts)
+        try:
+            yield Work(lambda: loop.run_until_complete(_answer(asked, case.body)))
+        finally:
+            parts.log.close()
+
+
+async def _answer(asked: RankEndpoint, body: bytes) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await asked({"type": "http", "headers": [(b"content-type", b"application/json")], "query_string": b""}, receive, send)
+    assert sent[0]["status"] == 200, sent
 
 
 def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:

@@ -26,8 +26,11 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "rpc_ours": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "serving_request": [
-        ("stage", [name, 3])
-        for name in ("whole", "parse", "parse_and_encode", "decode", "look_up", "gather", "to_tensors", "forward")
+        ("endpoint", [3]),
+        *(
+            ("stage", [name, 3])
+            for name in ("whole", "parse", "parse_and_encode", "decode", "look_up", "gather", "to_tensors", "forward")
+        ),
     ],
     "training_step": [
         ("stage", [name, 4, 3])
