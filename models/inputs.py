@@ -74,26 +74,30 @@ class Inputs:
 
 
 def build_inputs(
-    batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray], device: str = "cpu", *, train: bool = False
+    batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray | Tensor], device: str = "cpu", *, train: bool = False
 ) -> Inputs:
     """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
 
-    `rows`: stack → float32 [U, D], aligned with `lookup` (from `Client.pull` or `Replica.gather`).
+    `rows`: stack → float32 [U, D], aligned with `lookup`: an array (`Replica.gather`), or a tensor wherever it is (trainer's
+    `Rows.pull`), which is not written to.
     """
     schema = batch.schema
     ro_float_RG, nro_float_BG = apply(batch)
-    tensors = {name: _wrap(array, device).requires_grad_(train) for name, array in rows.items()}
     return Inputs(
         ro_float_RG=_wrap(ro_float_RG, device),
         ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1), device),
         nro_float_BG=_wrap(nro_float_BG, device),
         nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
         request_index_B=_wrap(batch.request_index_B, device),
-        rows=tensors,
+        rows={stack: _leaf(rows_UD, device).requires_grad_(train) for stack, rows_UD in rows.items()},
         bags=_build_bags(batch, lookup, device),
         sequences={f.name: _build_sequence(schema, f, batch, lookup, device) for f in schema.lists("ro") if f.kind == "sequence"},
         groups=build_groups(batch.num_candidates_R, device),
     )
+
+
+def _leaf(rows_UD: np.ndarray | Tensor, device: str) -> Tensor:
+    return rows_UD.detach().to(device) if isinstance(rows_UD, Tensor) else _wrap(rows_UD, device)
 
 
 def _wrap(array: np.ndarray, device: str) -> Tensor:

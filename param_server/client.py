@@ -100,13 +100,14 @@ class Client:
         oldest_engagement_ms: int = 0,
         oldest_close_ms: int = 0,
     ) -> None:
-        """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns.
+        """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns. Stacks
+        of the lookup without a gradient are left as they are.
 
         A lost answer is asked for again under the same sequence number, which a shard applies once. That they are finite the
         caller has tested, before it took a step with what else it learned; a shard tests its own part again.
 
         Raises:
-            WireError: a gradient is absent or has another shape; nothing was sent, training can go on.
+            WireError: a gradient has another shape; nothing was sent, training can go on.
             WireError `non_finite`: a shard refused it. FencedError: the shards are in another incarnation.
             UnavailableError, TransportError: as in `pull`.
 
@@ -114,9 +115,10 @@ class Client:
         `set_incarnation`, since the shards must be restored first.
         """
         parts = {
-            stack: _checked(stack, gradients.get(stack), (len(found.id_U), self._width[stack]))
-            for stack, found in lookup.stacks.items()
+            stack: _checked(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
+            for stack, gradient_UD in gradients.items()
         }
+        shares = [[share for share in of_shard if share.stack in parts] for of_shard in self._shares(lookup)]
         header = {
             "worker": self.worker,
             "step": step,
@@ -128,7 +130,7 @@ class Client:
             if self._lost:
                 raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
             try:
-                self._each_shard(self._shares(lookup), lambda shard, shares: self._push_to(shard, shares, header, parts))
+                self._each_shard(shares, lambda shard, its: self._push_to(shard, its, header, parts))
             except RoostreamError as error:
                 self._lost = str(error) or type(error).__name__
                 raise
@@ -202,12 +204,8 @@ def _part(gradient_UD: np.ndarray, at_M: np.ndarray | slice) -> np.ndarray:
     return gradient_UD if isinstance(at_M, slice) else kernels.take_rows(gradient_UD, at_M)
 
 
-def _checked(stack: str, gradient_UD: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
-    """The gradient, contiguous; a stack without keys needs none."""
-    if gradient_UD is None and not shape[0]:
-        return np.zeros(shape, np.float32)
-    if gradient_UD is None:
-        raise WireError("bad_shape", f"expected a gradient for stack {stack}, got none")
+def _checked(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The gradient, contiguous."""
     if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
         raise WireError(
             "bad_shape", f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}"

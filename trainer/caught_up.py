@@ -13,25 +13,26 @@ import enum
 from collections import deque
 from collections.abc import Mapping
 
-from trainer.source import PartitionLag
+from runtime.record_reader import PartitionLag
+from runtime.topics import Partition
 
 
-class Progress(enum.StrEnum):
+class Liveness(enum.StrEnum):
     INITIAL = "initial"  # records that were there at the start are still to be trained
     CATCHING_UP = "catching_up"
     CAUGHT_UP = "caught_up"
     BLOCKED = "blocked"  # everything readable is trained; an open transaction hides the rest
 
 
-_WORST = (Progress.INITIAL, Progress.BLOCKED, Progress.CATCHING_UP, Progress.CAUGHT_UP)
+_WORST = (Liveness.INITIAL, Liveness.BLOCKED, Liveness.CATCHING_UP, Liveness.CAUGHT_UP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """One observation of all partitions."""
 
-    state: Progress
-    partitions: dict[int, Progress]
+    state: Liveness
+    partitions: dict[Partition, Liveness]
     lag_records: int
     lag_ms: int  # event time, of the partition furthest behind
     drained_per_s: float  # records by which the lag shrinks; negative while it grows
@@ -43,18 +44,18 @@ class CaughtUp:
 
     def __init__(self, *, bound_ms: int, hold_s: float = 2.0, pinned_s: float = 10.0, rate_window_s: float = 30.0) -> None:
         self.bound_ms, self.hold_s, self.pinned_s, self.rate_window_s = bound_ms, hold_s, pinned_s, rate_window_s
-        self._start_ends: dict[int, int] = {}
-        self._small_since_s: dict[int, float] = {}
-        self._hidden_since: dict[int, tuple[int, float]] = {}  # partition → (stable end, since when it hides something)
+        self._start_ends: dict[Partition, int] = {}
+        self._small_since_s: dict[Partition, float] = {}
+        self._hidden_since: dict[Partition, tuple[int, float]] = {}  # partition → (stable end, since when it hides something)
         self._history: deque[tuple[float, int]] = deque()
 
-    def observe(self, lags: Mapping[int, PartitionLag], now_s: float) -> Report:
+    def observe(self, lags: Mapping[Partition, PartitionLag], now_s: float) -> Report:
         """`lags` of every partition; {} (ends not known yet) counts as behind."""
         states = {p: self._state(p, lag, now_s) for p, lag in lags.items()}
         records = sum(lag.records for lag in lags.values())
         rate = self._rate(records, now_s)
         return Report(
-            state=min(states.values(), key=_WORST.index, default=Progress.INITIAL),
+            state=min(states.values(), key=_WORST.index, default=Liveness.INITIAL),
             partitions=states,
             lag_records=records,
             lag_ms=max((lag.event_ms for lag in lags.values()), default=0),
@@ -62,20 +63,20 @@ class CaughtUp:
             eta_s=0.0 if lags and not records else records / rate if rate > 0 else None,
         )
 
-    def _state(self, p: int, lag: PartitionLag, now_s: float) -> Progress:
+    def _state(self, p: Partition, lag: PartitionLag, now_s: float) -> Liveness:
         start_end = self._start_ends.setdefault(p, lag.stable_end)
         if self._is_pinned(p, lag, now_s):
             self._small_since_s.pop(p, None)
-            return Progress.BLOCKED
+            return Liveness.BLOCKED
         if lag.position < start_end:
-            return Progress.INITIAL
+            return Liveness.INITIAL
         if lag.records and (lag.event_ms > self.bound_ms or not lag.position_ms):
             self._small_since_s.pop(p, None)
-            return Progress.CATCHING_UP
+            return Liveness.CATCHING_UP
         since_s = self._small_since_s.setdefault(p, now_s)
-        return Progress.CAUGHT_UP if now_s - since_s >= self.hold_s else Progress.CATCHING_UP
+        return Liveness.CAUGHT_UP if now_s - since_s >= self.hold_s else Liveness.CATCHING_UP
 
-    def _is_pinned(self, p: int, lag: PartitionLag, now_s: float) -> bool:
+    def _is_pinned(self, p: Partition, lag: PartitionLag, now_s: float) -> bool:
         """Everything readable is given, and the same open transaction has hidden the rest for a while, or for much event time."""
         if lag.records or lag.high_watermark <= lag.stable_end:
             self._hidden_since.pop(p, None)

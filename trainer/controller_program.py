@@ -7,21 +7,18 @@ from typing import Any
 
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
-from runtime import manifest as manifests
 from runtime import metrics
 from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
-from runtime.manifest import Manifest
 from runtime.program import Stop
 from runtime.rpc import RpcServer
-from runtime.topics import NUM_BUCKETS, PARTITIONS, SAMPLES
-from trainer.commit import Facts, State
 from trainer.config import ControllerConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.identity import check_kafka, check_schema, kafka_identity
+from trainer.identity import Identity, kafka_identity
+from trainer.protocol import Facts, State
 
 log = logging.getLogger("roostream.controller")
 
@@ -39,29 +36,26 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     store, clock = open_store(config.store), SystemClock()
     register(store, schema)
     kafka = kafka_identity(config.broker, config.prefix, stop)
+    identity = Identity(
+        schema=schema,
+        registry=lookup(store),
+        kafka=kafka,
+        num_shards=config.num_shards,
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
+        seed=config.seed,
+    )
     facts = Facts(
         schema=f"{schema.fingerprint:016x}",
         seed=config.seed,
         num_shards=config.num_shards,
         num_workers=config.num_workers,
-        num_buckets=NUM_BUCKETS,
-        num_partitions=PARTITIONS[SAMPLES],
+        num_buckets=identity.num_buckets,
+        num_partitions=identity.num_partitions,
         kafka=kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
     )
-
-    def check(manifest: Manifest) -> None:
-        check_kafka(manifest, kafka)
-        check_schema(manifest, schema, lookup(store))
-        manifests.check_shape(
-            manifest,
-            num_shards=config.num_shards,
-            num_buckets=NUM_BUCKETS,
-            num_partitions=PARTITIONS[SAMPLES],
-            seed=config.seed,
-        )
-
-    controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=check)
+    controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=identity.check)
     server = RpcServer(controller.handle, host, port, insecure=config.insecure)
     server.start()
     log.info("controller on %s", server.address)

@@ -10,7 +10,7 @@ Commit:
   2. At `commit_interval_ms`, or on preemption, CUT: each worker finishes the batch in hand and reports its next offsets.
   3. Drain: a worker answers CUT with no pull in flight, every push acknowledged and its predictions flushed.
   4. FREEZE: each shard fixes its dirty set; then RESUME: training goes on.
-  5. WRITE: shards write the frozen rows, worker 0 the dense part.
+  5. WRITE: shards write the frozen rows, each worker its own part, worker 0 the shared one too.
   6. The manifest is created under its name, exclusively: that is the commit.
   7. COMMIT tells everyone to forget the generation before.
 Any failure before 6: nothing is committed. A refusal is answered with ABORT, a lost member with the next incarnation, which
@@ -26,7 +26,7 @@ from typing import Any
 from roo.errors import ConfigError
 from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
 from runtime.topics import flat
-from trainer.commit import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
+from trainer.protocol import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
 
 log = logging.getLogger("roostream.controller")
 
@@ -185,15 +185,20 @@ class Coordinator:
         """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
         commit = self._running_commit()
         self.state, commit.cuts = State.FREEZING, self._answers("cut", self.facts.workers)
+        cut = [partition for answer in commit.cuts for partition in flat(answer["offsets"])]
+        if len(cut) != len(set(cut)):
+            return self._abort("two workers cut the same partition", now_s)
         watermark_ms = min(int(c["watermark_ms"]) for c in commit.cuts)
         self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_ms)
 
     def _write(self, now_s: float) -> None:
-        """4. (end) Training goes on. 5. Shards write what is frozen, worker 0 the dense part."""
+        """4. (end) Training goes on. 5. Shards write what is frozen, workers their own parts, the first the shared one too."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
         self._ask("resume", self.facts.workers, now_s, seq=commit.seq)
-        self._ask("write", (*self.facts.shards, self.facts.workers[0]), now_s, seq=commit.seq)
+        self._ask("write", self.facts.shards, now_s, seq=commit.seq)
+        for key in self.facts.workers:
+            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.facts.workers[0])
 
     def _link(self) -> None:
         """6. The manifest is complete; creating it is the commit."""
@@ -226,12 +231,11 @@ class Coordinator:
 
     def _manifest(self, commit: Commit) -> Manifest:
         shards = {key.index: self._results["write", key] for key in self.facts.shards}
-        written = self._results["write", self.facts.workers[0]]
         rows_end: dict[int, int] = {}
         for shard in shards.values():  # the smallest: a restore that reads more republishes more, which harms nobody
             for partition, offset in shard.get("rows_end", {}).items():
                 rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
-        first = commit.cuts[0]
+        first = self.facts.workers[0]
         return Manifest(
             seq=commit.seq,
             incarnation=self.incarnation,
@@ -246,18 +250,18 @@ class Coordinator:
             kafka=dict(self.facts.kafka),
             rows_end=rows_end,
             shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in shards.items()},
-            dense=StoredFile(**written["dense"]),
-            model=dict(first.get("model", {})),
+            dense=StoredFile(**self._results["write", first]["dense"]),
+            model=dict(commit.cuts[0]["model"]),
             workers={
                 key.index: WorkerPart(
                     offsets=flat(cut["offsets"]),
-                    file=StoredFile(**written["dense"]),
+                    file=StoredFile(**self._results["write", key]["own"]),
                     dedupe=int(cut["dedupe"]),
                     metrics=dict(cut["metrics"]),
                 )
                 for key, cut in zip(self.facts.workers, commit.cuts, strict=True)
             },
-            time_ms=int(first.get("time_ms", 0)),
+            time_ms=max(int(c["time_ms"]) for c in commit.cuts),
         )
 
     def _complete(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from confluent_kafka import KafkaException
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema, reading_plan
 from runtime import kafka
+from runtime import manifest as manifests
 from runtime.backoff import Backoff
 from runtime.broker import Broker
 from runtime.manifest import Manifest
@@ -34,6 +36,31 @@ def kafka_identity(broker: Broker, prefix: str, stop: threading.Event | None = N
             backoff.wait(error.args[0].str() if error.args else error, stop)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a manifest must agree with before anything of it is used."""
+
+    schema: Schema
+    registry: Callable[[int], Schema | None]
+    kafka: Mapping[str, Any]  # as `kafka_identity` gives it
+    num_shards: int
+    num_buckets: int
+    num_partitions: int
+    seed: int
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises ConfigError, SchemaError: it belongs to others; no older manifest can mend that."""
+        check_kafka(manifest, self.kafka)
+        check_schema(manifest, self.schema, self.registry)
+        manifests.check_shape(
+            manifest,
+            num_shards=self.num_shards,
+            num_buckets=self.num_buckets,
+            num_partitions=self.num_partitions,
+            seed=self.seed,
+        )
+
+
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
     """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing."""
     if manifest.kafka != dict(kafka):
@@ -44,7 +71,7 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
         )
 
 
-def check_schema(manifest: Manifest, schema: Schema, lookup: Callable[[int], Schema | None]) -> None:
+def check_schema(manifest: Manifest, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
     """A schema may gain and lose features; what it keeps must mean the same.
 
     Raises:
@@ -53,7 +80,7 @@ def check_schema(manifest: Manifest, schema: Schema, lookup: Callable[[int], Sch
     """
     if manifest.schema == f"{schema.fingerprint:016x}":
         return
-    written = lookup(int(manifest.schema, 16))
+    written = registry(int(manifest.schema, 16))
     if written is None:
         raise ConfigError(f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file")
     reading_plan(written, schema)

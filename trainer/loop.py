@@ -1,7 +1,8 @@
-"""Samples to updates, read from top to bottom: poll → decode → dedupe → pull → score → learn → push.
+"""Samples to updates, read from top to bottom: poll → prepare (dedupe, pull) → train (score, learn, push).
 
 Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of commits: a worker
-calls `step`, and between two steps nothing is in flight.
+calls `step`, and between two steps nothing is in flight. `prepare` and `train` are two calls so that one chunk may be prepared
+while another is trained; what is prepared is in no snapshot.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -20,42 +20,24 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from models.model import Targets
-from roo import roo_pb2 as pb
 from roo.batch import Batch
-from roo.decode import Decoder, Reject
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
-from roo.wire import Record
 from runtime.clock import Clock
+from runtime.topics import Partition, Progress
 from trainer import dense
 from trainer.adam import Adam
+from trainer.batches import BatchSource, Chunk
 from trainer.config import LoopConfig
-from trainer.dedupe import Dedupe
-from trainer.metrics import Metrics
-from trainer.predictions import dead_letter, predictions_of
-from trainer.source import Source
+from trainer.metrics import Report
+from trainer.partitions import PartitionCut, Partitions
+from trainer.predictions import Outputs, dead_letter, predictions_of
+from trainer.rows import PushTimes, Rows
 
 log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
 _SANE_MS = 3_600_000
-
-
-class Rows(Protocol):
-    """What the loop needs of `param_server.client.Client`."""
-
-    def pull(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
-
-    def push(
-        self,
-        lookup: Lookup,
-        gradients: Mapping[str, np.ndarray],
-        *,
-        step: int,
-        time_ms: int,
-        oldest_engagement_ms: int,
-        oldest_close_ms: int,
-    ) -> None: ...
 
 
 @dataclasses.dataclass
@@ -67,81 +49,104 @@ class Counts:
     frozen: int = 0  # scored, not trained
     non_finite: int = 0  # batches skipped
     dead_letters: int = 0
-    busy_s: float = 0.0  # in steps that cut a batch
+    busy_s: float = 0.0  # preparing and training
     waiting_s: float = 0.0  # of it: for rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Everything that training has changed outside the shards, copied at one moment between two batches."""
+class Wiring:
+    """What a loop is connected to."""
 
-    tensors: dict[str, np.ndarray]
+    source: BatchSource
+    rows: Rows
+    outputs: Outputs
+    clock: Clock
+    on_freshness: Callable[[str, float], None] = lambda stage, ms: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything that training has changed outside the shards, copied at one moment between two chunks: what all workers
+    share, and what this one alone knows."""
+
+    shared: dict[str, np.ndarray]  # weights and optimizer state (dense.py)
     step: int
     watermark_ms: int
-    offsets: dict[int, int]  # partition → next offset to train
+    own: dict[Partition, PartitionCut]
+
+    @property
+    def progress(self) -> Progress:
+        return {partition: cut.offset for partition, cut in self.own.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Requests of a chunk that are treated alike, with their rows."""
+
+    batch: Batch
+    trains: bool  # or is it only scored?
+    lookup: Lookup
+    inputs: Inputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A chunk without what was trained before, and the rows of its first part. `train` it, in the order of `prepare`, or
+    `restore` the loop."""
+
+    chunk: Chunk
+    new_R: np.ndarray  # of the chunk's requests
+    first: Part | None
+    later: tuple[tuple[Batch, bool], ...]  # parts that must see what the first one changes
 
 
 class TrainLoop:
-    """One worker's training. **If a step raises**, rows, weights and offsets no longer belong together: `restore` or `reset`
-    before the next one, or exit."""
+    """One worker's training. **If `prepare` or `train` raises**, rows, weights and progress no longer belong together:
+    `restore` or `reset` before the next one, or exit."""
 
-    def __init__(
-        self,
-        config: LoopConfig,
-        schema: Schema,
-        model_config: ModelConfig,
-        source: Source,
-        client: Rows,
-        predictions: Callable[[pb.Prediction], None],
-        dead_letters: Callable[[pb.DeadLetter], None],
-        clock: Clock,
-        *,
-        registry: Callable[[int], Schema | None] | None = None,
-        on_freshness: Callable[[str, float], None] = lambda stage, ms: None,
-    ) -> None:
-        self.config, self.schema, self.model_config, self.source, self.client = config, schema, model_config, source, client
-        self.predictions, self.dead_letters, self.clock, self.on_freshness = predictions, dead_letters, clock, on_freshness
-        mine = {schema.fingerprint: schema}
-        self.decoder = Decoder(schema, registry or mine.get)
+    def __init__(self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: Wiring) -> None:
+        self.config, self.schema, self.model_config = config, schema, model_config
+        self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
+        self.clock, self.on_freshness = wiring.clock, wiring.on_freshness
         self.counts = Counts()
         self._build()
 
     def step(self) -> bool:
-        """Cut the next batch, score it and train on it. False: no batch is due yet; call again.
+        """Take the next chunk, score it and train on it. False: none is due yet; call again.
 
         Raises:
             UnavailableError: a shard is away or fenced this worker (FencedError).
         """
-        records = self._next_records()
-        if records:
-            self._train(records)
-        return bool(records)
+        return self._train(self.source.poll(self.config.batch_requests, _POLL_S, self._partition()))
 
     def finish(self) -> bool:
-        """Train on what waits for a full batch, at the end of the input; not in exact mode, which takes whole batches only."""
-        records = [] if self.config.exact else self._take_pending(self.config.batch_requests)
-        if records:
-            self._train(records)
-        return bool(records)
+        """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
+        return self._train(None if self.config.exact else self.source.rest(self.config.batch_requests))
+
+    def report(self) -> Report:
+        """Progressive metrics of everything since the beginning."""
+        return self.own.report()
 
     def snapshot(self) -> Snapshot:
-        ids, close_ms = self.dedupe.arrays()
-        tensors = dense.take(self.model, self.optimizer) | {"dedupe.id": ids, "dedupe.close_ms": close_ms}
-        tensors |= {f"metrics.{name}": value.copy() for name, value in self.metrics.state().items()}
-        return Snapshot(tensors=tensors, step=self.num_steps, watermark_ms=self.watermark_ms, offsets=dict(self.offsets))
+        return Snapshot(
+            shared=dense.take(self.model, self.optimizer),
+            step=self.num_steps,
+            watermark_ms=self.watermark_ms,
+            own=self.own.cut(),
+        )
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
-        """Become what `snapshot` saw, and go on from its offsets.
+        """Become what `snapshot` saw, and go on from its offsets; of `own`, what is of this source's partitions. What was
+        prepared is void.
 
         Raises:
             CheckpointError: a weight is missing or of another shape; nothing was changed that the next restore doesn't mend.
         """
         self._build()
-        dense.put(at.tensors, self.model, self.optimizer, same_schema=same_schema)
-        self.dedupe.load(at.tensors["dedupe.id"], at.tensors["dedupe.close_ms"])
-        self.metrics.load({k.removeprefix("metrics."): v for k, v in at.tensors.items() if k.startswith("metrics.")})
+        dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.num_steps, self.watermark_ms = at.step, at.watermark_ms
-        self._seek(at.offsets)
+        self._seek(at.progress)
+        self.own.load(at.own)
 
     def reset(self) -> None:
         """Become untrained, at the beginning of the source."""
@@ -151,61 +156,64 @@ class TrainLoop:
     def _build(self) -> None:
         self.model = build_model(self.schema, self.model_config, self.config.seed).to(self.config.device)
         self.optimizer = Adam(self.model.named_parameters(), learning_rate=self.config.learning_rate)
-        self.dedupe = Dedupe(self.config.dedupe_horizon_ms)
-        self.metrics = Metrics(self.schema.tasks)
         self.num_steps = self.watermark_ms = 0
-        self.offsets: dict[int, int] = self.source.positions()
-        self._pending: list[Record] = []
-        self._pending_since_s = 0.0
+        self._own_at(self.source.positions())
 
-    def _seek(self, offsets: Mapping[int, int]) -> None:
-        self.source.seek(offsets)
-        self.offsets = self.source.positions()
+    def _seek(self, at: Progress) -> None:
+        mine = self.source.positions().keys()
+        self.source.seek({partition: offset for partition, offset in at.items() if partition in mine})
+        self._own_at(self.source.positions())
 
-    # One batch
+    def _own_at(self, at: Progress) -> None:
+        self.own = Partitions(at, self.schema.tasks, self.config.dedupe_horizon_ms)
 
-    def _next_records(self) -> list[Record]:
-        """A whole batch, or in live mode what there is when its first record has waited long enough."""
-        wanted = self.config.batch_requests
-        partition = None
-        if self.config.exact:
-            partitions = sorted(self.offsets)
-            partition = partitions[self.num_steps % len(partitions)]
-        before = len(self._pending)
-        self._pending += self.source.poll(wanted - before, self._poll_s(), partition)
-        now_s = self.clock.monotonic_s()
-        if self._pending and not before:
-            self._pending_since_s = now_s
-        waited = (now_s - self._pending_since_s) * 1000 >= self.config.max_batch_wait_ms
-        if len(self._pending) == wanted or (self._pending and waited and not self.config.exact):
-            return self._take_pending(wanted)
-        return []
+    # One chunk
 
-    def _poll_s(self) -> float:
-        if not self._pending or self.config.exact:
-            return _POLL_S
-        left_s = self.config.max_batch_wait_ms / 1000 - (self.clock.monotonic_s() - self._pending_since_s)
-        return min(max(left_s, 0.0), _POLL_S)
+    def _partition(self) -> Partition | None:
+        """Whose turn it is, in exact mode."""
+        if not self.config.exact:
+            return None
+        partitions = sorted(self.own.progress)
+        return partitions[self.num_steps % len(partitions)]
 
-    def _take_pending(self, wanted: int) -> list[Record]:
-        taken, self._pending = self._pending[:wanted], self._pending[wanted:]
-        return taken
-
-    def _train(self, records: Sequence[Record]) -> None:
-        started_s, read_ms = self.clock.monotonic_s(), self.clock.now_ms()
-        self.num_steps += 1
-        batch, rejects = self.decoder.decode(records)
-        for reject in rejects:
-            self._reject(records[reject.index], reject)
-        new_R = self.dedupe.take_new(batch.sample_id_R, batch.close_ms_R)
-        if not new_R.all():
-            batch = batch.take_requests(np.flatnonzero(new_R))
-        for part, trains in self._split(batch):
-            self._learn(part, trains)
-        for record in records:
-            self.offsets[record.partition] = record.offset + 1
+    def _train(self, chunk: Chunk | None) -> bool:
+        if chunk is None:
+            return False
+        started_s = self.clock.monotonic_s()
+        self.train(self.prepare(chunk))
         self.counts.busy_s += self.clock.monotonic_s() - started_s
-        self._note_freshness(batch, read_ms)
+        return True
+
+    def prepare(self, chunk: Chunk) -> Prepared:
+        """Leave out what was seen before, and pull rows. Nothing of it is in a snapshot until it is trained; what comes again
+        in a chunk prepared after it is left out all the same.
+
+        Raises:
+            UnavailableError: as `step`.
+        """
+        new_R = self.own.claim(chunk.batch)
+        batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
+        parts = self._split(batch)
+        first = self._pull(*parts[0]) if parts else None
+        return Prepared(chunk=chunk, new_R=new_R, first=first, later=tuple(parts[1:]))
+
+    def train(self, prepared: Prepared) -> None:
+        """Score, learn, push, and count the chunk as trained.
+
+        Raises:
+            UnavailableError: as `step`.
+        """
+        self.num_steps += 1
+        chunk = prepared.chunk
+        for rejected in chunk.rejects:
+            self.counts.dead_letters += 1
+            self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
+        if prepared.first is not None:
+            self._learn(prepared.first)
+        for batch, trains in prepared.later:
+            self._learn(self._pull(batch, trains))
+        self.own.settle(chunk.batch, prepared.new_R, chunk.after)
+        self._note_freshness(chunk, prepared.new_R)
 
     def _split(self, batch: Batch) -> list[tuple[Batch, bool]]:
         """(part, is it trained): requests from `freeze_at_ms` on are only scored."""
@@ -214,40 +222,45 @@ class TrainLoop:
         frozen_R = batch.time_ms_R >= self.config.freeze_at_ms
         if not self.config.freeze_at_ms or not frozen_R.any():
             return [(batch, True)]
-        self.counts.frozen += int(frozen_R.sum())
         if frozen_R.all():
             return [(batch, False)]
         return [(batch.take_requests(np.flatnonzero(~frozen_R)), True), (batch.take_requests(np.flatnonzero(frozen_R)), False)]
 
-    def _learn(self, batch: Batch, trains: bool) -> None:
+    def _pull(self, batch: Batch, trains: bool) -> Part:
         lookup = build_lookup(batch)
         asked_s = self.clock.monotonic_s()
-        rows = self.client.pull(lookup)
+        rows = self.rows.pull(lookup)
         self.counts.waiting_s += self.clock.monotonic_s() - asked_s
         inputs = build_inputs(batch, lookup, rows, self.config.device, train=trains)
-        with torch.set_grad_enabled(trains):
-            logits_BT = self.model(inputs)
+        return Part(batch=batch, trains=trains, lookup=lookup, inputs=inputs)
+
+    def _learn(self, part: Part) -> None:
+        batch = part.batch
+        with torch.set_grad_enabled(part.trains):
+            logits_BT = self.model(part.inputs)
         self._score(batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
         self.watermark_ms = max(self.watermark_ms, int(batch.close_ms_R.max()))
-        if trains and batch.weight_BT.any() and self._descend(batch, inputs, logits_BT):
-            self._push(batch, lookup, inputs)
+        if not part.trains:
+            self.counts.frozen += batch.num_requests
+        elif batch.weight_BT.any() and self._descend(part, logits_BT):
+            self._push(part)
 
     def _score(self, batch: Batch, score_BT: np.ndarray) -> None:
         """What the model says before it has seen these labels."""
-        self.metrics.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+        self.own.count(batch, score_BT)
         for prediction in predictions_of(batch, score_BT, self.num_steps):
-            self.predictions(prediction)
+            self.outputs.prediction(prediction)
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
 
-    def _descend(self, batch: Batch, inputs: Inputs, logits_BT: torch.Tensor) -> bool:
-        """Gradients, and the dense step. False: they aren't finite; the batch is skipped, its offsets move on."""
+    def _descend(self, part: Part, logits_BT: torch.Tensor) -> bool:
+        """Gradients, and the dense step. False: they aren't finite; the part is skipped, its offsets move on."""
         self.optimizer.zero_grad()
-        device = self.config.device
+        device, batch = self.config.device, part.batch
         targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
-        value = self.model.loss(inputs, logits_BT, targets)
+        value = self.model.loss(part.inputs, logits_BT, targets)
         value.backward()  # type: ignore[no-untyped-call]
-        gradients = [t.grad for t in (*inputs.rows.values(), *self.model.parameters()) if t.grad is not None]
+        gradients = [*_gradients(part.inputs).values(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
         if not (torch.isfinite(value) and all(torch.isfinite(g).all() for g in gradients)):
             self.counts.non_finite += 1
             log.error(
@@ -260,37 +273,34 @@ class TrainLoop:
         self.optimizer.step()
         return True
 
-    def _push(self, batch: Batch, lookup: Lookup, inputs: Inputs) -> None:
-        gradients = {
-            stack: (torch.zeros_like(rows_UD) if rows_UD.grad is None else rows_UD.grad).detach().cpu().numpy()
-            for stack, rows_UD in inputs.rows.items()
-        }
+    def _push(self, part: Part) -> None:
+        batch = part.batch
         engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
-        self.client.push(
-            lookup,
-            gradients,
+        times = PushTimes(
             step=self.num_steps,
             time_ms=self.watermark_ms,
             oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
             oldest_close_ms=int(batch.close_ms_R.min()),
         )
+        self.rows.push(part.lookup, _gradients(part.inputs), times)
 
-    def _reject(self, record: Record, reject: Reject) -> None:
-        self.counts.dead_letters += 1
-        self.dead_letters(dead_letter(record, reject.reason, reject.error, self.schema.limits.max_record_bytes))
-
-    def _note_freshness(self, batch: Batch, read_ms: int) -> None:
-        """Of the batch's oldest request; a replay of old data has no meaningful times between event and wall."""
-        if batch.num_requests == 0:
+    def _note_freshness(self, chunk: Chunk, new_R: np.ndarray) -> None:
+        """Of the chunk's oldest new request; a replay of old data has no meaningful times between event and wall."""
+        if not new_R.any():
             return
-        engaged_R = batch.oldest_engagement_ms_R > 0
-        if engaged_R.any():
-            waits_ms = batch.close_ms_R[engaged_R] - batch.oldest_engagement_ms_R[engaged_R]
+        close_ms_R, engaged_ms_R = chunk.batch.close_ms_R[new_R], chunk.batch.oldest_engagement_ms_R[new_R]
+        if (engaged_ms_R > 0).any():
+            waits_ms = (close_ms_R - engaged_ms_R)[engaged_ms_R > 0]
             self.on_freshness("engagement_to_close", float(waits_ms.max()))
-        to_readable_ms = read_ms - int(batch.close_ms_R.min())
+        to_readable_ms = chunk.read_ms - int(close_ms_R.min())
         if 0 <= to_readable_ms < _SANE_MS:
             self.on_freshness("close_to_readable", float(to_readable_ms))
-            self.on_freshness("readable_to_trained", float(self.clock.now_ms() - read_ms))
+            self.on_freshness("readable_to_trained", float(self.clock.now_ms() - chunk.read_ms))
+
+
+def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:
+    """Of the stacks that the model looked at."""
+    return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
 
 
 def exact_numerics(config: LoopConfig) -> None:
@@ -298,10 +308,3 @@ def exact_numerics(config: LoopConfig) -> None:
     if config.exact:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-
-
-def metrics_summary(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a metrics report that status and manifests carry."""
-    names = ("requests", "candidates", "base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
-    tasks = {task: {k: values.get(k) for k in names if k in values} for task, values in report.get("tasks", {}).items()}
-    return {**{k: report.get(k) for k in names}, "tasks": tasks}

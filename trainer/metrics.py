@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from trainer.auc import ScoreCounts
 from trainer.request_metrics import score_requests
 
 Report = dict[str, object]
+QUALITY = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
+"""The numbers of a task that reports, beats, manifests and pages carry."""
+
 _EPSILON = 1e-12  # TorchRec's: keeps log(0) out
 _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
 
@@ -142,6 +146,12 @@ class Metrics:
             mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
             if mine:
                 task.load(mine)
+
+
+def summary(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a report that beats and manifests carry."""
+    tasks = {task: {name: values[name] for name in ("candidates", *QUALITY)} for task, values in report["tasks"].items()}
+    return {**{name: report[name] for name in ("requests", "candidates", *QUALITY)}, "tasks": tasks}
 
 
 class DailyMetrics:

@@ -7,18 +7,17 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.exports import one_of
-from trainer.caught_up import CaughtUp, Progress, Report
-from trainer.loop import metrics_summary
+from trainer.caught_up import CaughtUp, Liveness, Report
+from trainer.metrics import QUALITY, summary
 from trainer.worker import Worker
 
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
-_SHOWN = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
 
 LABELS = {
     "state": "state",
     "partition_lag_records": "partition",
-    **{name.replace("@", "_"): "task" for name in _SHOWN},
+    **{name.replace("@", "_"): "task" for name in QUALITY},
 }
 """Label of each gauge that has one."""
 
@@ -32,7 +31,7 @@ class Monitor:
         self._due_s = self._metrics_due_s = 0.0
         self._progress = self.caught_up.observe({}, clock.monotonic_s())
         self._metrics: dict[str, Any] = {}
-        self._partition_lag: dict[int, int] = {}
+        self._partition_lag: dict[str, int] = {}
 
     def observe(self) -> None:
         """In the loop's thread; does nothing until its second is over."""
@@ -41,11 +40,11 @@ class Monitor:
             return
         self._due_s = now_s + _EVERY_S
         lags = self.worker.loop.source.lag()
-        self._partition_lag = {p: lag.records for p, lag in lags.items()}
+        self._partition_lag = {f"{topic}-{number}": lag.records for (topic, number), lag in lags.items()}
         self._progress = self.caught_up.observe(lags, now_s)
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
-            self._metrics = metrics_summary(self.worker.loop.metrics.report())
+            self._metrics = summary(self.worker.loop.report())
 
     @property
     def progress(self) -> Report:
@@ -68,20 +67,20 @@ class Monitor:
         """For `Exports`."""
         at, counts = self._progress, self.worker.loop.counts
         tasks = self._metrics.get("tasks", {})
-        by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in _SHOWN}
+        by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in QUALITY}
         return {
             **{name: value for name, value in dataclasses.asdict(counts).items() if name not in ("busy_s", "waiting_s")},
             "step": self.worker.loop.num_steps,
             "watermark_ms": self.worker.loop.watermark_ms,
             "incarnation": self.worker.incarnation,
             "training": int(self.worker.training),
-            "duplicates": self.worker.loop.dedupe.num_skipped,
+            "duplicates": self.worker.loop.own.num_skipped,
             "row_wait_share": counts.waiting_s / counts.busy_s if counts.busy_s else 0.0,
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,
             "drained_per_s": at.drained_per_s,
             "eta_s": at.eta_s,
-            "state": one_of(at.state, tuple(Progress)),
+            "state": one_of(at.state, tuple(Liveness)),
             "partition_lag_records": self._partition_lag,
             **by_task,
         }

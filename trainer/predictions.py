@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 from confluent_kafka import KafkaError, Producer
@@ -14,10 +15,10 @@ from roo import wire
 from roo.batch import Batch
 from roo.errors import UnavailableError
 from roo.ids import unsigned
-from roo.wire import Record
 from runtime import kafka
 from runtime.clock import Clock
 from runtime.topics import DEAD_LETTERS, PREDICTIONS, name_of
+from trainer.batches import Rejected
 
 log = logging.getLogger("roostream.worker")
 
@@ -43,23 +44,37 @@ def predictions_of(batch: Batch, score_BT: np.ndarray, step: int) -> Iterator[pb
         )
 
 
-def dead_letter(record: Record, reason: str, error: str, max_raw_bytes: int) -> pb.DeadLetter:
-    """Why `record` was not trained on, with as much of it as fits."""
-    value = record.value or b""
+def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:
+    """Why a record was not trained on, with as much of it as fits."""
+    topic, partition = rejected.partition
     return pb.DeadLetter(
-        reason=reason,
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        error=error,
-        raw=value[:max_raw_bytes],
-        raw_bytes=len(value),
+        reason=rejected.reason,
+        topic=topic,
+        partition=partition,
+        offset=rejected.offset,
+        error=rejected.error,
+        raw=rejected.raw[:max_raw_bytes],
+        raw_bytes=len(rejected.raw),
     )
 
 
-class Outputs:
-    """The two topics, through one idempotent producer; `flush` before offsets are reported, so that nothing below a
-    manifest's offsets lacks its prediction."""
+class Outputs(Protocol):
+    """Where both go. The loop's thread alone calls it."""
+
+    def prediction(self, prediction: pb.Prediction) -> None: ...
+
+    def dead_letter(self, letter: pb.DeadLetter) -> None: ...
+
+    def flush(self) -> None:
+        """Until everything given is safe; before a cut, so that nothing below its offsets lacks its prediction.
+
+        Raises:
+            UnavailableError: it isn't; a later flush may work.
+        """
+
+
+class KafkaOutputs:
+    """See `Outputs`. The two topics, through one idempotent producer."""
 
     def __init__(self, producer: Producer, prefix: str, clock: Clock) -> None:
         self.producer, self.prefix, self.clock = producer, prefix, clock

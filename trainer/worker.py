@@ -16,20 +16,21 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from models.build import model_config_from_dict
 from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
-from roo.schema import Schema
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
 from runtime.manifest import Manifest
-from runtime.topics import SAMPLES, nested
-from trainer.identity import check_kafka, check_schema
-from trainer.loop import Snapshot, TrainLoop, metrics_summary
+from runtime.topics import Partition, nested
+from trainer import worker_file
+from trainer.identity import Identity
+from trainer.loop import Snapshot, TrainLoop
+from trainer.metrics import summary
+from trainer.partitions import PartitionCut
 
 log = logging.getLogger("roostream.worker")
 
@@ -40,20 +41,8 @@ _IDLE_S = 0.1
 class Worker:
     """`execute` is a command's whole effect and result; `turn` is a batch. Both in the loop's thread, but `execute("write")`."""
 
-    def __init__(
-        self,
-        loop: TrainLoop,
-        store: CheckpointStore,
-        clock: Clock,
-        *,
-        kafka: Mapping[str, Any],
-        lookup: Callable[[int], Schema | None],
-        set_incarnation: Callable[[int], None],
-        flush: Callable[[], None],
-        index: int = 0,
-    ) -> None:
-        self.loop, self.store, self.clock, self.kafka, self.lookup, self.index = loop, store, clock, kafka, lookup, index
-        self.set_incarnation, self.flush = set_incarnation, flush
+    def __init__(self, loop: TrainLoop, store: CheckpointStore, identity: Identity, index: int = 0) -> None:
+        self.loop, self.store, self.identity, self.index = loop, store, identity, index
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
@@ -120,7 +109,7 @@ class Worker:
             "broken": self.broken,
             "leaving": self.leaving,
             **dataclasses.asdict(self.loop.counts),
-            "duplicates": self.loop.dedupe.num_skipped,
+            "duplicates": self.loop.own.num_skipped,
         }
 
     # Called from two threads
@@ -167,7 +156,7 @@ class Worker:
             self.loop.reset()
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
-        self.set_incarnation(self.incarnation)
+        self.loop.rows.set_incarnation(self.incarnation)
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}
@@ -180,18 +169,18 @@ class Worker:
         """The batch in hand is finished and every push acknowledged, since this runs between two batches."""
         if self.broken or not self.training:
             raise UnavailableError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
-        self.flush()
+        self.loop.outputs.flush()
         self.training = False
         at = self.loop.snapshot()
         self._snapshot = int(command["seq"]), at
         return {
-            "offsets": nested({(SAMPLES, p): o for p, o in at.offsets.items()}),
+            "offsets": nested(at.progress),
             "watermark_ms": at.watermark_ms,
             "step": at.step,
-            "metrics": metrics_summary(self.loop.metrics.report()),
+            "metrics": summary(self.loop.report()),
             "model": dataclasses.asdict(self.loop.model_config),
-            "dedupe": len(at.tensors["dedupe.id"]),
-            "time_ms": self.clock.now_ms(),
+            "dedupe": sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()),
+            "time_ms": self.loop.clock.now_ms(),
         }
 
     def _resume(self, command: Command) -> dict[str, Any]:
@@ -199,17 +188,23 @@ class Worker:
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
+        """The worker's own part; with `shared`, the model's too."""
         seq, at = self._cut_of(command)
-        name = manifests.dense_name(seq, int(command["incarnation"]))
+        incarnation = int(command["incarnation"])
         metadata = {
-            "model": json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True),
             "schema": f"{self.loop.schema.fingerprint:016x}",
             "seq": str(seq),
-            "incarnation": str(command["incarnation"]),
+            "incarnation": str(incarnation),
             "step": str(at.step),
         }
-        stored = manifests.store_file(self.store, name, tensor_file.encode(at.tensors, metadata))
-        return {"dense": dataclasses.asdict(stored)}
+        name = manifests.worker_name(seq, incarnation, self.index)
+        own = manifests.store_file(self.store, name, worker_file.encode(at.own, metadata))
+        if not command.get("shared"):
+            return {"own": dataclasses.asdict(own)}
+        model = json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True)
+        shared = tensor_file.encode(at.shared, {"model": model, **metadata})
+        dense = manifests.store_file(self.store, manifests.dense_name(seq, incarnation), shared)
+        return {"own": dataclasses.asdict(own), "dense": dataclasses.asdict(dense)}
 
     def _commit(self, command: Command) -> dict[str, Any]:
         _, at = self._cut_of(command)
@@ -231,8 +226,7 @@ class Worker:
     def _check(self, manifest: Manifest) -> None:
         """What isn't damaged but belongs to others can't be mended by an older manifest: the worker must exit."""
         try:
-            check_kafka(manifest, self.kafka)
-            check_schema(manifest, self.loop.schema, self.lookup)
+            self.identity.check(manifest)
             mine = dataclasses.asdict(self.loop.model_config)
             committed = dataclasses.asdict(model_config_from_dict(manifest.model))
             if committed != mine:
@@ -246,6 +240,12 @@ class Worker:
             raise
 
     def _read(self, manifest: Manifest) -> Snapshot:
-        tensors, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
-        offsets = {p: offset for (topic, p), offset in manifest.offsets.items() if topic == SAMPLES}
-        return Snapshot(tensors=tensors, step=manifest.step, watermark_ms=manifest.watermark_ms, offsets=offsets)
+        """The shared part, and of every worker's what is of this one's partitions now."""
+        shared, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
+        mine = self.loop.source.positions().keys()
+        own: dict[Partition, PartitionCut] = {}
+        for part in manifest.workers.values():
+            if mine & part.offsets.keys():
+                cuts = worker_file.decode(manifests.read_file(self.store, part.file), part.offsets)
+                own |= {partition: cuts[partition] for partition in mine & cuts.keys()}
+        return Snapshot(shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, own=own)

@@ -9,23 +9,27 @@ import time
 
 from models.build import load_model_config
 from param_server.client import Client
+from roo.decode import Decoder
 from roo.errors import UnavailableError
 from roo.schema import load_schema
 from roo.schema_registry import lookup, register
 from runtime import kafka, metrics
 from runtime.checkpoint_store import open_store
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
+from runtime.kafka_reader import KafkaReader
 from runtime.member import Member
 from runtime.program import Stop
+from runtime.reading import Reading
 from runtime.rpc import SocketTransport
 from runtime.topics import SAMPLES
 from trainer.config import WorkerConfig
-from trainer.identity import kafka_identity
-from trainer.kafka_source import KafkaSource
-from trainer.loop import TrainLoop, exact_numerics
+from trainer.identity import Identity, kafka_identity
+from trainer.loop import TrainLoop, Wiring, exact_numerics
 from trainer.monitor import LABELS, Monitor
-from trainer.predictions import Outputs
+from trainer.predictions import KafkaOutputs
+from trainer.record_batches import RecordBatches
+from trainer.rows import ShardRows
 from trainer.worker import Worker
 
 log = logging.getLogger("roostream.worker")
@@ -46,38 +50,33 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     register(store, schema)
-    identity = kafka_identity(config.broker, config.prefix, stop)
+    identity = Identity(
+        schema=schema,
+        registry=lookup(store),
+        kafka=kafka_identity(config.broker, config.prefix, stop),
+        num_shards=len(config.shards),
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
+        seed=config.seed,
+    )
     with contextlib.ExitStack() as opened:
-        source = KafkaSource(config.broker, config.prefix, SAMPLES, group=f"{config.prefix}worker-{config.index}").open()
+        source = open_source(config, Decoder(schema, identity.registry), clock)
         opened.callback(source.close)
         shards = [SocketTransport(address) for address in config.shards]
         for transport in shards:
             opened.callback(transport.close)
-        client = Client(schema, shards, seed=config.seed, worker=config.index, resend_for_s=_RESEND_S, stop=stop)
+        client = Client(
+            schema, shards, seed=config.seed, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop
+        )
         opened.callback(client.close)
-        outputs = Outputs(kafka.producer(config.broker), config.prefix, clock)
-        loop = TrainLoop(
-            config,
-            schema,
-            model_config,
-            source,
-            client,
-            outputs.prediction,
-            outputs.dead_letter,
-            clock,
-            registry=lookup(store),
+        wiring = Wiring(
+            source=source,
+            rows=ShardRows(client),
+            outputs=KafkaOutputs(kafka.producer(config.broker), config.prefix, clock),
+            clock=clock,
             on_freshness=metrics.freshness().observe,
         )
-        worker = Worker(
-            loop,
-            store,
-            clock,
-            kafka=identity,
-            lookup=lookup(store),
-            set_incarnation=client.set_incarnation,
-            flush=outputs.flush,
-            index=config.index,
-        )
+        worker = Worker(TrainLoop(config, schema, model_config, wiring), store, identity, config.index)
         monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
         Exports("worker", monitor.gauges, LABELS).register()
         metrics.serve(config)
@@ -88,6 +87,18 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(left.set)
         member.start()
         train(worker, monitor, member, stop, config.controller_timeout_ms / 1000)
+
+
+def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordBatches:
+    """All partitions of the samples; `seek` must follow."""
+    reading = Reading(
+        partitions=tuple((SAMPLES, p) for p in range(config.partitions)),
+        prefix=config.prefix,
+        merged=True,
+        follows_ends=True,
+    )
+    reader = KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
+    return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms)
 
 
 def train(worker: Worker, monitor: Monitor, member: Member, stop: Stop, controller_timeout_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,16 @@ from roo.lookup import build_lookup
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.clock import SystemClock
+from runtime.record_reader import PartitionLag
+from runtime.topics import SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
 from trainer.adam import Adam
+from trainer.batches import Chunk
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop
-from trainer.source import PartitionLag
+from trainer.loop import TrainLoop, Wiring
+from trainer.predictions import predictions_of
+from trainer.record_batches import chunk_of
+from trainer.rows import ShardRows
 
 _BATCHES = 4
 
@@ -36,32 +41,42 @@ _BATCHES = 4
 class Endless:
     """A source whose samples come again and again under new sample ids, so that none is skipped as a duplicate."""
 
-    def __init__(self, records: list[Record]) -> None:
+    def __init__(self, records: list[Record], decoder: Decoder) -> None:
         self.parts = [_around_id(record.value, record.offset * 4 + record.partition + 1) for record in records]
-        self.records, self.at = records, 0
+        self.records, self.decoder, self.at = records, decoder, 0
 
-    def poll(self, max_records: int, timeout_s: float, partition: int | None = None) -> list[Record]:
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         out = []
-        for _ in range(max_records):
+        for _ in range(max_requests):
             record, (head, tail) = self.records[self.at % len(self.records)], self.parts[self.at % len(self.parts)]
             self.at += 1
             out.append(record._replace(value=head + self.at.to_bytes(8, "little") + tail, offset=self.at))
-        return out
+        return chunk_of(out, self.decoder, 0)
 
-    def seek(self, offsets: Mapping[int, int]) -> None:
+    def rest(self, max_requests: int) -> Chunk | None:
+        return None
+
+    def seek(self, at: Progress) -> None:
         """There is no place to go back to."""
 
-    def positions(self) -> dict[int, int]:
-        return dict.fromkeys(range(4), 0)
+    def positions(self) -> Progress:
+        return {(SAMPLES, p): 0 for p in range(4)}
 
-    def end_offsets(self) -> dict[int, int]:
-        return {}
-
-    def lag(self) -> dict[int, PartitionLag]:
+    def lag(self) -> dict[Partition, PartitionLag]:
         return {}
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class Silent:
+    """`Outputs` that make each message and keep none."""
+
+    def prediction(self, prediction: Any) -> None: ...
+
+    def dead_letter(self, letter: Any) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
@@ -86,11 +101,12 @@ class Case:
         self.schema = data.demo_schema()
         self.records = data.sample_records(self.schema, requests * _BATCHES, candidates=candidates)
         self.client = shard_client(self.schema, folder)
-        config = LoopConfig(batch_requests=requests, dedupe_horizon_ms=60_000)
-        nothing: Any = lambda message: None
-        source: Any = Endless(self.records)
-        self.loop = TrainLoop(config, self.schema, RankerConfig(), source, self.client, nothing, nothing, SystemClock())
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
+        self.source = Endless(self.records, self.decoder)
+        self.outputs = Silent()
+        config = LoopConfig(batch_requests=requests, dedupe_horizon_ms=60_000)
+        wiring = Wiring(source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock())
+        self.loop = TrainLoop(config, self.schema, RankerConfig(), wiring)
         self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
@@ -99,6 +115,7 @@ class Case:
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
         self.label_BT, self.weight_BT = torch.from_numpy(self.batch.label_BT), torch.from_numpy(self.batch.weight_BT)
+        self.score_BT = np.random.default_rng(3).random(self.batch.label_BT.shape, dtype=np.float32)
 
     def _inputs(self) -> Inputs:
         return build_inputs(self.batch, self.lookup, self.rows, "cpu", train=True)
@@ -125,6 +142,15 @@ class Case:
         """Also the limit: the dense arithmetic that no pipeline can avoid on this machine."""
         self.optimizer.zero_grad()
         loss(self.model(self.inputs), self.label_BT, self.weight_BT).backward()  # type: ignore[no-untyped-call]
+
+    def count(self) -> None:
+        """Progressive metrics, by partition."""
+        self.loop.own.count(self.batch, self.score_BT)
+
+    def predict(self) -> None:
+        """A prediction message a request."""
+        for prediction in predictions_of(self.batch, self.score_BT, 1):
+            self.outputs.prediction(prediction)
 
     def adam(self) -> None:
         self.optimizer.step()

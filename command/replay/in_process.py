@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from command.accounts import Accounts
 from command.replay.prediction_metrics import PredictionMetrics
@@ -27,19 +27,23 @@ from param_server.server import Shard
 from param_server.table import shapes_of
 from roo import roo_pb2 as pb
 from roo import wire
+from roo.decode import Decoder
 from roo.ids import key_bytes
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.checkpoint_store import FileStore
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.program import Stop
-from runtime.topics import DEAD_LETTERS, PARTITIONS, PREDICTIONS, SAMPLES
+from runtime.record_reader import PartitionLag
+from runtime.topics import DEAD_LETTERS, PARTITIONS, PREDICTIONS, SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
 from traffic.config import ReplayConfig
 from traffic.partition import partition_of
+from trainer.batches import Chunk
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop
-from trainer.source import PartitionLag
+from trainer.loop import TrainLoop, Wiring
+from trainer.record_batches import chunk_of
+from trainer.rows import ShardRows
 
 
 def replay_in_process(config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
@@ -49,12 +53,13 @@ def replay_in_process(config: ReplayConfig, schema: Schema, records: Iterable[Re
 
 
 class ReadySamples:
-    """A trainer `Source` that holds only what waits to be trained: oldest close first, as the worker's merge of partitions is.
-    Offsets count samples; there is no way back, so only the beginning can be sought."""
+    """A trainer's `BatchSource` that holds only what waits to be trained: oldest close first, as the worker's merge of
+    partitions is. Offsets count samples; there is no way back, so only the beginning can be sought."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: Decoder, clock: Clock) -> None:
+        self.decoder, self.clock = decoder, clock
         self._waiting: list[tuple[int, int, int, Record]] = []
-        self._given = dict.fromkeys(range(PARTITIONS[SAMPLES]), 0)
+        self._given: Progress = {(SAMPLES, p): 0 for p in range(PARTITIONS[SAMPLES])}
         self._count = 0
 
     def __len__(self) -> int:
@@ -64,23 +69,25 @@ class ReadySamples:
         self._count += 1
         heapq.heappush(self._waiting, (record.timestamp_ms, record.partition, self._count, record))
 
-    def poll(self, max_records: int, timeout_s: float, partition: int | None = None) -> list[Record]:
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         assert partition is None, "exact mode needs a source with partitions"
-        taken = [heapq.heappop(self._waiting)[3] for _ in range(min(max_records, len(self._waiting)))]
-        for record in taken:
-            self._given[record.partition] = record.offset + 1
-        return taken
+        return self.rest(max_requests) if len(self) >= max_requests else None
 
-    def seek(self, offsets: Mapping[int, int]) -> None:
-        assert not any(offsets.values()) and self._count == 0, "a replay in one process has no way back"
+    def rest(self, max_requests: int) -> Chunk | None:
+        if not self._waiting:
+            return None
+        taken = [heapq.heappop(self._waiting)[3] for _ in range(min(max_requests, len(self)))]
+        chunk = chunk_of(taken, self.decoder, self.clock.now_ms())
+        self._given |= chunk.after
+        return chunk
 
-    def positions(self) -> dict[int, int]:
+    def seek(self, at: Progress) -> None:
+        assert not any(at.values()) and self._count == 0, "a replay in one process has no way back"
+
+    def positions(self) -> Progress:
         return dict(self._given)
 
-    def end_offsets(self) -> dict[int, int]:
-        return dict(self._given)
-
-    def lag(self) -> dict[int, PartitionLag]:
+    def lag(self) -> dict[Partition, PartitionLag]:
         return {}
 
     def close(self) -> None:
@@ -88,34 +95,25 @@ class ReadySamples:
 
 
 class _Local:
-    """The parts, wired."""
+    """The parts, wired; the loop's `Outputs`."""
 
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
         self.accounts = Accounts()
         self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
-        self.samples = ReadySamples()
         self.offsets: Counter[tuple[str, int]] = Counter()
-        registry = {schema.fingerprint: schema}.get
+        registry, clock = {schema.fingerprint: schema}.get, SystemClock()
+        self.samples = ReadySamples(Decoder(schema, registry), clock)
         self.joiner = LocalEngine(JoinerConfig(engine="local", **joiner_settings(config)), schema, registry)
         client = Client(schema, _shards(config, schema, store), seed=config.seed, worker=0)
         client.set_incarnation(1)
         settings = LoopConfig(
             batch_requests=config.batch_requests,
-            max_batch_wait_ms=3_600_000,
             seed=config.seed,
             freeze_at_ms=config.freeze_weights_at_ms,
         )
-        self.loop = TrainLoop(
-            settings,
-            schema,
-            load_model_config(config.model),
-            self.samples,
-            client,
-            self._predicted,
-            self._rejected,
-            SystemClock(),
-        )
+        wiring = Wiring(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
+        self.loop = TrainLoop(settings, schema, load_model_config(config.model), wiring)
 
     def run(self, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
         for record in records:
@@ -146,12 +144,15 @@ class _Local:
             if record.topic == SAMPLES:
                 self.samples.put(record)
 
-    def _predicted(self, prediction: pb.Prediction) -> None:
+    def prediction(self, prediction: pb.Prediction) -> None:
         value = wire.encode(wire.PREDICTION, prediction)
         self.metrics.add(self._add(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), value, prediction.time_ms))
 
-    def _rejected(self, letter: pb.DeadLetter) -> None:
+    def dead_letter(self, letter: pb.DeadLetter) -> None:
         self._add(DEAD_LETTERS, key_bytes(0, 0), wire.encode(wire.DEAD_LETTER, letter), 0)
+
+    def flush(self) -> None:
+        """Everything is counted where it is given."""
 
     def _add(self, topic: str, key: bytes, value: bytes, time_ms: int) -> Record:
         """A record of an output topic, at the place that Kafka would give it, counted."""

@@ -213,16 +213,23 @@ def test_a_batch_is_split_once_and_the_split_is_kept_no_longer_than_the_batch() 
 
 @pytest.mark.parametrize(
     ("stack", "gradient"),
-    [(ADAGRAD, None), (ADAGRAD, np.zeros((65, 3), np.float32)), (ADAGRAD, np.zeros((65, 4), np.float64))],
+    [(ADAGRAD, np.zeros((65, 3), np.float32)), (ADAGRAD, np.zeros((65, 4), np.float64))],
 )
-def test_a_gradient_of_another_shape_reaches_no_shard(stack: str, gradient: np.ndarray | None) -> None:
+def test_a_gradient_of_another_shape_reaches_no_shard(stack: str, gradient: np.ndarray) -> None:
     client, _, shards = make_client(1)
     lookup = lookup_of(LOOKUP)
-    gradients: dict[str, Any] = {**gradients_of(lookup, 1.0), stack: gradient}
-    gradients = {k: v for k, v in gradients.items() if v is not None}
+    gradients = {**gradients_of(lookup, 1.0), stack: gradient}
     with pytest.raises(WireError, match=f"{stack}"):
         client.push(lookup, gradients, step=0, time_ms=0)
     assert state_of(shards[0]) == {}
+
+
+def test_a_stack_without_a_gradient_keeps_its_rows() -> None:
+    client, _, shards = make_client(1)
+    lookup = lookup_of(LOOKUP)
+    gradients = gradients_of(lookup, 1.0)
+    client.push(lookup, {ROWWISE: gradients[ROWWISE]}, step=0, time_ms=0)
+    assert {stack for stack, _, _ in state_of(shards[0])} == {ROWWISE}
 
 
 def test_gradients_that_are_not_contiguous_are_pushed_as_they_read() -> None:

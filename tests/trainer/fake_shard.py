@@ -39,7 +39,7 @@ class FakeShard:
         self.restored = False
         self.rows: dict[RowKey, Row] = {}
         self.frozen: tuple[int, dict[RowKey, Row]] | None = None
-        self.seen: set[int] = set()
+        self.seen: set[tuple[int, int]] = set()
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
         if not self.restored:
@@ -64,9 +64,10 @@ class FakeShard:
         return {}, out
 
     def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
-        if header["sequence"] in self.seen:
+        update = header["worker"], header["sequence"]
+        if update in self.seen:
             return {"applied": False}, []
-        self.seen.add(header["sequence"])
+        self.seen.add(update)
         for at in range(len(header["stacks"])):
             table_U, id_U, gradient_UD = arrays[3 * at : 3 * at + 3]
             for table, id_, gradient_D in zip(table_U.tolist(), id_U.tolist(), gradient_UD, strict=True):
@@ -113,8 +114,8 @@ class FakeShard:
 class FakeRows:
     """A client of fake shards: id mod number of shards owns a row."""
 
-    def __init__(self, schema: Schema, transports: Sequence[Transport]) -> None:
-        self.schema, self.transports = schema, transports
+    def __init__(self, schema: Schema, transports: Sequence[Transport], worker: int = 0) -> None:
+        self.schema, self.transports, self.worker = schema, transports, worker
         self.incarnation = 0
         self.sequence = 0
         self.before_push: Callable[[], None] = lambda: None
@@ -139,8 +140,10 @@ class FakeRows:
             keys, owned = self._owned(lookup, index)
             arrays: list[np.ndarray] = []
             for at, stack in enumerate(lookup.stacks):
-                arrays += [*keys[2 * at : 2 * at + 2], gradients[stack][owned[stack]]]
-            stated = {"incarnation": self.incarnation, "worker": 0, "sequence": self.sequence, "stacks": list(lookup.stacks)}
+                if stack in gradients:
+                    arrays += [*keys[2 * at : 2 * at + 2], gradients[stack][owned[stack]]]
+            stated = {"worker": self.worker, "sequence": self.sequence, "stacks": list(gradients)}
+            stated["incarnation"] = self.incarnation
             transport.call("push", {**stated, **header}, arrays)
 
     def _owned(self, lookup: Lookup, index: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:

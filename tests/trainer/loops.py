@@ -7,56 +7,92 @@ from collections.abc import Sequence
 from typing import Any
 
 from roo import roo_pb2 as pb
+from roo.decode import Decoder
+from roo.errors import UnavailableError
 from roo.wire import Record
 from runtime.clock import FakeClock
+from runtime.record_reader import MemoryReader
+from runtime.topics import Partition
 from runtime.transport import InMemoryTransport
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop
-from trainer.source import ListSource
+from trainer.loop import TrainLoop, Wiring
+from trainer.record_batches import RecordBatches
+from trainer.rows import ShardRows
+
+PARTITIONS = (("samples", 0), ("samples", 1))
+
+
+class MemoryOutputs:
+    """`Outputs` as lists. `unflushable`: why a flush fails."""
+
+    def __init__(self) -> None:
+        self.predicted: list[pb.Prediction] = []
+        self.letters: list[pb.DeadLetter] = []
+        self.num_flushes = 0
+        self.unflushable = ""
+
+    def prediction(self, prediction: pb.Prediction) -> None:
+        self.predicted.append(prediction)
+
+    def dead_letter(self, letter: pb.DeadLetter) -> None:
+        self.letters.append(letter)
+
+    def flush(self) -> None:
+        if self.unflushable:
+            raise UnavailableError(self.unflushable)
+        self.num_flushes += 1
 
 
 @dataclasses.dataclass
 class Built:
     loop: TrainLoop
-    source: ListSource
+    reader: MemoryReader
     shard: FakeShard
     transport: InMemoryTransport
     clock: FakeClock
-    predicted: list[pb.Prediction]
-    letters: list[pb.DeadLetter]
+    outputs: MemoryOutputs
     stages: list[tuple[str, float]]
+
+    @property
+    def predicted(self) -> list[pb.Prediction]:
+        return self.outputs.predicted
+
+    @property
+    def letters(self) -> list[pb.DeadLetter]:
+        return self.outputs.letters
 
     def train_all(self) -> Built:
         while self.loop.step() or self.loop.finish():
             pass
         return self
 
+    def offsets(self) -> list[int]:
+        """Next to train, of partitions 0 and 1."""
+        return [self.loop.own.progress[partition] for partition in PARTITIONS]
+
     def pushes(self, table: str = "user") -> dict[int, int]:
         id_ = samples.schema().table_by_name[table].id
         return {i: row.pushes for (t, i), row in self.shard.rows.items() if t == id_}
 
 
-def build(records: Sequence[Record], **settings: Any) -> Built:
+def build(records: Sequence[Record], *, partitions: tuple[Partition, ...] = PARTITIONS, **settings: Any) -> Built:
     schema, clock = samples.schema(), FakeClock(samples.T0)
     shard = FakeShard(0, schema, MemoryStore(), {})
     shard.restored = True
     transport = InMemoryTransport(shard.handle)
-    predicted: list[pb.Prediction] = []
-    letters: list[pb.DeadLetter] = []
     stages: list[tuple[str, float]] = []
-    source = ListSource(records, num_partitions=2)
-    loop = TrainLoop(
-        LoopConfig(**{"batch_requests": 4, **settings}),
-        schema,
-        samples.MODEL,
-        source,
-        FakeRows(schema, [transport]),
-        predicted.append,
-        letters.append,
-        clock,
+    reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
+    outputs = MemoryOutputs()
+    config = LoopConfig(**{"batch_requests": 4, **settings})
+    wiring = Wiring(
+        source=RecordBatches(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms),
+        rows=ShardRows(FakeRows(schema, [transport])),  # type: ignore[arg-type]
+        outputs=outputs,
+        clock=clock,
         on_freshness=lambda stage, ms: stages.append((stage, ms)),
     )
-    return Built(loop, source, shard, transport, clock, predicted, letters, stages)
+    loop = TrainLoop(config, schema, samples.MODEL, wiring)
+    return Built(loop, reader, shard, transport, clock, outputs, stages)

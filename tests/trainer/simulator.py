@@ -9,32 +9,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from roo.decode import Decoder
 from roo.errors import CheckpointError, FencedError, RoostreamError, TransportError
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from runtime.manifest import Manifest
+from runtime.record_reader import MemoryReader
+from runtime.topics import Partition
 from runtime.transport import Arrays, Header
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
+from tests.trainer.loops import MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.real_shard import RealShard
-from trainer.commit import Claim, Effect, Facts, Link, State
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.loop import TrainLoop
-from trainer.source import ListSource
+from trainer.identity import Identity
+from trainer.loop import TrainLoop, Wiring
+from trainer.protocol import Claim, Effect, Facts, Link, State
+from trainer.record_batches import RecordBatches
+from trainer.rows import ShardRows
 from trainer.worker import Worker
 
 CONTROLLER, WORKER = "controller", "worker 0"
+PARTITIONS = (("samples", 0), ("samples", 1))
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
 
 
@@ -64,10 +71,14 @@ class Wire:
     def close(self) -> None: ...
 
 
-class TrickleSource(ListSource):
-    """Three records a poll, so that cuts find records that were polled and not yet trained."""
+class TrickleReader(MemoryReader):
+    """Three records a poll, so that cuts find records that were polled and not yet trained. Partitions that aren't this
+    worker's are passed over."""
 
-    def poll(self, max_records: int, timeout_s: float, partition: int | None = None) -> list[Record]:
+    def append(self, records: Iterable[Record]) -> None:
+        super().append(record for record in records if (record.topic, record.partition) in self.partitions)
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
         return super().poll(min(max_records, 3), timeout_s, partition)
 
 
@@ -106,6 +117,7 @@ class Simulation:
         kills: Sequence[Kill] = (),
         restart_after: int = 2,
         num_shards: int = 2,
+        num_workers: int = 1,
         batch_requests: int = 4,
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
@@ -117,6 +129,7 @@ class Simulation:
             schema=f"{samples.schema().fingerprint:016x}",
             seed=0,
             num_shards=num_shards,
+            num_workers=num_workers,
             num_buckets=64,
             num_partitions=4,
             kafka=KAFKA,
@@ -129,8 +142,7 @@ class Simulation:
         self.controller_dead_rounds = 0
         self.moments: Counter[tuple[str, str, str]] = Counter()
         self.killed: list[str] = []
-        self.predicted: list[tuple[int, int]] = []  # (sample id, step)
-        self.dead_letters: list[Any] = []
+        self.outputs = MemoryOutputs()
 
     # Processes
 
@@ -142,7 +154,7 @@ class Simulation:
             return
         place = self.places[who]
         self.places[who] = Place(session=place.session + 1)
-        self.places[who].process = self._worker() if who == WORKER else self._shard(int(who.split()[1]))
+        self.places[who].process = self._process(*who.split())
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
@@ -164,36 +176,37 @@ class Simulation:
             return RealShard(index, len(self.disks), self.store, self.clock, self.disks[index])
         return FakeShard(index, samples.schema(), self.store, self.disks[index])
 
-    def _rows(self) -> FakeRows | Client:
+    def _process(self, role: str, index: str) -> Any:
+        return self._worker(int(index)) if role == "worker" else self._shard(int(index))
+
+    def _rows(self, worker: int) -> FakeRows | Client:
         shards = [Wire(lambda i=i: self.places[f"shard {i}"].process) for i in range(len(self.disks))]
         if self.real_shards:
-            return Client(samples.schema(), shards, seed=0, worker=0, resend_for_s=0.2, clock=self.clock)
-        rows = FakeRows(samples.schema(), shards)
-        rows.before_push = lambda: self.moment(WORKER, "push", "before")
+            return Client(samples.schema(), shards, seed=0, worker=worker, resend_for_s=0.2, clock=self.clock)
+        rows = FakeRows(samples.schema(), shards, worker)
+        rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows
 
-    def _worker(self) -> Worker:
-        source = TrickleSource(self.records, num_partitions=2)
-        rows = self._rows()
-        loop = TrainLoop(
-            self.config,
-            samples.schema(),
-            samples.MODEL,
-            source,
-            rows,
-            lambda prediction: self.predicted.append((prediction.sample_id, prediction.step)),
-            self.dead_letters.append,
-            self.clock,
+    def _worker(self, index: int) -> Worker:
+        """Of every n-th partition, where there are n workers."""
+        mine = PARTITIONS[index :: self.facts.num_workers]
+        decoder = Decoder(samples.schema(), {}.get)
+        wiring = Wiring(
+            source=RecordBatches(TrickleReader(mine, self.records), decoder, self.clock, max_wait_ms=500),
+            rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
+            outputs=self.outputs,
+            clock=self.clock,
         )
-        return Worker(
-            loop,
-            self.store,
-            self.clock,
+        identity = Identity(
+            schema=samples.schema(),
+            registry={}.get,
             kafka=KAFKA,
-            lookup=lambda fingerprint: None,
-            set_incarnation=rows.set_incarnation,
-            flush=lambda: None,
+            num_shards=self.facts.num_shards,
+            num_buckets=self.facts.num_buckets,
+            num_partitions=self.facts.num_partitions,
+            seed=self.facts.seed,
         )
+        return Worker(TrainLoop(self.config, samples.schema(), samples.MODEL, wiring), self.store, identity, index)
 
     # Time
 
@@ -205,10 +218,10 @@ class Simulation:
             self._guard(lambda who=who: self._beat(who))
         if self.controller is not None:
             self._guard(self._control)
-        worker = self.places[WORKER]
-        for _ in range(3):
-            if worker.process is not None:
-                self._guard(worker.process.turn)
+        for key in self.facts.workers:
+            for _ in range(3):
+                if (worker := self.places[str(key)].process) is not None:
+                    self._guard(worker.turn)
 
     def run(self, most_rounds: int = 400) -> Simulation:
         for _ in range(most_rounds):
@@ -315,8 +328,7 @@ class Simulation:
 
     def bits(self) -> dict[str, bytes]:
         """Every parameter and optimizer state, dense and sparse."""
-        tensors = self.worker.loop.snapshot().tensors
-        out = {name: value.tobytes() for name, value in tensors.items() if name.startswith(("model.", "optimizer."))}
+        out = {name: value.tobytes() for name, value in self.worker.loop.snapshot().shared.items()}
         for index in range(len(self.disks)):
             out |= self.places[f"shard {index}"].process.bits()
         return out

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.simulator import CONTROLLER, WORKER, Kill, Simulation
-from trainer.commit import State
+from trainer.protocol import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
 MOMENTS = [
@@ -86,9 +86,30 @@ def test_g3_a_member_that_stays_away_is_waited_for() -> None:
 
 def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
-    assert sorted(id_ for id_, _ in simulation.predicted) == sorted(set(LIVE_NUMBERS))
+    assert sorted(prediction.sample_id for prediction in simulation.outputs.predicted) == sorted(set(LIVE_NUMBERS))
     assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
     assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
+
+
+two_workers = st.builds(
+    Kill,
+    moment=st.sampled_from([(w, kind, "after") for w in (WORKER, "worker 1") for kind in ("restore", "cut", "resume", "write")]),
+    victim=st.sampled_from((*EVERYONE, "worker 1")),
+    occurrence=st.integers(1, 3),
+)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
+def test_g2_every_worker_s_own_part_is_in_the_commit_and_comes_back_to_it(schedule: list[Kill]) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)
+    simulation.run_as_far_as_kills_go()
+    assert_applied_once(simulation, LIVE_NUMBERS)
+    of = simulation.last.workers
+    assert [set(part.offsets) for part in of.values()] == [{("samples", 0)}, {("samples", 1)}]
+    assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
+    assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
+    assert len({part.file.name for part in of.values()}) == 2
 
 
 def disturbed_at_rest(simulation: Simulation) -> Simulation:
@@ -110,9 +131,11 @@ def test_g5_a_damaged_newest_manifest_is_passed_over(caplog: pytest.LogCaptureFi
     assert simulation.bits() == undisturbed()
 
 
-def test_g5_a_damaged_dense_file_is_never_loaded(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("part", ["shared", "own"])
+def test_g5_a_damaged_file_of_a_trainer_is_never_loaded(part: str, caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
-    simulation.store.damage(simulation.last.dense.name)
+    last = simulation.last
+    simulation.store.damage(last.dense.name if part == "shared" else last.workers[0].file.name)
     with caplog.at_level(logging.WARNING):
         disturbed_at_rest(simulation)
     assert "it is damaged" in caplog.text and "passing it over" in caplog.text

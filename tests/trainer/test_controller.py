@@ -12,9 +12,9 @@ from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.test_coordinator import ANSWERS, FACTS
-from trainer.commit import State
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
+from trainer.protocol import State
 
 EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
 

@@ -8,8 +8,8 @@ import pytest
 
 from roo.errors import ConfigError
 from runtime.manifest import Manifest, Restorable
-from trainer.commit import Claim, Facts, Key, Link, Retire, State
 from trainer.coordinator import Coordinator
+from trainer.protocol import Claim, Facts, Key, Link, Retire, State
 
 FACTS = Facts(
     schema="ff", seed=0, num_shards=2, num_buckets=64, num_partitions=4, kafka={"cluster_id": "c"}, commit_interval_s=10
@@ -24,8 +24,12 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
         "model": {"width": 8},
         "dedupe": 4,
         "metrics": {},
+        "time_ms": 9,
     },
-    ("worker", "write"): {"dense": {"name": "dense/00000001-1.safetensors", "bytes": 9, "checksum": "ab"}},
+    ("worker", "write"): {
+        "own": {"name": "workers/00000001-1-0.safetensors", "bytes": 5, "checksum": "cd"},
+        "dense": {"name": "dense/00000001-1.safetensors", "bytes": 9, "checksum": "ab"},
+    },
     ("shard", "write"): {"segments": [{"name": "s"}], "rows_end": {0: 10, 1: 11}},
 }
 

@@ -11,7 +11,10 @@ from trainer.dedupe import Dedupe
 
 def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
     ids, times = zip(*pairs, strict=True)
-    return dedupe.take_new(np.array(ids, dtype=np.int64), np.array(times, dtype=np.int64)).tolist()
+    id_R, close_ms_R = np.array(ids, dtype=np.int64), np.array(times, dtype=np.int64)
+    new_R = dedupe.claim(id_R)
+    dedupe.settle(id_R, close_ms_R, new_R)
+    return new_R.tolist()
 
 
 def test_an_id_is_new_once_within_and_across_batches() -> None:
@@ -31,8 +34,25 @@ def test_ids_behind_the_horizon_are_forgotten() -> None:
 
 def test_an_empty_batch_changes_nothing() -> None:
     dedupe = Dedupe(100)
-    assert dedupe.take_new(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
-    assert len(dedupe) == 0
+    none_R = np.zeros(0, np.int64)
+    new_R = dedupe.claim(none_R)
+    dedupe.settle(none_R, none_R, new_R)
+    assert new_R.tolist() == [] and len(dedupe) == 0
+
+
+def test_a_claimed_id_is_seen_and_in_no_cut_until_it_is_settled() -> None:
+    dedupe, id_R, close_ms_R = Dedupe(1000), np.array([5, 6]), np.array([10, 20])
+    new_R = dedupe.claim(id_R)
+    assert new_R.all() and not dedupe.claim(id_R).any() and len(dedupe) == 0
+    dedupe.settle(id_R, close_ms_R, new_R)
+    assert [a.tolist() for a in dedupe.arrays()] == [[5, 6], [10, 20]]
+
+
+def test_claims_end_with_a_load() -> None:
+    dedupe, id_R = Dedupe(1000), np.array([5])
+    dedupe.claim(id_R)
+    dedupe.load(*Dedupe(1000).arrays())
+    assert dedupe.claim(id_R).all()
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.inputs import build_inputs
+from models.inputs import Inputs, build_inputs
 from roo.decode import Decoder
 from roo.errors import TransportError
 from roo.lookup import build_lookup
@@ -17,7 +18,7 @@ from roo.wire import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
-from trainer.loop import exact_numerics
+from trainer.loop import Snapshot, exact_numerics
 
 N12 = samples.records(list(range(1, 13)))
 
@@ -34,7 +35,7 @@ def test_every_request_is_scored_and_applied_once() -> None:
     built = build(N12).train_all()
     assert built.pushes() == dict.fromkeys(range(1, 13), 1)
     assert [p.sample_id for p in built.predicted] == list(range(1, 13)), "merged by event time"
-    assert built.loop.offsets == {0: 6, 1: 6} and built.loop.num_steps == 3
+    assert built.offsets() == [6, 6] and built.loop.num_steps == 3
     assert (built.loop.counts.requests, built.loop.counts.candidates) == (12, 36)
     assert built.loop.watermark_ms == samples.T0 + 12_500
 
@@ -43,7 +44,7 @@ def test_scores_are_those_from_before_the_update() -> None:
     built = build(N12[:4])
     batch, _ = Decoder(samples.schema(), {}.get).decode(N12[:4])
     lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, built.loop.client.pull(lookup))
+    inputs = build_inputs(batch, lookup, built.loop.rows.pull(lookup))
     with torch.no_grad():
         expected_BT = torch.sigmoid(built.loop.model(inputs)).numpy()
     before = weights(built)
@@ -79,15 +80,15 @@ def test_exact_batches_are_whole_and_take_the_partitions_in_turn() -> None:
     assert [p.sample_id % 2 for p in built.predicted] == [0, 0, 1, 1] * 3
     short = build(N12[:7], exact=True, batch_requests=3).train_all()
     short.clock.advance(60)
-    assert not short.loop.step() and short.loop.offsets == {0: 3, 1: 3}, "no idle flush: the seventh waits"
+    assert not short.loop.step() and short.offsets() == [3, 3], "no idle flush: the seventh waits"
 
 
 def test_g2_a_sample_that_comes_again_is_skipped() -> None:
     records = samples.records([1, 2, 3, 1, 2, 4])
     built = build(records).train_all()
     assert built.pushes() == {1: 1, 2: 1, 3: 1, 4: 1}
-    assert built.loop.dedupe.num_skipped == 2 and len(built.predicted) == 4
-    assert built.loop.offsets == {0: 3, 1: 3}
+    assert built.loop.own.num_skipped == 2 and len(built.predicted) == 4
+    assert built.offsets() == [3, 3]
 
 
 def test_g6_a_bad_message_becomes_a_dead_letter_and_the_partition_moves_on() -> None:
@@ -96,18 +97,18 @@ def test_g6_a_bad_message_becomes_a_dead_letter_and_the_partition_moves_on() -> 
     (letter,) = built.letters
     assert (letter.reason, letter.topic, letter.partition, letter.offset) == ("undecodable", "samples", 0, 0)
     assert letter.raw == b"\x03\x01\xff\xff" and letter.raw_bytes == 4 and letter.error
-    assert built.pushes() == {1: 1, 2: 1, 3: 1} and built.loop.offsets[0] == 4
+    assert built.pushes() == {1: 1, 2: 1, 3: 1} and built.offsets()[0] == 4
     assert built.loop.counts.dead_letters == 1
 
 
 def test_a_batch_of_nothing_but_bad_messages_moves_on() -> None:
     built = build([raw(i, b"") for i in range(4)]).train_all()
-    assert built.loop.offsets[0] == 4 and built.loop.num_steps == 1 and not built.pushes()
+    assert built.offsets()[0] == 4 and built.loop.num_steps == 1 and not built.pushes()
 
 
 def test_a_request_without_candidates_is_ordinary() -> None:
     alone = build([raw(0, samples.sample(1, num_candidates=0))]).train_all()
-    assert len(alone.predicted) == 1 and not alone.pushes() and alone.loop.offsets[0] == 1
+    assert len(alone.predicted) == 1 and not alone.pushes() and alone.offsets()[0] == 1
     mixed = build([raw(0, samples.sample(1, num_candidates=0)), raw(1, samples.sample(2))]).train_all()
     assert mixed.pushes()[2] == 1 and len(mixed.predicted) == 2
     assert mixed.loop.counts.non_finite == 0
@@ -122,7 +123,7 @@ def test_requests_from_the_freeze_on_are_scored_and_not_trained() -> None:
     built.train_all()
     assert built.pushes() == dict.fromkeys(range(1, 7), 1)
     assert [p.sample_id for p in built.predicted] == list(range(1, 13))
-    assert built.loop.counts.frozen == 6 and built.loop.offsets == {0: 6, 1: 6}
+    assert built.loop.counts.frozen == 6 and built.offsets() == [6, 6]
     assert all((frozen[k] == v).all() for k, v in weights(built).items())
 
 
@@ -136,7 +137,7 @@ def test_a_batch_with_numbers_that_are_not_finite_is_skipped_and_said(caplog: py
         built.loop.step()
     assert built.loop.counts.non_finite == 1 and "its 4 requests are skipped and training goes on" in caplog.text
     assert all((before[k] == v).all() for k, v in weights(built).items())
-    assert built.pushes() == dict.fromkeys(range(1, 5), 1) and sum(built.loop.offsets.values()) == 8
+    assert built.pushes() == dict.fromkeys(range(1, 5), 1) and sum(built.offsets()) == 8
     poisoned.value_D[:] = kept
     built.train_all()
     assert 12 in built.pushes()
@@ -147,7 +148,62 @@ def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
     built.transport.fail_next("push")
     with pytest.raises(TransportError):
         built.loop.step()
-    assert sum(built.loop.offsets.values()) == 0
+    assert sum(built.offsets()) == 0
+
+
+def bits(at: Snapshot) -> dict[str, bytes]:
+    own = {f"{partition} {name}": value for partition, cut in at.own.items() for name, value in cut.tensors.items()}
+    return {name: value.tobytes() for name, value in (at.shared | own).items()}
+
+
+def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
+    built = build(N12)
+    first, second = (built.loop.source.poll(4, 0.0) for _ in range(2))
+    assert first is not None and second is not None
+    before = bits(built.loop.snapshot())
+    prepared = built.loop.prepare(first)
+    assert bits(built.loop.snapshot()) == before and built.offsets() == [0, 0]
+    ahead = built.loop.prepare(second)
+    built.loop.train(prepared)
+    at = built.loop.snapshot()
+    assert sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+    built.loop.train(ahead)
+    assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
+
+
+def test_what_comes_again_is_left_out_within_a_chunk_and_between_two_that_are_prepared() -> None:
+    built = build(samples.records([1, 2, 1, 3, 2, 4, 3, 5]))
+    chunks = [built.loop.source.poll(4, 0.0) for _ in range(2)]
+    for prepared in [built.loop.prepare(chunk) for chunk in chunks if chunk is not None]:
+        built.loop.train(prepared)
+    assert built.pushes() == dict.fromkeys(range(1, 6), 1) and built.loop.own.num_skipped == 3
+
+
+def test_what_was_prepared_and_never_trained_is_trained_after_a_restore() -> None:
+    built = build(N12)
+    at = built.loop.snapshot()
+    chunk = built.loop.source.poll(4, 0.0)
+    assert chunk is not None
+    built.loop.prepare(chunk)
+    built.loop.restore(at)
+    assert built.train_all().pushes() == dict.fromkeys(range(1, 13), 1)
+
+
+def test_stacks_that_the_model_does_not_look_at_are_not_pushed() -> None:
+    built = build(N12)
+    (unused, *_) = built.loop.schema.stacks
+    pushed: list[list[str]] = []
+    push = built.shard._push
+    built.shard._push = lambda header, arrays: (pushed.append(header["stacks"]), push(header, arrays))[1]  # type: ignore[method-assign]
+    forward = built.loop.model.forward
+
+    def without(inputs: Inputs) -> torch.Tensor:
+        hidden = {**inputs.rows, unused: inputs.rows[unused].detach()}
+        return forward(dataclasses.replace(inputs, rows=hidden))
+
+    built.loop.model.forward = without  # type: ignore[method-assign]
+    built.loop.step()
+    assert pushed == [[s for s in built.loop.schema.stacks if s != unused]]
 
 
 def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
@@ -163,17 +219,15 @@ def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
     again.loop.restore(at)
     again.train_all()
     mine, theirs = again.loop.snapshot(), whole.loop.snapshot()
-    assert mine.tensors.keys() == theirs.tensors.keys()
-    for name, value in mine.tensors.items():
-        assert value.tobytes() == theirs.tensors[name].tobytes(), name
-    assert (mine.step, mine.offsets, mine.watermark_ms) == (theirs.step, theirs.offsets, theirs.watermark_ms)
+    assert bits(mine) == bits(theirs)
+    assert (mine.step, mine.progress, mine.watermark_ms) == (theirs.step, theirs.progress, theirs.watermark_ms)
 
 
 def test_a_reset_loop_is_untrained() -> None:
     built, fresh = build(N12).train_all(), build(N12)
     built.loop.reset()
     assert all((weights(fresh)[k] == v).all() for k, v in weights(built).items())
-    assert built.loop.offsets == {0: 0, 1: 0} and len(built.loop.dedupe) == 0 and built.loop.num_steps == 0
+    assert built.offsets() == [0, 0] and not built.loop.report()["requests"] and built.loop.num_steps == 0
 
 
 def test_stage_times_are_measured_while_event_time_is_near_the_wall() -> None:

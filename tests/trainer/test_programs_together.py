@@ -12,6 +12,7 @@ import pytest
 
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
+from roo.decode import Decoder
 from roo.errors import UnavailableError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
@@ -19,17 +20,21 @@ from runtime.clock import SystemClock
 from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
+from runtime.record_reader import MemoryReader
 from runtime.rpc import RpcServer, SocketTransport
 from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
-from trainer.caught_up import Progress
-from trainer.commit import Facts
+from trainer.caught_up import Liveness
 from trainer.config import LoopConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator
-from trainer.loop import TrainLoop
+from trainer.identity import Identity
+from trainer.loop import TrainLoop, Wiring
 from trainer.monitor import LABELS, Monitor
-from trainer.source import ListSource
+from trainer.protocol import Facts
+from trainer.record_batches import RecordBatches
+from trainer.rows import ShardRows
 from trainer.worker import Worker
 from trainer.worker_program import train
 
@@ -46,6 +51,7 @@ class Together:
             seed=0,
             num_shards=2,
             num_buckets=64,
+            num_partitions=4,
             kafka=KAFKA,
             commit_interval_s=0.1,
         )
@@ -74,21 +80,27 @@ class Together:
         self.stops.append(kill)
         return kill
 
-    def worker(self, source: ListSource, timeout_s: float = 30.0) -> tuple[Monitor, Stop]:
+    def worker(self, source: MemoryReader, timeout_s: float = 30.0) -> tuple[Monitor, Stop]:
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, seed=0, worker=0, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
-        ignore: Callable[[Any], None] = lambda _: None
-        loop = TrainLoop(settings, samples.schema(), samples.MODEL, source, client, ignore, ignore, self.clock)
-        worker = Worker(
-            loop,
-            self.store,
-            self.clock,
-            kafka=KAFKA,
-            lookup=lambda fingerprint: None,
-            set_incarnation=client.set_incarnation,
-            flush=lambda: None,
+        decoder = Decoder(samples.schema(), {}.get)
+        wiring = Wiring(
+            source=RecordBatches(source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms),
+            rows=ShardRows(client),
+            outputs=MemoryOutputs(),
+            clock=self.clock,
         )
+        identity = Identity(
+            schema=samples.schema(),
+            registry={}.get,
+            kafka=KAFKA,
+            num_shards=2,
+            num_buckets=64,
+            num_partitions=4,
+            seed=0,
+        )
+        worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), self.store, identity)
         monitor, stop, left = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event()
         member = Member(lambda: SocketTransport(self.server.address), "worker", 0, worker.submit, monitor.report, left).start()
         thread = self._thread(lambda: train(worker, monitor, member, stop, timeout_s))
@@ -115,7 +127,7 @@ class Together:
 
     def committed(self, num_records: int) -> bool:
         last = manifests.newest(self.store)
-        return last is not None and sum(last.manifest.offsets["samples"].values()) == num_records
+        return last is not None and sum(last.manifest.offsets.values()) == num_records
 
     def stop_all(self) -> None:
         for stop in reversed(self.stops):
@@ -141,7 +153,7 @@ def together(tmp_path: Path) -> Iterator[Together]:
 
 
 def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together) -> None:
-    source = ListSource(samples.records(list(range(1, 21))), num_partitions=2)
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
     monitor, _ = together.worker(source)
@@ -153,7 +165,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     last = manifests.newest(together.store)
     assert last is not None and last.manifest.workers[0].metrics["requests"] == 40 and last.manifest.workers[0].dedupe == 40
     assert together.controller.status()["incarnation"] >= 2
-    together.wait_for(lambda: monitor.progress.state is Progress.CAUGHT_UP)
+    together.wait_for(lambda: monitor.progress.state is Liveness.CAUGHT_UP)
     shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
@@ -161,7 +173,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
 
 
 def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Together) -> None:
-    source = ListSource(samples.records(list(range(1, 9))), num_partitions=2)
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     monitor, stop = together.worker(source)
@@ -173,7 +185,7 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:
-    source = ListSource(samples.records(list(range(1, 9))), num_partitions=2)
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
     together.worker(source, timeout_s=0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from roo.schema import Schema, schema_from_dict
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.manifest import Manifest, StoredFile, WorkerPart
-from runtime.topics import flat, nested
+from runtime.topics import Partition, flat
+from tests.golden.test_golden_commit import golden_store
 from tests.trainer import samples
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
+from trainer.identity import Identity
+from trainer.metrics import summary
 from trainer.worker import Worker
 
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
@@ -26,30 +30,30 @@ KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
 class Stage:
     """A worker that was restored to the beginning and started, its store, and what it told."""
 
-    def __init__(self, store: MemoryStore | None = None, *, kafka: dict[str, Any] | None = None) -> None:
-        self.built: Built = build(samples.records(list(range(1, 13))))
+    def __init__(
+        self,
+        store: MemoryStore | None = None,
+        *,
+        kafka: dict[str, Any] | None = None,
+        numbers: Sequence[int] = range(1, 13),
+        partitions: tuple[Partition, ...] = PARTITIONS,
+        index: int = 0,
+    ) -> None:
+        self.built: Built = build(samples.records(list(numbers)), partitions=partitions)
+        self.built.shard.incarnation = 1
         self.store = store or MemoryStore()
-        self.flushed = 0
-        self.unflushable = ""
+        self.outputs = self.built.outputs
         self.known: dict[int, Schema] = {}
-        self.worker = Worker(
-            self.built.loop,
-            self.store,
-            self.built.clock,
+        identity = Identity(
+            schema=samples.schema(),
+            registry=self.known.get,
             kafka=kafka or KAFKA,
-            lookup=self.known.get,
-            set_incarnation=self._set_incarnation,
-            flush=self._flush,
+            num_shards=1,
+            num_buckets=64,
+            num_partitions=4,
+            seed=0,
         )
-
-    def _set_incarnation(self, incarnation: int) -> None:
-        self.built.shard.incarnation = incarnation
-        self.built.loop.client.set_incarnation(incarnation)  # type: ignore[attr-defined]
-
-    def _flush(self) -> None:
-        if self.unflushable:
-            raise RoostreamError(self.unflushable)
-        self.flushed += 1
+        self.worker = Worker(self.built.loop, self.store, identity, index)
 
     def do(self, kind: str, **arguments: Any) -> dict[str, Any]:
         """The result as `runtime.member.Member` tells it."""
@@ -63,41 +67,52 @@ class Stage:
         assert self.do("start")["ok"]
         return self
 
-    def committed(self) -> Manifest:
-        """Train one batch and commit it by hand."""
+    def part(self, *, shared: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Train one batch and do this worker's share of commit 1; what it answered to cut and to write."""
         self.started().worker.turn()
         cut = self.do("cut", seq=1)
-        dense = self.do("write", seq=1)["dense"]
+        written = self.do("write", seq=1, shared=shared)
         self.do("resume", seq=1)
         self.do("commit", seq=1)
-        manifest = Manifest(
-            seq=1,
-            incarnation=1,
-            previous={"seq": 0, "checksum": ""},
-            schema=f"{samples.schema().fingerprint:016x}",
-            seed=0,
-            num_shards=1,
-            num_buckets=64,
-            num_partitions=4,
-            kafka=KAFKA,
-            rows_end={},
-            shards={},
-            dense=StoredFile(**dense),
-            workers={
-                0: WorkerPart(
-                    offsets=flat(cut["offsets"]),
-                    file=StoredFile(**dense),
-                    dedupe=cut["dedupe"],
-                    metrics=cut["metrics"],
-                )
-            },
-            **{k: cut[k] for k in ("watermark_ms", "step", "model", "time_ms")},
-        )
+        return cut, written
+
+    def committed(self) -> Manifest:
+        """`part` as a whole commit."""
+        manifest = manifest_of(self.part())
         self.put(manifest)
         return manifest
 
     def put(self, manifest: Manifest) -> None:
         self.store.objects[manifest.name] = manifest.encode()
+
+
+def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
+    """Commit 1 as the controller makes it of workers 0, 1, …"""
+    cut, written = parts[0]
+    return Manifest(
+        seq=1,
+        incarnation=1,
+        previous={"seq": 0, "checksum": ""},
+        schema=f"{samples.schema().fingerprint:016x}",
+        seed=0,
+        num_shards=1,
+        num_buckets=64,
+        num_partitions=4,
+        kafka=KAFKA,
+        rows_end={},
+        shards={},
+        dense=StoredFile(**written["dense"]),
+        workers={
+            index: WorkerPart(
+                offsets=flat(cut["offsets"]),
+                file=StoredFile(**written["own"]),
+                dedupe=cut["dedupe"],
+                metrics=cut["metrics"],
+            )
+            for index, (cut, written) in enumerate(parts)
+        },
+        **{k: cut[k] for k in ("watermark_ms", "step", "model", "time_ms")},
+    )
 
 
 def test_a_worker_trains_only_between_start_and_cut() -> None:
@@ -107,12 +122,15 @@ def test_a_worker_trains_only_between_start_and_cut() -> None:
     stage.do("start")
     assert stage.worker.turn()
     cut = stage.do("cut", seq=1)
-    assert cut["ok"] and sum(cut["offsets"]["samples"].values()) == 4 and cut["step"] == 1 and stage.flushed == 1
+    assert cut["ok"] and sum(cut["offsets"]["samples"].values()) == 4 and cut["step"] == 1 and stage.outputs.num_flushes == 1
     assert not stage.worker.turn(), "paused until resume"
     stage.do("resume", seq=1)
     assert stage.worker.turn()
-    written = stage.do("write", seq=1)
-    assert written["ok"] and written["dense"]["bytes"] == len(stage.store.get("dense/00000001-1.safetensors"))
+    own = stage.do("write", seq=1, shared=False)
+    assert own["ok"] and "dense" not in own and not stage.store.list("dense")
+    written = stage.do("write", seq=1, shared=True)
+    assert written["dense"]["bytes"] == len(stage.store.get("dense/00000001-1.safetensors"))
+    assert written["own"]["bytes"] == len(stage.store.get("workers/00000001-1-0.safetensors"))
 
 
 def test_a_restored_worker_is_the_one_that_was_cut() -> None:
@@ -120,15 +138,47 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     manifest = stage.committed()
     other = Stage(stage.store)
     assert other.started(manifest.name).worker.loop.num_steps == 1
-    assert other.worker.loop.offsets == nested(manifest.offsets)["samples"]
-    assert len(other.worker.loop.dedupe) == 4 and other.worker.loop.metrics.report()["requests"] == 4
+    assert other.worker.loop.own.progress == manifest.offsets
+    assert other.worker.loop.report()["requests"] == 4
+    assert manifest.workers[0].dedupe == 4
+
+
+def test_partitions_move_between_workers_with_all_that_is_theirs() -> None:
+    numbers = [*range(1, 9), *range(1, 13)]
+    store = MemoryStore()
+    two = [Stage(store, numbers=numbers, partitions=(PARTITIONS[i],), index=i) for i in (0, 1)]
+    manifest = manifest_of(*(stage.part(shared=not stage.worker.index) for stage in two))
+    two[0].put(manifest)
+    assert manifest.offsets == {("samples", 0): 4, ("samples", 1): 4}
+    one = Stage(store, numbers=numbers).started(manifest.name)
+    assert one.worker.loop.own.progress == manifest.offsets and one.worker.loop.report()["requests"] == 8
+    one.built.train_all()
+    assert sorted(p.sample_id for p in one.outputs.predicted) == [9, 10, 11, 12], "1 to 8 were trained by the two"
+    again = Stage(store, numbers=numbers, partitions=(PARTITIONS[1],), index=1).started(manifest.name)
+    assert again.worker.loop.own.progress == {("samples", 1): 4} and again.worker.loop.report()["requests"] == 4
+
+
+def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -> None:
+    store = golden_store()
+    stage = Stage(store, numbers=[*range(1, 13), 2, 3, 20, 21])
+    at = manifests.load(store, "manifests/00000001").manifest
+    stage.started(at.name)
+    assert stage.worker.loop.own.progress == at.offsets and stage.worker.loop.num_steps == at.step
+    measured = summary(stage.worker.loop.report())
+    assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(at.workers[0].metrics["tasks"]["click"])
+    kept, _ = tensor_file.decode(manifests.read_file(store, at.dense))
+    shared = stage.worker.loop.snapshot().shared
+    assert all(value.tobytes() == kept[name].tobytes() for name, value in shared.items())
+    stage.built.train_all()
+    assert sorted(p.sample_id for p in stage.outputs.predicted) == [9, 10, 11, 12, 20, 21], "2 and 3 were trained before"
+    assert stage.worker.loop.report()["requests"] == 14
 
 
 def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
     stage = Stage().started()
     stage.worker.turn()
-    stage.unflushable = "Kafka has not acknowledged 4 predictions"
-    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.unflushable, "damaged": False}
+    stage.outputs.unflushable = "Kafka has not acknowledged 4 predictions"
+    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.outputs.unflushable, "damaged": False}
     assert stage.worker.turn(), "training goes on"
 
 
@@ -157,14 +207,16 @@ def test_an_unknown_command_is_refused() -> None:
     assert "expected one of restore, start" in Stage().do("dance")["error"]
 
 
-def test_g5_damaged_parts_are_told_as_damaged() -> None:
+@pytest.mark.parametrize("part", ["shared", "own"])
+def test_g5_damaged_parts_are_told_as_damaged(part: str) -> None:
     stage = Stage()
     manifest = stage.committed()
-    stage.store.damage(manifest.dense.name)
+    name = manifest.dense.name if part == "shared" else manifest.workers[0].file.name
+    stage.store.damage(name)
     result = stage.do("restore", manifest=manifest.name)
     assert result["damaged"] and "it is damaged" in result["error"]
     assert not stage.worker.turn()
-    stage.store.delete(manifest.dense.name)
+    stage.store.delete(name)
     assert stage.do("restore", manifest=manifest.name)["damaged"]
 
 
@@ -255,7 +307,7 @@ def test_commands_from_another_thread_are_done_between_two_batches() -> None:
         stage.worker.serve_inbox()
         thread.join(0.01)
     assert results[0]["step"] == 1 and not stage.worker.training
-    assert stage.worker.submit({"id": 3, "kind": "write", "incarnation": 1, "seq": 1})["dense"], "write needs no pause"
+    assert stage.worker.submit({"id": 3, "kind": "write", "incarnation": 1, "seq": 1})["own"], "write needs no pause"
     stage.worker.close()
     with pytest.raises(UnavailableError, match="the worker is stopping"):
         stage.worker.submit({"id": 4, "kind": "resume", "incarnation": 1, "seq": 1})

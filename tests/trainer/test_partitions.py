@@ -1,0 +1,62 @@
+"""What a worker knows of each partition, and that the partitions' reports add up to one of everything."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roo.batch import Batch
+from roo.decode import Decoder
+from runtime.topics import CORRECTIONS, SAMPLES
+from tests.trainer import samples
+from trainer.metrics import QUALITY, Metrics
+from trainer.partitions import Partitions, rows_by_partition
+
+AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
+
+
+def batch_of(numbers: list[int], first: int = 0) -> Batch:
+    records = [r._replace(offset=r.offset + first) for r in samples.records(numbers)]
+    return Decoder(samples.schema(), {}.get).decode(records)[0]
+
+
+def partitions() -> Partitions:
+    return Partitions(AT, samples.schema().tasks, 3_600_000)
+
+
+def test_requests_are_told_apart_by_topic_and_partition() -> None:
+    batch = batch_of([1, 2, 3, 4])
+    assert {p: rows.tolist() for p, rows in rows_by_partition(batch).items()} == {(SAMPLES, 0): [1, 3], (SAMPLES, 1): [0, 2]}
+    corrected = np.array([False, True, False, False])
+    object.__setattr__(batch, "correction_R", corrected)
+    assert sorted(rows_by_partition(batch)) == [(CORRECTIONS, 0), (SAMPLES, 0), (SAMPLES, 1)]
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -> None:
+    split, whole, random = partitions(), Metrics(samples.schema().tasks), np.random.default_rng(num_candidates)
+    for start in range(1, 400, 40):
+        batch = batch_of(list(range(start, start + 40)))
+        score_BT = random.random((batch.num_candidates, 1), dtype=np.float32)
+        split.count(batch, score_BT)
+        whole.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+    mine, theirs = split.report(), whole.report()
+    assert {k: mine[k] for k in QUALITY} == pytest.approx({k: theirs[k] for k in QUALITY}, rel=1e-12)
+    assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (theirs["requests"], theirs["first_ms"], theirs["last_ms"])
+
+
+def test_nothing_counted_is_a_report_of_nothing() -> None:
+    report = partitions().report()
+    assert report["requests"] == 0 and report["auc"] is None
+
+
+def test_a_cut_goes_to_whoever_has_the_partition() -> None:
+    both, batch = partitions(), batch_of([1, 2, 3, 4])
+    new_R = both.claim(batch)
+    both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
+    cut = both.cut()
+    assert {partition: of.offset for partition, of in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
+    one = Partitions({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
+    one.load(cut)
+    assert not one.claim(batch_of([1, 3]).take_requests(np.array([0, 1]))).any(), "trained by the one before"
+    assert both.num_skipped == 0

@@ -1,0 +1,67 @@
+"""What training reads: chunks of decoded samples, each with the progress that it stands for.
+
+Kafka is one source (trainer/record_batches.py over runtime/kafka_reader.py), records in memory another; files can be a third.
+Gathering belongs to the source: it alone knows whether more will come (a live topic waits for a while, a file never), and a
+source that reads ahead can wrap another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from roo.batch import Batch
+from runtime.record_reader import PartitionLag
+from runtime.topics import Partition, Progress
+
+
+class Rejected(NamedTuple):
+    """A record that can't be trained on, with what its dead letter needs."""
+
+    partition: Partition
+    offset: int
+    reason: str  # one of roo.wire.REASONS
+    error: str
+    raw: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """Requests and rejects of one cut of the input. Training it whole is what moves progress to `after`."""
+
+    batch: Batch  # R requests, in the order in which they are trained
+    rejects: Sequence[Rejected]
+    after: Progress  # next offset behind this chunk, of every partition that it holds something of
+    read_ms: int  # wall time at which its records were there, before they were decoded
+
+
+class BatchSource(Protocol):
+    """Chunks of chosen partitions. One thread, but for `lag`."""
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        """The next chunk: `max_requests` samples, or fewer where the oldest of them has waited long enough; None where none is
+        due after `timeout_s`. Over all partitions the oldest samples come first.
+
+        Of one `partition`: whole chunks only, however long they take, so that chunks don't depend on time; the same partition
+        is asked for until its chunk comes. A source that is away is waited for: None.
+        """
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        """What waits for a full chunk, when whoever asks knows that nothing more comes. None: nothing."""
+
+    def seek(self, at: Progress) -> None:
+        """Go on from these next offsets; a partition that isn't named, from its beginning. What was read ahead is forgotten.
+
+        Raises:
+            UnavailableError: the source is away; nothing was changed.
+        """
+
+    def positions(self) -> Progress:
+        """Every partition of this source → offset behind the last chunk that was given, or where `seek` put it."""
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        """As of a moment ago; {} while the ends are not known. Asks nobody; any thread."""
+
+    def close(self) -> None:
+        """Idempotent."""

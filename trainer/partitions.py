@@ -1,0 +1,107 @@
+"""What one worker alone knows, partition by partition, so that a partition can move to another worker with all that is its own.
+
+    partition (topic, number) ──► next offset to train, sample ids within the horizon, progressive metrics
+
+A report merges the partitions' metrics: sums add up, and score counts at the resolution of the coarsest (auc.py).
+Letters: R requests, B candidates, T tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from roo.batch import Batch
+from runtime.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from trainer.dedupe import Dedupe
+from trainer.metrics import Metrics, Report
+
+MAX_SCORES = 1 << 16  # a partition and task, 20 bytes each in memory and in every commit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionCut:
+    """One partition at one moment between two chunks."""
+
+    offset: int  # next to train
+    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, metrics.<name>
+
+
+class _State:
+    def __init__(self, tasks: Sequence[str], horizon_ms: int) -> None:
+        self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics(tasks, MAX_SCORES)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        ids, close_ms = self.dedupe.arrays()
+        metrics = {f"metrics.{name}": value.copy() for name, value in self.metrics.state().items()}
+        return {"dedupe.id": ids, "dedupe.close_ms": close_ms, **metrics}
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        self.dedupe.load(tensors["dedupe.id"], tensors["dedupe.close_ms"])
+        metrics = {name.removeprefix("metrics."): value for name, value in tensors.items() if name.startswith("metrics.")}
+        if metrics:
+            self.metrics.load(metrics)
+
+
+class Partitions:
+    """The partitions of one worker, each at an offset."""
+
+    def __init__(self, at: Progress, tasks: Sequence[str], horizon_ms: int) -> None:
+        self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
+        self.progress = dict(at)
+        self._states = {partition: _State(self.tasks, horizon_ms) for partition in at}
+
+    def claim(self, batch: Batch) -> np.ndarray:
+        """bool [R]: which requests are trained; the others' ids were trained or claimed before. See `Dedupe`."""
+        new_R = np.zeros(batch.num_requests, dtype=np.bool_)
+        for partition, row_M in rows_by_partition(batch).items():
+            new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M])
+        return new_R
+
+    def settle(self, batch: Batch, new_R: np.ndarray, after: Progress) -> None:
+        """A chunk is trained: the whole `batch` that was given to `claim`, whose answer was `new_R`."""
+        for partition, row_M in rows_by_partition(batch).items():
+            self._states[partition].dedupe.settle(batch.sample_id_R[row_M], batch.close_ms_R[row_M], new_R[row_M])
+        self.progress |= after
+
+    def count(self, batch: Batch, score_BT: np.ndarray) -> None:
+        """`score_BT`: probabilities, of before these labels were used."""
+        for partition, row_M in rows_by_partition(batch).items():
+            of_R = np.zeros(batch.num_requests, dtype=np.bool_)
+            of_R[row_M] = True
+            of_B = of_R[batch.request_index_B]
+            self._states[partition].metrics.update(
+                score_BT[of_B], batch.label_BT[of_B], batch.weight_BT[of_B], batch.request_index_B[of_B], batch.time_ms_R[row_M]
+            )
+
+    def report(self) -> Report:
+        """Of everything counted in all partitions since the beginning."""
+        merged = Metrics(self.tasks)
+        for state in self._states.values():
+            merged.merge(state.metrics)
+        return merged.report()
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(state.dedupe.num_skipped for state in self._states.values())
+
+    def cut(self) -> dict[Partition, PartitionCut]:
+        """Copies: later chunks don't change them. What is only claimed isn't in them."""
+        return {p: PartitionCut(offset=self.progress[p], tensors=state.tensors()) for p, state in self._states.items()}
+
+    def load(self, cuts: Mapping[Partition, PartitionCut]) -> None:
+        """Become what `cut` gave, also where other workers gave it; offsets are those that the source was put to. Partitions
+        without a cut stay as they are."""
+        for partition in self._states.keys() & cuts.keys():
+            self._states[partition].load(cuts[partition].tensors)
+
+
+def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
+    """Partition → its requests, int64 [M], in the order of the batch. A correction comes from the topic of corrections."""
+    place_R = 2 * batch.partition_R.astype(np.int64) + batch.correction_R
+    return {
+        (CORRECTIONS if place % 2 else SAMPLES, place // 2): np.flatnonzero(place_R == place)
+        for place in np.unique(place_R).tolist()
+    }

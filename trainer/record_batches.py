@@ -1,0 +1,73 @@
+"""Chunks from records: read, gather, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roo.decode import Decoder
+from roo.wire import Record
+from runtime.clock import Clock
+from runtime.record_reader import PartitionLag, RecordReader
+from runtime.topics import Partition, Progress
+from trainer.batches import Chunk, Rejected
+
+
+class RecordBatches:
+    """See `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
+
+    def __init__(self, reader: RecordReader, decoder: Decoder, clock: Clock, *, max_wait_ms: int) -> None:
+        self.reader, self.decoder, self.clock, self.max_wait_ms = reader, decoder, clock, max_wait_ms
+        self._waiting: list[Record] = []
+        self._since_s = 0.0
+        self._given: Progress = reader.positions()
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        before = len(self._waiting)
+        if partition is None and before:
+            timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
+        self._waiting += self.reader.poll(max_requests - before, timeout_s, partition)
+        if self._waiting and not before:
+            self._since_s = self.clock.monotonic_s()
+        full = len(self._waiting) >= max_requests
+        late = partition is None and self._waited_s() * 1000 >= self.max_wait_ms
+        return self.rest(max_requests) if full or late else None
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        records, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
+        if not records:
+            return None
+        chunk = chunk_of(records, self.decoder, self.clock.now_ms())
+        self._given |= chunk.after
+        return chunk
+
+    def seek(self, at: Progress) -> None:
+        self.reader.seek(at)
+        self._waiting.clear()
+        self._given = self.reader.positions()
+
+    def positions(self) -> Progress:
+        return dict(self._given)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return self.reader.lag()
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def _waited_s(self) -> float:
+        return self.clock.monotonic_s() - self._since_s
+
+
+def chunk_of(records: Sequence[Record], decoder: Decoder, read_ms: int) -> Chunk:
+    """`records` as one chunk, in their order; never raises for what they hold."""
+    batch, rejects = decoder.decode(records)
+    return Chunk(
+        batch=batch,
+        rejects=[_rejected(records[reject.index], reject.reason, reject.error) for reject in rejects],
+        after={(record.topic, record.partition): record.offset + 1 for record in records},
+        read_ms=read_ms,
+    )
+
+
+def _rejected(record: Record, reason: str, error: str) -> Rejected:
+    return Rejected((record.topic, record.partition), record.offset, reason, error, record.value or b"")

@@ -1,0 +1,59 @@
+"""Where the loop gets rows and brings gradients: tensors on this side, whatever holds them on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from param_server.client import Client
+from roo.lookup import Lookup
+
+
+class PushTimes(NamedTuple):
+    """What shards note of a push."""
+
+    step: int
+    time_ms: int  # event-time watermark: it stamps the rows
+    oldest_engagement_ms: int = 0  # of the batch; 0 = no engagement
+    oldest_close_ms: int = 0
+
+
+class Rows(Protocol):
+    """Rows of all stacks: the parameter servers, a cache before them, or modules that hold them on the device."""
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """The rows were restored. No push may be under way."""
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        """Stack → float32 [U, D], aligned with `lookup`, on any device. The loop doesn't write to them. May run beside `push`.
+
+        Raises:
+            UnavailableError: a shard is away, or was restored (FencedError).
+        """
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        """Apply `gradients` (stack → float32 [U, D], finite); stacks that aren't named keep their rows.
+
+        Raises:
+            UnavailableError: as `pull`; some rows may have changed: everyone must be restored.
+        """
+
+
+class ShardRows:
+    """See `Rows`: those of the shards behind `client`, on the host."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def set_incarnation(self, incarnation: int) -> None:
+        self.client.set_incarnation(incarnation)
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        return {stack: torch.from_numpy(rows_UD) for stack, rows_UD in self.client.pull(lookup).items()}
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        on_host = {stack: gradient_UD.detach().cpu().numpy() for stack, gradient_UD in gradients.items()}
+        self.client.push(lookup, on_host, **times._asdict())
