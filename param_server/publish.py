@@ -28,6 +28,7 @@ from roo import wire
 from roo.errors import UnavailableError, WireError
 from runtime.backoff import Backoff
 from runtime.clock import Clock
+from runtime.record_reader import RecordsGoneError
 from runtime.topics import PARTITIONS, ROWS
 
 log = logging.getLogger("roostream.publish")
@@ -44,10 +45,6 @@ class Message(NamedTuple):
         return self.bucket % PARTITIONS[ROWS]
 
 
-class OffsetGoneError(UnavailableError):
-    """What was to be read has been deleted from the topic."""
-
-
 class RowsTopic(Protocol):
     """The topic `rows`: an adapter of Kafka's, or InMemoryRows. One thread."""
 
@@ -61,7 +58,7 @@ class RowsTopic(Protocol):
         """(oldest offset still there, next offset). UnavailableError as above."""
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        """Values of the records at start..end - 1, in order. Raises OffsetGoneError, UnavailableError."""
+        """Values of the records at start..end - 1, in order. Raises RecordsGoneError, UnavailableError."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -129,7 +126,7 @@ class Publisher:
             try:
                 values = self.topic.read(partition, start, ends[partition], stop)  # 2
                 self._republish(rollback, values)  # 3
-            except OffsetGoneError as error:
+            except RecordsGoneError as error:
                 log.warning("%s: readers are told to begin anew", error)
                 ends |= self._send(self._barriers(rollback, {partition}, {partition}), stop)
         self.shard.rolled_back(rollback.incarnation, ends)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, Producer
 
-from param_server.publish import Message, OffsetGoneError
+from param_server.publish import Message
 from roo.errors import UnavailableError
 from runtime import kafka
-from runtime.backoff import Backoff
 from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
+from runtime.kafka_reader import KafkaReader
+from runtime.reading import Reading
+from runtime.record_reader import RecordsGoneError
 from runtime.topics import PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
+_READ_RECORDS = 500
 
 
 class InMemoryRows:
@@ -53,7 +57,7 @@ class InMemoryRows:
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
         self._check()
         if start < self.first[partition]:
-            raise OffsetGoneError(f"rows {partition}: expected offset {start}, the oldest is {self.first[partition]}")
+            raise RecordsGoneError(f"rows {partition}: expected offset {start}, the oldest is {self.first[partition]}")
         yield from self.values[partition][start:end]
 
     def close(self) -> None:
@@ -68,9 +72,9 @@ class KafkaRows:
     """The real one. Clients are made when they are first needed, and anew after an error that they don't outlive."""
 
     def __init__(self, broker: Broker, prefix: str, clock: Clock | None = None) -> None:
-        self.broker, self.topic, self.clock = broker, name_of(prefix, ROWS), clock or SystemClock()
+        self.broker, self.prefix, self.clock = broker, prefix, clock or SystemClock()
+        self.topic = name_of(prefix, ROWS)
         self._producer: Producer | None = None
-        self._consumer: Consumer | None = None
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
         if not messages:
@@ -100,44 +104,24 @@ class KafkaRows:
         return offsets
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
-        try:
-            low, high = self._reader().get_watermark_offsets(TopicPartition(self.topic, partition), timeout=2.0)
-        except KafkaException as error:
-            raise UnavailableError(f"Kafka at {self.broker}: {error.args[0].str()}") from None
-        return low, high
+        with contextlib.closing(self._reader(partition)) as reader:
+            return reader.bounds((ROWS, partition))
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        reader = self._reader()
-        reader.assign([TopicPartition(self.topic, partition, start)])
-        backoff = Backoff(what=f"topic {self.topic} at {self.broker}", clock=self.clock)
-        at = start
-        while at < end:
-            record = reader.poll(0.2)
-            if stop.is_set():
-                raise UnavailableError("stopped while reading rows back")
-            if record is None:
-                position = reader.position([TopicPartition(self.topic, partition)])[0].offset
-                at = max(at, position)  # behind records that no reader sees
-            elif record.error() is None:
-                backoff.reached()
-                at = record.offset() + 1
-                if record.offset() < end and record.value() is not None:
-                    yield record.value()
-            elif record.error().code() == KafkaError._AUTO_OFFSET_RESET:
-                raise OffsetGoneError(f"topic {self.topic} {partition}: offset {at} is gone")
-            elif record.error().code() != KafkaError._PARTITION_EOF:
-                backoff.wait(record.error().str(), stop)
-        reader.unassign()
+        at = (ROWS, partition)
+        with contextlib.closing(self._reader(partition)) as reader:
+            reader.seek({at: start})
+            while reader.passed(at) < end:
+                if stop.is_set():
+                    raise UnavailableError("stopped while reading rows back")
+                yield from (record.value for record in reader.poll(_READ_RECORDS, 0.2) if record.value and record.offset < end)
 
     def close(self) -> None:
-        if self._consumer is not None:
-            self._consumer.close()
-        self._producer = self._consumer = None
+        self._producer = None
 
-    def _reader(self) -> Consumer:
-        if self._consumer is None:
-            self._consumer = kafka.consumer(self.broker, f"{self.topic}-shard", auto_offset_reset="error")
-        return self._consumer
+    def _reader(self, partition: int) -> KafkaReader:
+        reading = Reading(partitions=((ROWS, partition),), prefix=self.prefix, skips_lost=False)
+        return KafkaReader.open(self.broker, f"{self.topic}-shard", reading)
 
     def _await(self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event) -> None:
         began_s, said = self.clock.monotonic_s(), False

@@ -93,14 +93,17 @@ class KafkaReader:
     def end_offsets(self) -> Progress:
         return {p: self.bounds(p)[1] for p in self.partitions}
 
+    def passed(self, partition: Partition) -> int:
+        """Everything below this offset has been given, or is a transaction's marker, which no reader sees."""
+        return self._fetched[partition] if self._merge.is_drained(partition) else self._given[partition]
+
     def at_end(self) -> bool:
         return all(self._merge.is_drained(p) for p in self.partitions)
 
     def lag(self) -> dict[Partition, PartitionLag]:
         return {
             p: PartitionLag(
-                # Markers of transactions take offsets that no reader sees: a drained partition is at its end.
-                position=self._fetched[p] if self._merge.is_drained(p) else self._given[p],
+                position=self.passed(p),
                 stable_end=end.stable,
                 high_watermark=end.high,
                 position_ms=self._given_ms[p],

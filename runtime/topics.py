@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from roo.config import Settings, setting
@@ -41,6 +41,11 @@ class TopicSettings(Settings):
 def partitions_of(topic: str, partitions: int) -> int:
     """How many partitions `topic` has in a deployment of `partitions`."""
     return 1 if topic == DEAD_LETTERS else partitions
+
+
+def all_partitions(topics: Iterable[str], partitions: int) -> tuple[Partition, ...]:
+    """Every partition of these topics in a deployment of `partitions`, topic by topic."""
+    return tuple((topic, number) for topic in topics for number in range(partitions_of(topic, partitions)))
 
 
 def name_of(prefix: str, topic: str) -> str:

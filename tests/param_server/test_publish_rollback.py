@@ -7,11 +7,12 @@ import threading
 import pytest
 
 from param_server.blobs import MemoryBlobs
-from param_server.publish import OffsetGoneError, Publisher
+from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.errors import UnavailableError
 from runtime.clock import FakeClock
+from runtime.record_reader import RecordsGoneError
 from tests.param_server.reader_support import GO, Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
     ADAGRAD,
@@ -174,7 +175,7 @@ class VanishingRows(InMemoryRows):
     """Retention strikes between looking and reading."""
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event):  # type: ignore[no-untyped-def]
-        raise OffsetGoneError(f"rows {partition}: offset {start} is gone")
+        raise RecordsGoneError(f"rows {partition}: offset {start} is gone")
 
 
 def test_an_offset_that_goes_while_it_is_read_tells_readers_too(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
-from param_server.publish import Message, OffsetGoneError, Publisher
+from param_server.publish import Message, Publisher
 from param_server.rows_topic import KafkaRows
 from param_server.server import Shard
 from roo import wire
@@ -18,6 +18,7 @@ from roo.errors import UnavailableError
 from runtime.backoff import Backoff
 from runtime.broker import Broker
 from runtime.clock import SystemClock
+from runtime.record_reader import RecordsGoneError
 from tests.param_server.reader_support import GO
 from tests.param_server.shard_support import ITEM, MemoryStore, begun, commit, gradients_of, lookup_of, make_shard, transport_to
 
@@ -70,7 +71,7 @@ def test_delivers_in_order_and_reads_back(topic: KafkaRows) -> None:
 
 
 def test_an_offset_beyond_the_topic_is_gone(topic: KafkaRows) -> None:
-    with pytest.raises(OffsetGoneError):
+    with pytest.raises(RecordsGoneError):
         list(topic.read(3, 1_000_000, 1_000_001, GO))
 
 
