@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
-
-from confluent_kafka import Consumer, KafkaError, TopicPartition
+from collections.abc import Callable
 
 from command.accounts import Accounts, Sums
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
-from runtime import kafka
 from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
-from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PARTITIONS, PREDICTIONS, SAMPLES, name_of
+from runtime.kafka_reader import KafkaReader
+from runtime.reading import Reading
+from runtime.record_reader import RecordReader
+from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PARTITIONS, PREDICTIONS, SAMPLES, all_partitions
 
 AUDITED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, DEAD_LETTERS, PREDICTIONS)
 _AT_ONCE = 2000
 
 
 class Auditor:
-    """Opens a consumer of its own at the first `poll`. Not thread-safe."""
+    """Opens a reader of its own at the first `poll`. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,36 +39,31 @@ class Auditor:
         self.accounts = Accounts(prefix=prefix, settle_ms=settle_ms, horizon_ms=horizon_ms)
         self._on_record = on_record
         self._clock = clock or SystemClock()
-        self._consumer: Consumer | None = None
-        self._unread: set[tuple[str, int]] = set()  # partitions whose end hasn't been seen yet
+        self._reader: RecordReader | None = None
 
     def poll(self, budget_s: float = 1.0) -> int:
         """Read what is there, for at most about `budget_s`; the number of records. 0 = up to date, or Kafka is away: a first
         call doesn't return before every partition's end has been seen, or the budget is over.
 
         Raises:
-            UnavailableError: the topics can't be read at all (they don't exist, access is refused).
+            UnavailableError: the topics can't be read at all (they don't exist, access is refused), or Kafka is away at the first
+                call; call again.
         """
-        consumer = self._consumer or self._open()
+        reader = self._reader or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:
-            messages = consumer.consume(_AT_ONCE, timeout=0.1)
-            for message in messages:
-                if message.error() is None:
-                    self._add(message)
-                    count += 1
-                elif message.error().code() == KafkaError._PARTITION_EOF:
-                    self._unread.discard((message.topic(), message.partition()))
-                elif message.error().code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED):
-                    raise UnavailableError(f"{message.topic()} can't be read: {message.error().str()}; is the prefix right?")
-            if (not messages and not self._unread) or self._clock.monotonic_s() >= until_s:
+            records = reader.poll(_AT_ONCE, 0.1)
+            for record in records:
+                self._add(record)
+            count += len(records)
+            if (not records and reader.at_end()) or self._clock.monotonic_s() >= until_s:
                 return count
 
-    def open_with(self, consumer: Consumer, unread: Iterable[tuple[str, int]] = ()) -> Consumer:
-        """Use this client, which has its partitions assigned and tells the end of the `unread` ones; `poll` opens one
-        otherwise."""
-        self._consumer, self._unread = consumer, set(unread)
-        return consumer
+    def open_with(self, reader: RecordReader) -> RecordReader:
+        """Use this reader, from its beginning; `poll` opens one otherwise. UnavailableError as `poll`."""
+        reader.seek({})
+        self._reader = reader
+        return reader
 
     def sums(self, *, ended: bool = False) -> Sums:
         """As of the last `poll`; see Accounts.sums."""
@@ -76,22 +71,21 @@ class Auditor:
 
     def close(self) -> None:
         """Idempotent; the sums stay."""
-        if self._consumer is not None:
-            self._consumer.close()
-            self._consumer = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
-    def _open(self) -> Consumer:
-        consumer = kafka.consumer(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", enable_partition_eof=True)
-        start = 0  # offsets that retention has passed lead to the oldest one there is
-        places = [(name_of(self.prefix, t), p) for t in AUDITED for p in range(PARTITIONS[t])]
-        consumer.assign([TopicPartition(t, p, start) for t, p in places])
-        return self.open_with(consumer, places)
+    def _open(self) -> RecordReader:
+        partitions = all_partitions(AUDITED, PARTITIONS[SAMPLES])
+        group = f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}"
+        reader = KafkaReader.open(self.broker, group, Reading(partitions=partitions, prefix=self.prefix))
+        try:
+            return self.open_with(reader)
+        except UnavailableError:
+            reader.close()
+            raise
 
-    def _add(self, message: object) -> None:
-        topic = message.topic().removeprefix(self.prefix)  # type: ignore[attr-defined]
-        timestamp_ms = message.timestamp()[1]  # type: ignore[attr-defined]
-        value = message.value() or b""  # type: ignore[attr-defined]
-        record = Record(topic, message.partition(), message.offset(), timestamp_ms, message.key(), value)  # type: ignore[attr-defined]
+    def _add(self, record: Record) -> None:
         self.accounts.add(record)
         if self._on_record is not None:
             self._on_record(record)
