@@ -43,7 +43,6 @@ class Client:
         schema: Schema,
         transports: Sequence[Transport],
         *,
-        seed: int,
         worker: int,
         num_buckets: int = NUM_BUCKETS,
         timeout_s: float = 30.0,
@@ -51,7 +50,7 @@ class Client:
         clock: Clock | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        self.schema, self.transports, self.seed, self.worker, self.num_buckets = schema, transports, seed, worker, num_buckets
+        self.schema, self.transports, self.worker, self.num_buckets = schema, transports, worker, num_buckets
         self.timeout_s, self.resend_for_s, self.clock, self.stop = timeout_s, resend_for_s, clock or SystemClock(), stop
         self.incarnation = 0
         self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}

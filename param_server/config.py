@@ -52,3 +52,7 @@ class ShardIdentity:
     @property
     def buckets(self) -> range:
         return range(self.index, self.num_buckets, self.num_shards)
+
+    def partition_of(self, bucket: int) -> int:
+        """The partition of `rows` that a bucket's deltas are in."""
+        return bucket % self.num_partitions

@@ -127,7 +127,7 @@ class KeyIndex:
 
     def in_bucket(self, bucket: int) -> np.ndarray:
         """int64 [M]: places of a bucket's live rows."""
-        return kernels.in_buckets(self.flags_N, self.bucket_N, self.used, bucket, bucket)
+        return kernels.in_bucket(self.flags_N, self.bucket_N, self.used, bucket)
 
 
 def grown(array: np.ndarray, capacity: int) -> np.ndarray:

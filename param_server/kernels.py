@@ -42,7 +42,8 @@ def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uin
 
 @njit(cache=True, nogil=True)
 def find(index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, place_U: np.ndarray) -> int:
-    """Place of each key, -1 where absent; the number absent."""
+    """Place of each key (uint32 `table_U`, int64 `id_U`) in `place_U` (int64, written here), -1 where absent; the number absent.
+    `index_C2` and `shift` as in `find_or_insert`."""
     absent = 0
     for u in range(id_U.shape[0]):
         slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
@@ -70,9 +71,15 @@ def find_or_insert(
     place_U: np.ndarray,
     new_U: np.ndarray,
 ) -> int:
-    """Place of each key, made where absent (`new_U` tells); the number made. `counts` = [places used, free ones, live].
+    """Place of each key (uint32 `table_U`, int64 `id_U`) in `place_U` (int64), made where absent, which `new_U` (bool) tells; the
+    number made. The caller has made room: places for U more, and slots so that at most half of them are taken.
 
-    The caller has made room: places for U more, slots for half as many again.
+    Read and changed:
+        index_C2, shift     uint64 slots as in the module; 64 - log2 C: how far a hash goes down to a slot
+        counts              int64 [places used, free ones among them, live ones]
+        free_N              uint32: the first counts[1] are free places below counts[0], taken from the end
+        table_N, id_N       uint32, int64: the key at a place
+        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new one
     """
     made = 0
     for u in range(id_U.shape[0]):
@@ -110,8 +117,11 @@ def remove(
     free_N: np.ndarray,
     flags_N: np.ndarray,
 ) -> int:
-    """Remove the keys that are there; how many were. Later entries of a probe run move up, so that no tombstones are needed
-    (Knuth, TAOCP 3, 6.4, algorithm R)."""
+    """Remove the keys (uint32 `table_U`, int64 `id_U`) that are there; how many were. The other arrays as in `find_or_insert`;
+    a free place has flags 0, its key and row are left as they were.
+
+    Later entries of a probe run move up, so that no tombstones are needed (Knuth, TAOCP 3, 6.4, algorithm R).
+    """
     mask = index_C2.shape[0] - 1
     removed = 0
     for u in range(id_U.shape[0]):
@@ -193,7 +203,8 @@ def gather(
     scale_K: np.ndarray,
     out_UD: np.ndarray,
 ) -> None:
-    """Rows at places; a place of -1 gives the key's initial value (0 for a table that the stack doesn't know)."""
+    """Rows (float32 [N, D]) at places (int64 [U]) into `out_UD`; a place of -1 gives the initial value of its key (uint32
+    `table_U`, int64 `id_U`), 0 for a table that is none of the stack's (uint32 `known_K`, half ranges float32 `scale_K`)."""
     k = 0
     for u in range(place_U.shape[0]):
         place = place_U[u]
@@ -241,7 +252,8 @@ def stamp(
     bucket_N: np.ndarray,
     touched_B: np.ndarray,
 ) -> None:
-    """Mark rows as changed, at event time `time_ms` (it never goes back), and their buckets as touched."""
+    """Mark rows at `place_U` (int64) as changed, with `flags` and event time `time_ms` (a stamp, int64, never goes back), and
+    their buckets in `touched_B` (bool)."""
     for u in range(place_U.shape[0]):
         n = place_U[u]
         flags_N[n] |= flags
@@ -267,12 +279,12 @@ def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def in_buckets(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, first: int, last: int) -> np.ndarray:
-    """int64 [M]: places of live rows whose bucket is in first..last."""
+def in_bucket(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, bucket: int) -> np.ndarray:
+    """int64 [M]: places of live rows of a bucket."""
     out_M = np.empty(used, dtype=np.int64)
     m = 0
     for n in range(used):
-        if flags_N[n] & LIVE and first <= bucket_N[n] <= last:
+        if flags_N[n] & LIVE and bucket_N[n] == bucket:
             out_M[m] = n
             m += 1
     return out_M[:m].copy()

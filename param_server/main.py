@@ -81,6 +81,8 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         schema=load_schema(config.schema),
         index=config.index,
         num_shards=config.num_shards,
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
         seed=config.seed,
         publishing=bool(config.bootstrap),
         max_publish_norm=config.max_publish_norm,

@@ -29,7 +29,6 @@ from roo.errors import UnavailableError, WireError
 from runtime.backoff import Backoff
 from runtime.clock import Clock
 from runtime.record_reader import RecordsGoneError
-from runtime.topics import PARTITIONS, ROWS
 
 log = logging.getLogger("roostream.publish")
 
@@ -38,11 +37,8 @@ _REPUBLISH_KEYS = 65_536
 
 class Message(NamedTuple):
     bucket: int
+    partition: int
     value: bytes
-
-    @property
-    def partition(self) -> int:
-        return self.bucket % PARTITIONS[ROWS]
 
 
 class RowsTopic(Protocol):
@@ -100,6 +96,11 @@ class Publisher:
         self.publish(stop)
 
     def publish(self, stop: threading.Event) -> None:
+        """A round: everything that is unpublished, once, as it is now; nothing where that is nothing, or a rollback is due.
+
+        **If it fails** (UnavailableError: Kafka is away or refused, or `stop` was set): some of it may have been appended; all
+        of it counts as unpublished again, and goes out in later versions.
+        """
         taken = self.shard.take_round()  # 1
         if taken is None:
             return
@@ -107,7 +108,8 @@ class Publisher:
         ends: dict[int, int] = {}
         done = False
         try:
-            ends = self._send([Message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas], stop)  # 2, 3
+            messages = [self._message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas]
+            ends = self._send(messages, stop)  # 2, 3
             done = True
         finally:
             self.shard.settle_round(taken, done, ends)  # 4
@@ -117,6 +119,11 @@ class Publisher:
         self.num_keys += sum(len(d.id_M) for d in taken.deltas)
 
     def roll_back(self, rollback: Rollback, stop: threading.Event) -> None:
+        """Barriers, and every key behind the manifest's offsets marked, so that the next round says how it is now.
+
+        **If it fails** (UnavailableError, as `publish`): barriers may have been written and keys been marked, which does no
+        harm twice; the shard still has the rollback, and no round is taken before it is done.
+        """
         bounds = {p: self.topic.bounds(p, stop) for p in rollback.rows_end}
         gone = {p for p, start in rollback.rows_end.items() if not bounds[p][0] <= start <= bounds[p][1]}
         ends = self._send(self._barriers(rollback, gone, rollback.rows_end), stop)  # 1
@@ -141,11 +148,14 @@ class Publisher:
     def _barriers(self, rollback: Rollback, rebootstrap: set[int], partitions: Iterable[int]) -> list[Message]:
         chosen = set(partitions)
         return [
-            Message(bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap))
+            self._message(bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap))
             for bucket in self.shard.identity.buckets
-            if (partition := bucket % PARTITIONS[ROWS]) in chosen
+            if (partition := self.shard.identity.partition_of(bucket)) in chosen
             for stack in self.shard.tables
         ]
+
+    def _message(self, bucket: int, value: bytes) -> Message:
+        return Message(bucket, self.shard.identity.partition_of(bucket), value)
 
     def _republish(self, rollback: Rollback, values: Iterable[bytes]) -> None:
         """Mark the keys of this shard's buckets, in portions."""

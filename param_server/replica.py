@@ -58,7 +58,7 @@ class Replica:
     """One writer, several readers; a reader sees whole rows, and all of one `gather` between two messages."""
 
     def __init__(self, schema: Schema, seed: int, *, num_buckets: int = NUM_BUCKETS) -> None:
-        self.schema, self.seed, self.num_buckets = schema, seed, num_buckets
+        self.schema, self.num_buckets = schema, num_buckets
         self.needs_bootstrap = True
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0

@@ -77,6 +77,10 @@ class KafkaRows:
         self._producer: Producer | None = None
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
+        """See `RowsTopic`. Returns when Kafka has all messages; says so where that takes more than 5 s.
+
+        **If it fails**: the producer that lost a message is given up, and the next call makes another.
+        """
         if not messages:
             return []
         self._producer = producer = self._producer or kafka.producer(self.broker)
@@ -108,6 +112,7 @@ class KafkaRows:
             return reader.bounds((ROWS, partition))
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
+        """See `RowsTopic`. Records without a value are passed over; while the broker is away it waits."""
         at = (ROWS, partition)
         with contextlib.closing(self._reader(partition)) as reader:
             reader.seek({at: start})

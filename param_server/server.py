@@ -36,7 +36,6 @@ from roo.ids import buckets_of
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
-from runtime.topics import PARTITIONS, ROWS
 
 log = logging.getLogger("roostream.shard")
 
@@ -352,7 +351,7 @@ class Shard:
         self._sequences.clear()
         self._settled_late = None
         self._frozen, self._known, self.committed = None, True, target.commit
-        partitions = {bucket % PARTITIONS[ROWS] for bucket in self.identity.buckets} if self.identity.publishing else ()
+        partitions = {self.identity.partition_of(b) for b in self.identity.buckets} if self.identity.publishing else ()
         self._rows_end = {p: target.rows_end.get(p, 0) for p in partitions}
         self._rollback = Rollback(self.incarnation, dict(self._rows_end)) if self.identity.publishing else None
         self.ready = True

@@ -65,9 +65,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         shards = [SocketTransport(address) for address in config.shards]
         for transport in shards:
             opened.callback(transport.close)
-        client = Client(
-            schema, shards, seed=config.seed, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop
-        )
+        client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
         wiring = Wiring(
             source=source,

@@ -50,7 +50,7 @@ def _gradients(lookup: Lookup) -> dict[str, np.ndarray]:
 
 
 def _filled(transport: Transport) -> Client:
-    client = Client(schema(), [transport], seed=0, worker=0)
+    client = Client(schema(), [transport], worker=0)
     client.set_incarnation(1)
     for ids in np.split(np.arange(ROWS_A_TABLE, dtype=np.int64), 16):
         everything = _lookup(ids)

@@ -88,7 +88,7 @@ def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
 def shard_client(schema: Schema, folder: str) -> Client:
     """A client of one shard in this process, begun as incarnation 1."""
     shard = begun_shard(schema, folder)
-    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], seed=0, worker=0)
+    client = Client(schema, [InMemoryTransport(Calls(shard).handle)], worker=0)
     client.set_incarnation(1)
     return client
 

@@ -105,7 +105,7 @@ class _Local:
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()
         self.samples = ReadySamples(Decoder(schema, registry), clock)
         self.joiner = LocalEngine(JoinerConfig(engine="local", **joiner_settings(config)), schema, registry)
-        client = Client(schema, _shards(config, schema, store), seed=config.seed, worker=0)
+        client = Client(schema, _shards(config, schema, store), worker=0)
         client.set_incarnation(1)
         settings = LoopConfig(
             batch_requests=config.batch_requests,

@@ -58,7 +58,7 @@ class Loop:
     def __init__(self, shard: Shard, topic: InMemoryRows | None = None) -> None:
         self.shard, self.topic, self.clock = shard, topic or InMemoryRows(), FakeClock()
         self.publisher = Publisher(shard, self.topic, self.clock)
-        self.client = Client(small_schema(), [transport_to(shard)], seed=0, worker=0)
+        self.client = Client(small_schema(), [transport_to(shard)], worker=0)
         self.client.set_incarnation(shard.incarnation)
 
     def push(self, *ids: int, table: str = ITEM, value: float = 1.0, time_ms: int = 0, **times: int) -> None:

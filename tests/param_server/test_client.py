@@ -48,7 +48,7 @@ class Counting:
 def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTransport], list[Any]]:
     shards = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
     transports = [transport_to(s) for s in shards]
-    client = Client(small_schema(), transports, seed=0, worker=3, clock=FakeClock(), **kwargs)
+    client = Client(small_schema(), transports, worker=3, clock=FakeClock(), **kwargs)
     client.set_incarnation(1)
     return client, transports, shards
 
@@ -178,7 +178,7 @@ def test_another_incarnation_passes_up_at_once(call: str) -> None:
 
 
 def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:
-    client = Client(small_schema(), [transport_to(make_shard())], seed=0, worker=0, clock=FakeClock())
+    client = Client(small_schema(), [transport_to(make_shard())], worker=0, clock=FakeClock())
     with pytest.raises(UnavailableError, match="waits for RESTORE") as caught:
         client.pull(lookup_of(LOOKUP))
     assert not isinstance(caught.value, TransportError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.errors import UnavailableError
 from roo.ids import bucket_of
@@ -47,6 +48,19 @@ def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() ->
     assert {p for p, _, _ in messages(loop.topic, wire.ROW_DELTA)} == {bucket % 4}
     first = deltas(loop.topic)[0]
     assert (first.schema, first.table_id, first.dim, first.stack) == (small_schema().fingerprint, table_id(ITEM), 4, ADAGRAD)
+
+
+def test_buckets_and_partitions_are_the_deployment_s() -> None:
+    topic = InMemoryRows(num_partitions=6)
+    loop = Loop(begun(num_buckets=16, num_partitions=6), topic)
+    loop.push(*range(100))
+    loop.turn()
+    assert {d.bucket for d in deltas(topic)} == set(range(16))
+    assert all(d.bucket % 6 == p for p, _, d in messages(topic, wire.ROW_DELTA))  # type: ignore[attr-defined]
+    loop.shard.restore(2, "")
+    loop.turn()
+    barriers = [b.bucket for _, _, b in messages(topic, wire.BARRIER)]  # type: ignore[attr-defined]
+    assert sorted(barriers) == sorted(2 * 2 * list(range(16))), "two restores, two stacks"
 
 
 def test_a_delta_carries_the_oldest_times_behind_its_rows() -> None:

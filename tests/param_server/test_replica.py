@@ -147,19 +147,19 @@ def test_string_ids_beyond_int64_are_found() -> None:
 
 
 def pushed(shard: Shard, *ids: int, value: float = 1.0) -> None:
-    client = Client(small_schema(), [transport_to(shard)], seed=0, worker=int(value * 1000) % 997)
+    client = Client(small_schema(), [transport_to(shard)], worker=int(value * 1000) % 997)
     client.set_incarnation(shard.incarnation)
     lookup = lookup_of({ITEM: ids})
     client.push(lookup, gradients_of(lookup, value), step=0, time_ms=0)
 
 
 def rows_of(shard: Shard, *ids: int) -> bytes:
-    return Client(small_schema(), [transport_to(shard)], seed=0, worker=0).pull(lookup_of({ITEM: ids}))[ADAGRAD].tobytes()
+    return Client(small_schema(), [transport_to(shard)], worker=0).pull(lookup_of({ITEM: ids}))[ADAGRAD].tobytes()
 
 
 def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
-    client = Client(small_schema(), [transport_to(s) for s in shards], seed=0, worker=0)
+    client = Client(small_schema(), [transport_to(s) for s in shards], worker=0)
     client.set_incarnation(1)
     lookup = lookup_of({ITEM: range(500)})
     client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)

@@ -58,7 +58,7 @@ class Undisturbed:
 
 
 def client_of(shard: Shard) -> Client:
-    client = Client(SCHEMA, [transport_to(shard)], seed=0, worker=0)
+    client = Client(SCHEMA, [transport_to(shard)], worker=0)
     client.set_incarnation(shard.incarnation)
     return client
 

@@ -52,7 +52,7 @@ def topic(stack: object) -> Iterator[KafkaRows]:
 
 
 def push(shard: Shard, incarnation: int, *ids: int) -> None:
-    client = Client(shard.identity.schema, [transport_to(shard)], seed=0, worker=0)
+    client = Client(shard.identity.schema, [transport_to(shard)], worker=0)
     client.set_incarnation(incarnation)
     lookup = lookup_of({ITEM: ids})
     client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)

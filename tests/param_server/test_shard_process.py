@@ -134,7 +134,7 @@ def shard(tmp_path: Path, lead: Lead) -> Iterator[Shard]:
 
 def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:
     transport = SocketTransport(line.split("listens on ")[1].split(",")[0])
-    client = Client(small_schema(), [transport], seed=0, worker=0)
+    client = Client(small_schema(), [transport], worker=0)
     client.set_incarnation(incarnation)
     return client, transport
 

@@ -182,7 +182,7 @@ class Simulation:
     def _rows(self, worker: int) -> FakeRows | Client:
         shards = [Wire(lambda i=i: self.places[f"shard {i}"].process) for i in range(len(self.disks))]
         if self.real_shards:
-            return Client(samples.schema(), shards, seed=0, worker=worker, resend_for_s=0.2, clock=self.clock)
+            return Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
         rows = FakeRows(samples.schema(), shards, worker)
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows

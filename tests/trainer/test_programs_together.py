@@ -82,7 +82,7 @@ class Together:
 
     def worker(self, source: MemoryReader, timeout_s: float = 30.0) -> tuple[Monitor, Stop]:
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
-        client = Client(samples.schema(), shards, seed=0, worker=0, resend_for_s=0.5)
+        client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
         decoder = Decoder(samples.schema(), {}.get)
         wiring = Wiring(
