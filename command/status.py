@@ -16,7 +16,7 @@ from command.scrape import Scraped
 from roo.errors import RoostreamError
 from runtime import flink_rest, kafka
 from runtime.broker import Broker
-from runtime.rpc import SocketTransport
+from runtime.rpc_client import SocketTransport
 from runtime.topics import PARTITIONS, name_of
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")

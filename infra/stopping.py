@@ -20,7 +20,7 @@ from infra.places import Endpoints
 from infra.supervisor import Supervisor
 from roo.errors import RoostreamError
 from runtime import flink_rest
-from runtime.rpc import SocketTransport
+from runtime.rpc_client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
 _SAVEPOINT_S = 30.0

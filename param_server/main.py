@@ -31,7 +31,8 @@ from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.member import Member
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.shard")

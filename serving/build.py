@@ -23,7 +23,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.kafka_reader import KafkaReader
 from runtime.manifest import Manifest
 from runtime.metrics import freshness
-from runtime.rpc import SocketTransport
+from runtime.rpc_client import SocketTransport
 from serving.config import ServingConfig
 from serving.dense import DenseFollower
 from serving.feature_log.log import FeatureLog

@@ -13,7 +13,7 @@ from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
 from runtime.program import Stop
-from runtime.rpc import RpcServer
+from runtime.rpc_server import RpcServer
 from trainer.config import ControllerConfig
 from trainer.controller import Controller
 from trainer.coordinator import Coordinator

@@ -21,7 +21,7 @@ from runtime.kafka_reader import KafkaReader
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.reading import Reading
-from runtime.rpc import SocketTransport
+from runtime.rpc_client import SocketTransport
 from runtime.topics import SAMPLES
 from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity

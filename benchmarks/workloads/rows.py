@@ -19,7 +19,8 @@ from param_server.calls import Calls
 from param_server.client import Client
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema, schema_from_dict
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from runtime.transport import InMemoryTransport, Transport
 
 NUM_TABLES, ROWS_A_TABLE, DIM = 26, 40_000, 16

@@ -9,7 +9,8 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads.server import listen_until_told, serving
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from runtime.transport import Header
 
 MB = 1e6

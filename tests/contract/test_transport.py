@@ -11,7 +11,8 @@ import pytest
 
 from roo import errors
 from roo.errors import RoostreamError, TransportError, WireError
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from runtime.transport import Header, InMemoryTransport, Transport
 
 

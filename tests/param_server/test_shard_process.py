@@ -19,7 +19,8 @@ import pytest
 
 from param_server.client import Client
 from runtime.checkpoint_store import FileStore
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from runtime.transport import Header
 from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, gradients_of, link_manifest, lookup_of, small_schema
 

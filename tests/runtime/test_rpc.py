@@ -14,7 +14,8 @@ import pytest
 from roo.errors import ConfigError, FencedError, SetupError, TransportError
 from runtime import frames
 from runtime.address import parse_address
-from runtime.rpc import RpcServer, SocketTransport, error_of
+from runtime.rpc_client import SocketTransport, error_of
+from runtime.rpc_server import RpcServer
 from runtime.transport import Header
 
 

@@ -21,7 +21,8 @@ from runtime.exports import Exports
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.record_reader import MemoryReader
-from runtime.rpc import RpcServer, SocketTransport
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard

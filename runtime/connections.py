@@ -1,0 +1,89 @@
+"""Frames over blocking sockets, received into memory that is taken once a frame and only after its sizes were checked
+(runtime/frames.py). Both ends of a call use these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from runtime import frames
+
+_SOCKET_BYTES = 4 << 20
+_MAX_BUFFERS = min(getattr(os, "sysconf", lambda _: 1024)("SC_IOV_MAX"), 1024)
+
+
+def tune(connection: socket.socket) -> None:
+    """Without Nagle's delay, with room for a frame on its way."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+
+
+def shutdown(connection: socket.socket, how: int) -> None:
+    """Also when the peer was faster."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(how)
+
+
+def _limit(connection: socket.socket, deadline: float | None) -> None:
+    if deadline is None:
+        connection.settimeout(None)
+        return
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
+
+
+def send(connection: socket.socket, buffers: list[Any], deadline: float | None) -> None:
+    """All of them, until `deadline` (monotonic; None = however long). OSError, TimeoutError: what was sent is unknown."""
+    pending = deque(memoryview(b) for b in buffers)
+    while pending:
+        _limit(connection, deadline)
+        sent = connection.sendmsg([pending[i] for i in range(min(len(pending), _MAX_BUFFERS))])
+        while sent and sent >= len(pending[0]):
+            sent -= len(pending.popleft())
+        if sent:
+            pending[0] = pending[0][sent:]
+
+
+def receive(
+    connection: socket.socket, deadline: float | None, max_frame_bytes: int
+) -> tuple[int, frames.Body, list[np.ndarray]] | None:
+    """(kind, body, arrays), or None if the peer closed between two frames.
+
+    Raises:
+        WireError: not a frame of ours, or too large.
+        OSError: the connection broke, or `deadline` (monotonic) passed.
+    """
+    head = memoryview(bytearray(frames.PREFIX_BYTES))
+    if not _fill(connection, head, deadline, end_is_fine=True):
+        return None
+    prefix = frames.parse_prefix(head, max_frame_bytes)
+    header = memoryview(bytearray(prefix.header_bytes))
+    _fill(connection, header, deadline)
+    body = frames.parse_header(prefix, header)
+    payload = np.empty(prefix.payload_bytes, dtype=np.uint8)
+    _fill(connection, payload.data, deadline)
+    return prefix.kind, body, frames.views(body, payload)
+
+
+def _fill(connection: socket.socket, into: memoryview, deadline: float | None, end_is_fine: bool = False) -> bool:
+    got = 0
+    while got < len(into):
+        _limit(connection, deadline)
+        n = connection.recv_into(into[got:])
+        if n == 0:
+            if got == 0 and end_is_fine:
+                return False
+            raise ConnectionResetError("the peer closed the connection in the middle of a frame")
+        got += n
+    return True

@@ -1,0 +1,164 @@
+"""Calls answered over TCP, with threads, one a connection; `runtime/rpc_client.py` makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from roo.errors import RoostreamError, SetupError, TransportError, WireError
+from runtime import connections, frames
+from runtime.address import is_loopback
+from runtime.transport import Handler, Header
+
+log = logging.getLogger("roostream.rpc")
+
+
+class RpcServer:
+    """Answers calls with `handler`, from one thread a connection.
+
+    Bytes that aren't a frame of ours close their connection with one log line; the others go on.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        max_frame_bytes: int = frames.MAX_FRAME_BYTES,
+        max_connections: int = 256,
+        insecure: bool = False,
+    ) -> None:
+        self.handler, self.host, self.port = handler, host, port
+        self.max_frame_bytes, self.max_connections, self.insecure = max_frame_bytes, max_connections, insecure
+        self._listener: socket.socket | None = None
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._busy: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._acceptor: threading.Thread | None = None
+
+    def start(self) -> RpcServer:
+        """Bind and accept; self.
+
+        Raises:
+            SetupError: the port is taken, or the address is not loopback and `insecure` was not given.
+        """
+        if not is_loopback(self.host) and not self.insecure:
+            raise SetupError(
+                f"expected to listen on 127.0.0.1, got {self.host!r}: calls carry no authentication; "
+                "set insecure = true if the network is yours alone"
+            )
+        try:
+            self._listener = socket.create_server((self.host, self.port), backlog=64)
+        except (OSError, OverflowError) as error:
+            raise SetupError(
+                f"{self.host}:{self.port} can't be listened on ({error}); choose another port, or 0 for any"
+            ) from None
+        self.port = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name="rpc-accept", daemon=True)
+        self._acceptor.start()
+        return self
+
+    @property
+    def address(self) -> str:
+        """`host:port` in use; the port is drawn by `start` if it was 0."""
+        return f"{self.host}:{self.port}"
+
+    def stop(self, timeout_s: float = 2.0) -> int:
+        """1 accept no more, 2 let calls in hand end within `timeout_s`, 3 cut off the rest; how many were cut off."""
+        self._stopping = True
+        if self._listener is None:
+            return 0
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._acceptor:
+            self._acceptor.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            open_now = dict(self._connections)
+        for connection in open_now:
+            connections.shutdown(connection, socket.SHUT_RD)
+        for thread in open_now.values():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        with self._lock:
+            cut_off = len(self._busy)
+        for connection in open_now:
+            connections.shutdown(connection, socket.SHUT_RDWR)
+        for thread in open_now.values():
+            thread.join(0.2)
+        return cut_off
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stopping:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError as error:
+                if not self._stopping:  # out of file descriptors, most likely: connections end, then there is room again
+                    log.warning("can't accept a connection: %s", error)
+                    time.sleep(0.1)
+                continue
+            with self._lock:
+                full = len(self._connections) >= self.max_connections
+                if not full:
+                    thread = threading.Thread(target=self._serve, args=(connection, peer), name="rpc", daemon=True)
+                    self._connections[connection] = thread
+            if full:
+                log.warning("connection from %s refused: %d are open", peer, self.max_connections)
+                connection.close()
+            else:
+                thread.start()
+
+    def _serve(self, connection: socket.socket, peer: object) -> None:
+        try:
+            connections.tune(connection)
+            while not self._stopping and self._serve_one(connection):
+                pass
+        except WireError as error:
+            log.warning("connection from %s closed: %s", peer, error)
+        except OSError as error:
+            log.debug("connection from %s ended: %s", peer, error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _serve_one(self, connection: socket.socket) -> bool:
+        """One call; False when the peer has closed between two."""
+        received = connections.receive(connection, None, self.max_frame_bytes)
+        if received is None:
+            return False
+        with self._lock:
+            self._busy.add(connection)
+        try:
+            kind, body, arrays = received
+            if kind != frames.CALL or not isinstance(body.get("method"), str):
+                raise WireError("undecodable", f"expected a call, got a frame of kind {kind}")
+            connections.send(connection, self._answer(body["method"], body.get("header", {}), arrays), None)
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+        return True
+
+    def _answer(self, method: str, header: Header, arrays: list[np.ndarray]) -> list[Any]:
+        try:
+            answer, answer_arrays = self.handler(method, header, arrays)
+            return frames.encode(frames.ANSWER, {"header": answer}, answer_arrays, self.max_frame_bytes)
+        except RoostreamError as error:
+            return frames.encode(frames.ERROR, error_body(error))
+        except Exception as error:
+            log.exception("call %r failed: this is a defect of Roostream", method)
+            return frames.encode(frames.ERROR, error_body(TransportError(f"{method}: the peer failed: {error!r:.300}")))
+
+
+def error_body(error: RoostreamError) -> frames.Body:
+    """How an error travels: its class by name, its sentence, and a WireError's reason."""
+    return {"error": type(error).__name__, "message": str(error), "reason": getattr(error, "reason", "")}
