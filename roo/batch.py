@@ -14,6 +14,8 @@ import numpy as np
 from roo.jagged import Jagged
 from roo.schema import Schema
 
+_BY_REQUEST = ("_R", "_RF")  # arrays whose names end so have a row for each request, all others one for each candidate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
@@ -52,7 +54,7 @@ class Batch:
         for name in ("label_BT", "label_before_BT", "weight_BT", "served_score_BT"):
             assert getattr(self, name).shape == (b, t), name
         for name, value in vars(self).items():
-            assert not isinstance(value, np.ndarray) or len(value) == (r if _by_request(name) else b), name
+            assert not isinstance(value, np.ndarray) or len(value) == (r if name.endswith(_BY_REQUEST) else b), name
 
     @property
     def num_requests(self) -> int:
@@ -82,12 +84,7 @@ class Batch:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
-                changes[field.name] = value[rows_M] if _by_request(field.name) else value[at_B]
+                changes[field.name] = value[rows_M] if field.name.endswith(_BY_REQUEST) else value[at_B]
         changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
         changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-def _by_request(name: str) -> bool:
-    """Arrays whose names end so have a row for each request, all others one for each candidate."""
-    return name.endswith(("_R", "_RF"))

@@ -51,10 +51,11 @@ def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> byt
     _known(schema, "nro", columns)
     if num_rows > schema.limits.max_candidates:
         raise WireError("oversized", f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}")
-    floats_BF = np.full((num_rows, len(schema.floats("nro"))), np.nan, dtype=np.float32)
+    floats_BF = np.full((num_rows, len(schema.floats("nro"))), np.nan, dtype=np.float64)
     for i, f in enumerate(schema.floats("nro")):
         if columns.get(f.name) is not None:
             floats_BF[:, i] = _float_column(f, columns[f.name], num_rows)
+    floats_BF = _float32(floats_BF)
     lists = schema.lists("nro")
     given: list[Any] = [columns.get(f.name) for f in lists]
     for f, column in zip(lists, given, strict=True):
@@ -175,6 +176,8 @@ def _expected(f: Feature) -> str:
 
 def _ids(f: Feature, values: Any) -> list[int]:
     try:
+        if {int}.issuperset(map(type, values)):
+            return [v & MASK64 for v in values]
         return [item_id(v if isinstance(v, str) else _index(v)) for v in values]
     except TypeError:
         raise _bad(f, "ids (integers or strings)", repr(values)) from None
@@ -182,7 +185,7 @@ def _ids(f: Feature, values: Any) -> list[int]:
 
 def _integers(f: Feature, values: Any) -> list[int]:
     try:
-        out = [_index(v) for v in values]
+        out = list(values) if {int}.issuperset(map(type, values)) else [_index(v) for v in values]
     except TypeError:
         raise _bad(f, "times in ms (integers)", repr(values)) from None
     if any(not -(1 << 63) <= v < 1 << 63 for v in out):
@@ -218,7 +221,7 @@ def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:
     values = column if isinstance(column, np.ndarray) else np.array([_float(f, v) for v in column], dtype=np.float64)
     if values.shape != (num_rows,) or values.dtype.kind not in "fiu":
         raise _bad(f, f"{num_rows} numbers", f"{values.dtype} {values.shape}")
-    return _float32(values)
+    return values
 
 
 def _float32(values: np.ndarray) -> np.ndarray:

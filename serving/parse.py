@@ -57,12 +57,7 @@ class JsonParser:
     def _items(self, candidates: Any, by_row: bool) -> np.ndarray:
         ids = [c.item_id for c in candidates] if by_row else candidates.item_id
         check_candidates(self.schema, len(ids))
-        try:
-            return ids_of(ids, "$.candidates.item_id")
-        except RequestError as error:
-            if by_row:  # the path of a column's entry → that of a row's field
-                error.path = re.sub(r"\.item_id(\[\d+\])$", r"\1.item_id", error.path)
-            raise
+        return ids_of(ids, lambda i: f"$.candidates[{i}].item_id" if by_row else f"$.candidates.item_id[{i}]")
 
     def _request_values(self, ro: Any) -> dict[str, Any]:
         values = {f.name: getattr(ro, name) for name, f in self._ro}
@@ -100,7 +95,7 @@ class JsonParser:
         if f.kind == "ids":
             single = [v[0] if type(v) is list and len(v) == 1 else v for v in column]
             if {int, str}.issuperset(map(type, single)):  # exactly one id a row: an array, which encodes without a loop
-                return np.array([id_of(v, path.format(i, f.name)) for i, v in enumerate(single)], dtype=np.uint64).view(np.int64)
+                return ids_of(single, lambda row: path.format(row, f.name))
         return [None if v is None else self._checked(f, v, path.format(i, f.name)) for i, v in enumerate(column)]
 
     def _checked(self, f: Feature, value: Any, path: str) -> Any:
@@ -134,7 +129,7 @@ class JsonParser:
         if len(values) > self.schema.limits.max_list:
             raise RequestError(413, f"expected at most {self.schema.limits.max_list} entries, got {len(values)}", path)
         if kind == "ids":
-            check_ids(values, path)
+            check_ids(values, lambda i: f"{path}[{i}]")
         elif values and not -(1 << 63) <= min(values) <= max(values) < 1 << 63:
             raise RequestError(400, "expected times in ms as 64-bit integers", path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,16 @@ def id_of(value: int | str, path: str) -> int:
     return item_id(value)
 
 
-def ids_of(values: list[int | str], path: str) -> np.ndarray:
-    """int64 [n] of ids from outside."""
-    check_ids(values, path)
+def ids_of(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray:
+    """int64 [n] of ids from outside; `path_of` names the place of the i-th. Raises as `check_ids`."""
+    check_ids(values, path_of)
     unsigned = [v & MASK64 if type(v) is int else item_id(v) for v in values]
     return np.array(unsigned, dtype=np.uint64).view(np.int64)
 
 
-def check_ids(values: list[int | str], path: str) -> None:
+def check_ids(values: list[int | str], path_of: Callable[[int], str]) -> None:
     """Raises RequestError 400 with the path of the first integer that has no 64-bit form."""
     integers: list[int] = [v for v in values if type(v) is int]
     if integers and not (min(integers) >= _LOWEST_ID and max(integers) <= MASK64):
         for i, value in enumerate(values):
-            id_of(value, f"{path}[{i}]")
+            id_of(value, path_of(i))
