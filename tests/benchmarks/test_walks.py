@@ -1,0 +1,39 @@
+"""Walks count what they say they count, and the same every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import walks
+from roo.ids import item_id, key_bytes
+from serving.request import id_of
+
+
+def test_calls_moves_and_depth_are_those_of_our_own_files() -> None:
+    walk = walks.count(lambda: (id_of(7, "$"), key_bytes(0, 3), sorted([2, 1])))
+    assert walk.files == ("serving/request.py", "roo/ids.py")
+    # id_of → item_id (a move); key_bytes → hash64 (none)
+    assert (walk.num_functions, walk.num_calls, walk.num_moves, walk.deepest) == (4, 4, 1, 2)
+
+
+def test_what_raises_is_walked_too() -> None:
+    def refused() -> None:
+        try:
+            item_id(None)  # type: ignore[arg-type]
+        except TypeError:
+            key_bytes(1, 1)
+
+    assert walks.count(refused).deepest == 1, "a frame that raised is left"
+
+
+def test_every_walk_ends_where_it_should_and_is_the_same_again(tmp_path: Path) -> None:
+    last = {
+        "rank": "serving/answer.py",
+        "join": "joiner/build.py",
+        "train": "param_server/table.py",
+        "publish": "param_server/replica.py",
+    }
+    for name, walk in walks.WALKS.items():
+        one, other = (walk(str(tmp_path / f"{name}{i}")) for i in range(2))
+        assert last[name] in one.files and one.num_moves > 0
+        assert one.files == other.files and one.num_functions == other.num_functions, name
