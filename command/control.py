@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import logging.handlers
 import os
@@ -46,9 +45,7 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     command = (sys.executable, "-m", "command.main", *arguments, "--foreground")
     output = place.log("up")
     with output.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=without_supervisor()
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     deadline_s = time.monotonic() + wait_s
     said: set[str] = set()
     while time.monotonic() < deadline_s:
@@ -146,11 +143,3 @@ def log_to(home: Home, console: logging.Handler | None = None) -> None:
     logging.basicConfig(
         level="INFO", format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", handlers=handlers, force=True
     )
-
-
-def without_supervisor() -> dict[str, str]:
-    """The environment of a process that shall outlive this one."""
-    env = dict(os.environ)
-    with contextlib.suppress(KeyError):
-        del env["ROOSTREAM_SUPERVISED"]
-    return env

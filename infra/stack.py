@@ -299,5 +299,4 @@ def environment(java: Path, cluster: Cluster) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        "ROOSTREAM_SUPERVISED": "1",
     }

@@ -30,6 +30,7 @@ from runtime import metrics, program
 from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
+from runtime.crew import Crew
 from runtime.member import Member
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
@@ -51,7 +52,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     Raises:
         ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
     """
-    failures: list[BaseException] = []
+    crew = Crew(stop)
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
@@ -68,12 +69,12 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         at = metrics.serve(config)  # 3
         if publisher and topic:
             opened.callback(topic.close)
-            _start_publishing(publisher, stop, failures, opened)  # 4
+            opened.callback(crew.join, _JOIN_S)
+            crew.start("publisher", publisher.run, stop)  # 4
         _start_member(config, shard, stop, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
         stop.wait()
-    if failures:
-        raise failures[0]
+    crew.check()
 
 
 def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
@@ -102,23 +103,6 @@ def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opene
 
     opened.callback(close)
     return server.address
-
-
-def _start_publishing(
-    publisher: Publisher, stop: threading.Event, failures: list[BaseException], opened: contextlib.ExitStack
-) -> None:
-    """A publisher that fails ends the program, visibly."""
-
-    def publish() -> None:
-        try:
-            publisher.run(stop)
-        except BaseException as error:
-            failures.append(error)
-            stop.set()
-
-    thread = threading.Thread(target=publish, name="publisher", daemon=True)
-    thread.start()
-    opened.callback(thread.join, _JOIN_S)
 
 
 def _start_member(config: ShardConfig, shard: Shard, stop: threading.Event, opened: contextlib.ExitStack) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger("roostream.serving")
+log = logging.getLogger("roostream")
 
 
 class Crew:
@@ -16,13 +16,17 @@ class Crew:
     def __init__(self, stop: threading.Event) -> None:
         self.stop = stop
         self.failed: list[str] = []
+        self._error: Exception | None = None
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, target: Callable[..., object], *args: Any) -> None:
+        """Run `target(*args)` in a thread; what it raises is logged and sets `stop`."""
+
         def body() -> None:
             try:
                 target(*args)
-            except Exception:
+            except Exception as error:
+                self._error = self._error or error
                 log.exception("thread %s failed: this is a defect of Roostream; the process ends", name)
                 self.failed.append(name)
                 self.stop.set()
@@ -30,6 +34,11 @@ class Crew:
         thread = threading.Thread(target=body, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def check(self) -> None:
+        """After `join`. RuntimeError: a thread failed; the first one's error is its cause."""
+        if self.failed:
+            raise RuntimeError(f"threads failed: {', '.join(self.failed)}") from self._error
 
     def join(self, timeout_s: float) -> list[str]:
         """Wait for all, each at most `timeout_s`; the names of those that still run."""

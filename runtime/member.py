@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from roo.errors import CheckpointError, FencedError, RoostreamError
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
+from runtime.crew import Crew
 from runtime.transport import Transport
 
 log = logging.getLogger("roostream.member")
@@ -60,14 +61,8 @@ class Member:
         self._done: OrderedDict[tuple[int, int], Result | None] = OrderedDict()  # None: not done yet
         self._untold: dict[tuple[int, int], Result] = {}
         self._told = threading.Event()
-        self._lost_callbacks: list[tuple[float, Callable[[], None]]] = []
-        self._lost_called: set[int] = set()
         self._answered_s = self.clock.monotonic_s()
-        self._threads: list[threading.Thread] = []
-
-    def on_lost_controller_for(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call `callback` once an outage of the controller has lasted that long, from the beat thread."""
-        self._lost_callbacks.append((seconds, callback))
+        self._crew = Crew(stop)
 
     @property
     def silent_s(self) -> float:
@@ -76,20 +71,16 @@ class Member:
 
     def start(self) -> Member:
         """Begin to beat; self. Ends with `stop`; then `join`."""
-        for name in ("beat", "commands", "answers"):
-            target = {"beat": self._beat_loop, "commands": self._command_loop, "answers": self._answer_loop}[name]
-            thread = threading.Thread(target=target, name=f"member-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._crew.start("member-beat", self._beat_loop)
+        self._crew.start("member-commands", self._command_loop)
+        self._crew.start("member-answers", self._answer_loop)
         return self
 
     def join(self, timeout_s: float = 5.0) -> bool:
         """After `stop` was set: wait for the threads; False if a command is still being done."""
         self._commands.put(None)
         self._told.set()
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        return not self._crew.join(timeout_s)
 
     def _beat_loop(self) -> None:
         transport, backoff = self.transport_factory(), Backoff(what="the controller", clock=self.clock)
@@ -100,7 +91,6 @@ class Member:
                     is_news = self.beat(transport)
                     backoff.reached()
                 except RoostreamError as error:
-                    self._notice_silence()
                     backoff.wait(error, self.stop)
                     continue
                 if not is_news and self.clock.monotonic_s() - began_s < _LEAST_BETWEEN_S:
@@ -124,7 +114,6 @@ class Member:
         }
         answer, _ = transport.call("beat", header, timeout_s=_CALL_TIMEOUT_S)
         self._answered_s = self.clock.monotonic_s()
-        self._lost_called.clear()
         with self._lock:
             for key, result in telling.items():
                 if self._untold.get(key) is result:
@@ -183,10 +172,3 @@ class Member:
                         log.debug("a result could not be told yet: %s", error)
         finally:
             transport.close()
-
-    def _notice_silence(self) -> None:
-        for n, (seconds, callback) in enumerate(self._lost_callbacks):
-            if self.silent_s >= seconds and n not in self._lost_called:
-                self._lost_called.add(n)
-                log.warning("no controller for %.0f s", self.silent_s)
-                callback()

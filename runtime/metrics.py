@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from prometheus_client import REGISTRY, Gauge, start_http_server
+from prometheus_client import REGISTRY, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -50,10 +50,6 @@ def freshness() -> Quantiles:
 
 
 _freshness: Quantiles | None = None
-
-
-def gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
-    return Gauge(f"roostream_{name}", help, labels)
 
 
 def serve(config: Watched) -> int:

@@ -1,8 +1,7 @@
-"""What starts and ends every program: logging, signals, parent death, and errors told in one line."""
+"""What starts and ends every program: logging, signals, and errors told in one line."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
@@ -14,17 +13,10 @@ from collections.abc import Callable
 from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest
 
 log = logging.getLogger("roostream")
-_PR_SET_PDEATHSIG = 1
 
 
 class Stop(threading.Event):
     """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""
-
-
-def die_with_parent() -> None:
-    """SIGTERM this process when its parent ends (Linux), so that nothing is left running."""
-    if os.environ.get("ROOSTREAM_SUPERVISED"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def setup_logging(level: str = "") -> None:
@@ -50,7 +42,6 @@ def run(name: str, body: Callable[[Stop], None]) -> int:
     1 a defect of ours, with its traceback in the log.
     """
     faulthandler.enable()
-    die_with_parent()
     stop = Stop()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

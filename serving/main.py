@@ -51,8 +51,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         _start_threads(crew, process, halt)
         http_server.run(build_app(process.parts), bound, stop, config.drain_ms)
     _end(process, crew, halt)
-    if crew.failed:
-        raise RuntimeError(f"threads failed: {', '.join(crew.failed)}")
+    crew.check()
 
 
 def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:

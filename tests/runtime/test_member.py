@@ -166,16 +166,14 @@ def test_old_commands_are_forgotten_in_the_end() -> None:
     assert len(member._done) < 500
 
 
-def test_a_lost_controller_is_dialled_again_and_told_of_once_an_outage() -> None:
+def test_a_lost_controller_is_dialled_again_and_silence_is_counted() -> None:
     controller, doer = FakeController(TransportError("away")), Doer()
-    clock, stop, calls = FakeClock(), threading.Event(), []
+    clock, stop = FakeClock(), threading.Event()
     member = Member(lambda: controller, "worker", 0, doer, dict, stop, clock=clock)
-    member.on_lost_controller_for(30.0, lambda: calls.append(clock.monotonic_s()))
     member.start()
-    controller.wait_for(lambda: clock.monotonic_s() > 60)
-    assert len(calls) == 1 and 30.0 <= calls[0] < 33.0
+    controller.wait_for(lambda: member.silent_s > 60)
     controller.answers = [[], FencedError("over")]
-    controller.wait_for(lambda: len(calls) == 2)
+    controller.wait_for(lambda: 0 < member.silent_s < 60)
     stop.set()
     assert member.join()
     assert controller.closed == 2

@@ -54,14 +54,3 @@ def test_a_log_level_that_there_is_not_is_told() -> None:
     assert (
         process.returncode == 2 and "environment ROOSTREAM_LOG: expected one of" in stderr and "did you mean 'DEBUG'?" in stderr
     )
-
-
-def test_a_supervised_program_ends_with_its_parent() -> None:
-    child = f"{HEAD}import os\ndef body(stop):\n    print(os.getpid(), flush=True); stop.wait(30)\nrun('prog', body)"
-    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(30)"
-    environ = {**os.environ, "ROOSTREAM_SUPERVISED": "1"}
-    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        process.kill()
-        assert process.stdout.read() == "", "the child's end closes the pipe that it shares"

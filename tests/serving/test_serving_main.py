@@ -20,7 +20,6 @@ from roo import wire
 from roo.config import load
 from roo.errors import ConfigError, SetupError
 from roo.schema_registry import to_toml
-from runtime.crew import Crew
 from serving.config import ServingConfig
 from serving.feature_log.log import FeatureLog
 from serving.main import serve
@@ -137,21 +136,3 @@ def test_what_a_user_got_wrong_is_one_sentence(
             changes = {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
         with pytest.raises(error, match=text):
             serve(load(ServingConfig, write_config(tmp_path, **changes), environ={}), threading.Event())
-
-
-def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    stop = threading.Event()
-    crew = Crew(stop)
-    crew.start("good", lambda: None)
-    crew.start("bad", lambda: 1 / 0)
-    assert stop.wait(10) and crew.join(10) == []
-    assert crew.failed == ["bad"] and "thread bad failed" in caplog.text
-
-
-def test_a_thread_that_does_not_end_is_named() -> None:
-    release = threading.Event()
-    crew = Crew(threading.Event())
-    crew.start("slow", release.wait)
-    assert crew.join(0.01) == ["slow"]
-    release.set()
-    assert crew.join(10) == []
