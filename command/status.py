@@ -13,9 +13,10 @@ from confluent_kafka import Consumer, KafkaException
 
 from command import scrape
 from command.scrape import Scraped
-from roo.errors import RoostreamError
-from runtime import flink_rest, kafka
+from roo.errors import RoostreamError, UnavailableError
+from runtime import kafka
 from runtime.broker import Broker
+from runtime.flink_rest import FlinkRest
 from runtime.rpc_client import SocketTransport
 from runtime.topics import PARTITIONS, name_of
 
@@ -42,7 +43,7 @@ class Watcher:
             "programs": {n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]} for n, p in programs.items()},
             "rates": self._rates(ends),
             "topics": ends,
-            "joiner": joiner_state(flink_rest.live_job(self.flink), scraped.get("joiner", Scraped())),
+            "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
             "trainer": trainer_state(worker, control),
             "rows": rows_by_stack(scraped),
             "commit": commit_state(control),
@@ -79,6 +80,12 @@ class Watcher:
         if before is None or not ends or now_s <= before[0]:
             return {t: None for t in PARTITIONS}
         return {t: max(ends[t] - before[1].get(t, 0), 0) / (now_s - before[0]) for t in ends}
+
+    def _joiner_job(self) -> dict[str, Any] | None:
+        try:
+            return FlinkRest(self.flink, timeout_s=2.0).live_job()
+        except UnavailableError:
+            return None
 
     def _controller_status(self) -> dict[str, Any]:
         transport = SocketTransport(self.controller)

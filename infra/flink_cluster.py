@@ -16,7 +16,7 @@ from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
 from roo.errors import SetupError
-from runtime import flink_rest
+from runtime.flink_rest import FlinkRest
 
 JOB_MANAGER = "flink-jm"
 _OPENED = (
@@ -140,7 +140,7 @@ class Cluster:
             command=self._java("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "384m", "192m"),
             log=self.home.log(JOB_MANAGER),
             env=env,
-            ready=lambda: flink_rest.overview(self.url) is not None,
+            ready=lambda: FlinkRest(self.url).answers(),
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,
@@ -157,7 +157,7 @@ class Cluster:
             command=(*main, f"-Dtaskmanager.resource-id={name}", f"-Dtaskmanager.rpc.port={port}"),
             log=self.home.log(name),
             env=env,
-            ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in flink_rest.task_managers(self.url),
+            ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers(),
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,

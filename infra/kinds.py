@@ -18,7 +18,7 @@ from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Endpoints
 from roo.errors import ConfigError, nearest
-from runtime import flink_rest
+from runtime.flink_rest import FlinkRest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,10 +128,17 @@ def joins_on_flink(options: StackOptions) -> bool:
 def restore_point(site: Site) -> str:
     """Where a new joiner job goes on from; "" = none, or a job runs already. Deletes what is older."""
     flink = site.home.root / "flink"
-    if flink_rest.live_job(site.at.flink) is not None:
+    if _has_job(site.at.flink):
         return ""
     restore_points.clean(flink)
     return str(restore_points.newest(flink) or "")
+
+
+def _has_job(url: str) -> bool:
+    try:
+        return FlinkRest(url).live_job() is not None
+    except UnavailableError:  # a job manager that is away runs none
+        return False
 
 
 def _joiner_needs(options: StackOptions) -> tuple[str, ...]:
@@ -141,7 +148,7 @@ def _joiner_needs(options: StackOptions) -> tuple[str, ...]:
 
 
 def _joiner_ready(site: Site) -> bool:
-    return flink_rest.is_running(site.at.flink) if joins_on_flink(site.options) else _metrics_answer(site)
+    return FlinkRest(site.at.flink).is_running() if joins_on_flink(site.options) else _metrics_answer(site)
 
 
 KINDS = (  # in order of starting

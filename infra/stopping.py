@@ -19,7 +19,7 @@ from infra.home import Home
 from infra.places import Endpoints
 from infra.supervisor import Supervisor
 from roo.errors import RoostreamError
-from runtime import flink_rest
+from runtime.flink_rest import FlinkRest
 from runtime.rpc_client import SocketTransport
 
 log = logging.getLogger("roostream.stack")
@@ -80,10 +80,11 @@ def _attempt(what: str, stopped: Stopped, step: Callable[[], None]) -> None:
 
 
 def _savepoint(url: str, flink: Path) -> None:
-    job = flink_rest.live_job(url)
+    flink_rest = FlinkRest(url)
+    job = flink_rest.live_job()
     if job is not None:
         log.info("taking a savepoint of the joiner's job")
-        flink_rest.stop_with_savepoint(url, job["jid"], (flink / "savepoints").as_uri(), _SAVEPOINT_S)
+        flink_rest.stop_with_savepoint(job["jid"], (flink / "savepoints").as_uri(), _SAVEPOINT_S)
 
 
 def _commit(controller: str) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
 from joiner.meters import Meters
-from joiner.submit import ALIVE, FlinkRest, submit
+from joiner.submit import submit
 from roo.errors import UnavailableError
 from roo.schema import Schema, load_schema
 from roo.schema_registry import lookup, register
@@ -18,6 +18,7 @@ from runtime import metrics
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
+from runtime.flink_rest import ENDED, FlinkRest
 from runtime.program import Stop
 from runtime.program import run as run_program
 
@@ -71,11 +72,10 @@ def run_flink(config: JoinerConfig, meters: Meters, stop: Stop) -> None:
             submits it anew, from the key `restore`.
     """
     rest = FlinkRest(config.flink)
-    job = ask(rest, rest.live_job, stop)
-    if job:
-        log.info("the job runs already; watching it")
-    else:
-        job = submit(config, stop)
+    found = ask(rest, rest.live_job, stop)
+    if found:
+        log.info("the job is there already (%s); watching it", found["state"])
+    job = found["jid"] if found else submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
     watch(rest, job, meters, stop)
 
@@ -85,7 +85,7 @@ def watch(rest: FlinkRest, job: str, meters: Meters, stop: Stop) -> None:
     said = ""
     while not stop.is_set():
         state = ask(rest, lambda: rest.state(job), stop)
-        if state not in ALIVE:
+        if state in (*ENDED, "UNKNOWN"):
             meters.running.set(0)
             why = "the job manager does not know it" if state == "UNKNOWN" else f"it is {state}: {rest.failure(job)}"
             raise UnavailableError(f"job {job} no longer runs ({why}); start the joiner again to go on from a checkpoint")
@@ -98,11 +98,4 @@ def watch(rest: FlinkRest, job: str, meters: Meters, stop: Stop) -> None:
 
 def ask(rest: FlinkRest, question: Callable[[], T], stop: Stop) -> T:
     """The job manager's answer, however long it is away. Raises UnavailableError only when `stop` is set meanwhile."""
-    backoff = Backoff(what=f"Flink at {rest.url}")
-    while True:
-        try:
-            answer = question()
-            backoff.reached()
-            return answer
-        except UnavailableError as error:
-            backoff.wait(error, stop)
+    return Backoff(what=f"Flink at {rest.url}").until(question, (UnavailableError,), stop)

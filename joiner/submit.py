@@ -1,4 +1,4 @@
-"""Submitting the job with Flink's own client, and the REST calls by which it is watched."""
+"""Submitting the job with Flink's own client."""
 
 from __future__ import annotations
 
@@ -11,76 +11,15 @@ import re
 import subprocess
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 from joiner.config import JoinerConfig
 from roo.errors import SetupError, UnavailableError
 
 log = logging.getLogger("roostream.joiner")
 
-JOB_NAME = "roostream-joiner"
 # A script's own folder comes first on its path, where joiner/operator.py would hide Python's `operator`.
 _SCRIPT = "from joiner.job import main\n\nmain()\n"
-ALIVE = ("CREATED", "RUNNING", "RESTARTING", "INITIALIZING", "RECONCILING", "FAILING", "CANCELLING")
-
-
-class FlinkRest:
-    """The job manager's REST interface."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-
-    def get(self, path: str) -> dict[str, Any] | None:
-        """A JSON object; None if there is no such thing.
-
-        Raises:
-            UnavailableError: no answer that can be read.
-        """
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
-                found = json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return None
-            raise UnavailableError(f"Flink at {self.url} answered {error.code} for {path}") from None
-        except (OSError, ValueError) as error:
-            raise UnavailableError(f"Flink at {self.url}: {getattr(error, 'reason', error)}") from None
-        return found if isinstance(found, dict) else {"list": found}
-
-    def live_job(self) -> str:
-        """Id of the joiner's job if it has not ended, else ""."""
-        jobs = (self.get("/jobs/overview") or {}).get("jobs", [])
-        return next((j["jid"] for j in jobs if j["name"] == JOB_NAME and j["state"] in ALIVE), "")
-
-    def state(self, job: str) -> str:
-        """RUNNING, FAILED, …; UNKNOWN if the job manager does not know the job (it was restarted)."""
-        found = self.get(f"/jobs/{job}")
-        return "UNKNOWN" if found is None else str(found["state"])
-
-    def failure(self, job: str) -> str:
-        """First line of what the job failed of, and of its root."""
-        history = (self.get(f"/jobs/{job}/exceptions?maxExceptions=1") or {}).get("exceptionHistory", {}).get("entries", [])
-        lines = str(history[0].get("stacktrace", "")).splitlines() if history else []
-        causes = [line.strip() for line in lines if line.startswith("Caused by")]
-        return " ← ".join([*lines[:1], *causes[-1:]]) or "no reason given"
-
-    def gauges(self, job: str) -> dict[str, float]:
-        """`restarts`, `checkpoints`, and `watermark_ms` once there is one."""
-        out: dict[str, float] = {}
-        for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
-            out["restarts"] = float(metric["value"])
-        counts = (self.get(f"/jobs/{job}/checkpoints") or {}).get("counts", {})
-        out["checkpoints"] = float(counts.get("completed", 0))
-        for vertex in (self.get(f"/jobs/{job}") or {}).get("vertices", []):
-            if "join" in vertex["name"]:
-                marks = (self.get(f"/jobs/{job}/vertices/{vertex['id']}/watermarks") or {}).get("list", [])
-                values = [int(m["value"]) for m in marks]
-                if values and min(values) > 0:
-                    out["watermark_ms"] = float(min(values))
-        return out
 
 
 def submit(config: JoinerConfig, stop: threading.Event) -> str:

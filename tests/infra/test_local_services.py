@@ -8,8 +8,9 @@ import pytest
 
 from infra.stack import Stack
 from roo.errors import SetupError
-from runtime import flink_rest, kafka
+from runtime import kafka
 from runtime.broker import Broker
+from runtime.flink_rest import FlinkRest
 from runtime.topics import PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -61,4 +62,4 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
         stack.wait_ready("all", WAIT_S)
         assert stack.endpoints.kafka != first_ports.kafka
         assert sorted(consume(stack)) == [b"after a kill", b"before"]
-        assert flink_rest.task_managers(stack.endpoints.flink) == {"flink-tm-0"}
+        assert FlinkRest(stack.endpoints.flink).task_managers() == {"flink-tm-0"}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,42 +12,21 @@ from prometheus_client import CollectorRegistry
 from joiner import main
 from joiner.config import JoinerConfig
 from joiner.meters import Meters
-from joiner.submit import JOB_NAME, FlinkRest, submit
+from joiner.submit import submit
 from roo.errors import UnavailableError
 from runtime.broker import KafkaSecurity
+from runtime.flink_rest import JOB_NAME, FlinkRest
 from runtime.program import Stop
+from tests.runtime.fake_flink import FakeFlink
 
 JOB = "0123456789abcdef0123456789abcdef"
 SASL = KafkaSecurity(protocol="SASL_PLAINTEXT", username="joiner", password="s3cret")
 
 
-class FakeFlink(http.server.BaseHTTPRequestHandler):
-    """Answers what the class attribute says; 404 for all else."""
-
-    answers: ClassVar[dict[str, Any]] = {}
-
-    def do_GET(self) -> None:
-        found = self.answers.get(self.path)
-        body = json.dumps(found).encode()
-        self.send_response(404 if found is None else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
 @pytest.fixture
-def flink() -> Iterator[tuple[FlinkRest, dict[str, Any]]]:
-    FakeFlink.answers = {}
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeFlink)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield FlinkRest(f"http://127.0.0.1:{server.server_address[1]}/"), FakeFlink.answers
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def flink() -> Iterator[FakeFlink]:
+    with FakeFlink() as running:
+        yield running
 
 
 def client(folder: Path, script: str) -> None:
@@ -105,25 +81,9 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
         submit(JoinerConfig(flink="http://x:1"), stop)
 
 
-def test_the_live_job_is_found_by_its_name_and_state(flink: tuple[FlinkRest, dict[str, Any]]) -> None:
-    rest, answers = flink
-    jobs = [{"jid": "1", "name": "other", "state": "RUNNING"}, {"jid": "2", "name": JOB_NAME, "state": "FAILED"}]
-    answers["/jobs/overview"] = {"jobs": jobs}
-    assert rest.live_job() == ""
-    jobs.append({"jid": JOB, "name": JOB_NAME, "state": "RESTARTING"})
-    assert rest.live_job() == JOB
-
-
-def test_gauges_are_read_and_exported(flink: tuple[FlinkRest, dict[str, Any]]) -> None:
-    rest, answers = flink
-    answers[f"/jobs/{JOB}/metrics?get=numRestarts"] = [{"id": "numRestarts", "value": "3"}]
-    answers[f"/jobs/{JOB}/checkpoints"] = {"counts": {"completed": 12}}
-    answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "v", "name": "join -> write: Writer"}]}
-    answers[f"/jobs/{JOB}/vertices/v/watermarks"] = [{"id": "0.w", "value": "900"}, {"id": "1.w", "value": "800"}]
-    gauges = rest.gauges(JOB)
-    assert gauges == {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0}
+def test_what_flink_tells_of_the_job_is_exported() -> None:
     registry = CollectorRegistry()
-    Meters(registry).job(True, gauges)
+    Meters(registry).job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
     assert registry.get_sample_value("roostream_joiner_watermark_ms") == 800.0
     assert registry.get_sample_value("roostream_joiner_job_restarts") == 3.0
 
@@ -136,10 +96,8 @@ def test_gauges_are_read_and_exported(flink: tuple[FlinkRest, dict[str, Any]]) -
         ({"state": "CANCELED"}, "it is CANCELED"),
     ],
 )
-def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
-    job: dict[str, str] | None, told: str, flink: tuple[FlinkRest, dict[str, Any]]
-) -> None:
-    rest, answers = flink
+def test_watching_ends_with_a_clear_line_when_the_job_has_ended(job: dict[str, str] | None, told: str, flink: FakeFlink) -> None:
+    rest, answers = FlinkRest(flink.url), flink.answers
     if job is not None:
         answers[f"/jobs/{JOB}"] = job
     trace = "boom\n\tat x\nCaused by: middle\n\tat y\nCaused by: the root\n\tat z"
@@ -148,8 +106,8 @@ def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
         main.watch(rest, JOB, Meters(CollectorRegistry()), Stop())
 
 
-def test_a_running_job_is_adopted_and_left_running_on_stop(flink: tuple[FlinkRest, dict[str, Any]], tmp_path: Path) -> None:
-    rest, answers = flink
+def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp_path: Path) -> None:
+    rest, answers = FlinkRest(flink.url), flink.answers
     answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
     stop = Stop()
     stop.set()

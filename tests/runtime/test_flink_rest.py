@@ -1,0 +1,111 @@
+"""The one client of Flink's REST interface, against a job manager that is told what to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from roo.errors import UnavailableError
+from runtime.flink_rest import JOB_NAME, FlinkRest
+from tests.runtime.fake_flink import FakeFlink
+
+JOB = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def flink() -> Iterator[FakeFlink]:
+    with FakeFlink() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("state", "live"),
+    [
+        ("CREATED", True),
+        ("RUNNING", True),
+        ("RESTARTING", True),
+        ("FAILING", True),
+        ("CANCELLING", True),  # it holds its slots and may still write
+        ("SUSPENDED", True),  # another job manager goes on with it
+        ("FINISHED", False),
+        ("FAILED", False),
+        ("CANCELED", False),
+    ],
+)
+def test_a_job_is_live_until_it_has_ended(state: str, live: bool, flink: FakeFlink) -> None:
+    job = {"jid": JOB, "name": JOB_NAME, "state": state}
+    flink.answers["/jobs/overview"] = {"jobs": [{"jid": "1", "name": "other", "state": "RUNNING"}, job]}
+    assert FlinkRest(flink.url).live_job() == (job if live else None)
+
+
+def test_a_job_runs_when_all_its_tasks_do(flink: FakeFlink) -> None:
+    rest = FlinkRest(f"{flink.url}/")
+    assert not rest.is_running()
+    for state, running, expected in (("RUNNING", 3, False), ("RESTARTING", 4, False), ("RUNNING", 4, True)):
+        tasks = {"running": running, "total": 4}
+        flink.answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": state, "tasks": tasks}]}
+        assert rest.is_running() is expected
+
+
+def test_readiness_of_a_cluster(flink: FakeFlink) -> None:
+    rest = FlinkRest(flink.url)
+    assert not rest.answers() and rest.task_managers() == set()
+    flink.answers["/overview"] = {"slots-total": 1}
+    flink.answers["/taskmanagers"] = {"taskmanagers": [{"id": "tm-0"}]}
+    assert rest.answers() and rest.task_managers() == {"tm-0"}
+
+
+def test_a_job_manager_that_is_away_is_unavailable_and_not_ready() -> None:
+    rest = FlinkRest("http://127.0.0.1:9")
+    assert not rest.answers() and not rest.is_running() and rest.task_managers() == set()
+    with pytest.raises(UnavailableError, match=r"Flink at http://127\.0\.0\.1:9"):
+        rest.live_job()
+
+
+def test_what_the_job_manager_refuses_is_told(flink: FakeFlink) -> None:
+    flink.answers["/jobs/overview"] = 503
+    with pytest.raises(UnavailableError, match="answered 503 for /jobs/overview"):
+        FlinkRest(flink.url).live_job()
+
+
+def test_the_state_of_an_unknown_job_is_unknown(flink: FakeFlink) -> None:
+    rest = FlinkRest(flink.url)
+    assert rest.state(JOB) == "UNKNOWN"
+    flink.answers[f"/jobs/{JOB}"] = {"state": "FAILED"}
+    assert rest.state(JOB) == "FAILED" and rest.failure(JOB) == "no reason given"
+
+
+def test_gauges_are_read_of_the_job(flink: FakeFlink) -> None:
+    flink.answers |= {
+        f"/jobs/{JOB}/metrics?get=numRestarts": [{"id": "numRestarts", "value": "3"}],
+        f"/jobs/{JOB}/checkpoints": {"counts": {"completed": 12}},
+        f"/jobs/{JOB}": {"state": "RUNNING", "vertices": [{"id": "v", "name": "join -> write: Writer"}]},
+        f"/jobs/{JOB}/vertices/v/watermarks": [{"id": "0.w", "value": "900"}, {"id": "1.w", "value": "800"}],
+    }
+    assert FlinkRest(flink.url).gauges(JOB) == {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0}
+
+
+def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
+    flink.answers[f"/jobs/{JOB}/stop"] = {"request-id": "r"}
+    done = {"status": {"id": "COMPLETED"}, "operation": {"location": "file:/points/1"}}
+    flink.answers[f"/jobs/{JOB}/savepoints/r"] = done
+    assert FlinkRest(flink.url).stop_with_savepoint(JOB, "file:/points", 5.0) == "file:/points/1"
+    assert flink.asked[f"/jobs/{JOB}/stop"] == {"targetDirectory": "file:/points", "drain": False}
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"status": {"id": "COMPLETED"}, "operation": {"failure-cause": {"stack-trace": "disk full\n at x"}}}, "disk full"),
+        ({"status": {"id": "IN_PROGRESS"}}, "no savepoint within 0 s"),
+    ],
+)
+def test_a_savepoint_that_is_not_made_is_told(answer: dict[str, object], told: str, flink: FakeFlink) -> None:
+    rest = FlinkRest(flink.url)
+    with pytest.raises(UnavailableError, match=f"does not know /jobs/{JOB}/stop"):
+        rest.stop_with_savepoint(JOB, "file:/points", 0.3)
+    flink.answers[f"/jobs/{JOB}/stop"] = {"request-id": "r"}
+    flink.answers[f"/jobs/{JOB}/savepoints/r"] = answer
+    with pytest.raises(UnavailableError, match=told):
+        rest.stop_with_savepoint(JOB, "file:/points", 0.3)
