@@ -17,7 +17,7 @@ from infra.flink_cluster import JOB_MANAGER, task_manager
 from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Endpoints
-from roo.errors import ConfigError, nearest
+from roo.errors import ConfigError, UnavailableError, nearest
 from runtime.flink_rest import FlinkRest
 
 
