@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from param_server import kernels
+from param_server import index_kernels as kernels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 from param_server import kernels
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
-from param_server.kernels import IN_FLIGHT, UNPUBLISHED
+from param_server.index_kernels import IN_FLIGHT, UNPUBLISHED
 from roo.ids import buckets_of
 
 MAX_DELTA_BYTES = 512 << 10

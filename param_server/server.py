@@ -24,16 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from param_server.config import ShardIdentity
-from param_server.index import KeyIndex, Keys, join_keys, no_keys
+from param_server.index import Keys
 from param_server.kernels import publishable
 from param_server.outbox import Delta
 from param_server.residency import Expiry, Policy
+from param_server.restore import Target, reload, roll_back, target_of
 from param_server.row_block import RowBlock
-from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
+from param_server.segments import BEGINNING, Commit, Segment, Segments
 from param_server.table import StackTable, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
-from roo.ids import buckets_of
-from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 
@@ -82,13 +81,6 @@ class Rollback(NamedTuple):
 
     incarnation: int
     rows_end: dict[int, int]
-
-
-class Target(NamedTuple):
-    """What a restore goes to."""
-
-    commit: Commit
-    rows_end: Mapping[int, int]  # `rows` partition → first offset after the commit
 
 
 class Shard:
@@ -282,65 +274,19 @@ class Shard:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
                 raise FencedError(f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over")
             self.incarnation, self.ready = incarnation, False
-        target = self._target(name)
+        target = target_of(self.identity, self.store, name)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
-        if self._known and target.commit.segments in states:
-            self._roll_back(target)
+        known, self._known = self._known, False
+        if known and target.commit.segments in states:
+            frozen = {stack: block.keys for stack, block in self._frozen.changes.items()} if self._frozen else {}
+            roll_back(self.tables, frozen, self.segments, target.commit.segments)
         else:
-            self._reload(target)
-        residency = self.segments.residency(target.commit.segments)
-        for stack, table in self.tables.items():
-            table.residency.load(residency.get(stack, b""))
+            reload(self.tables, self.segments, target.commit.segments)
         self.segments.restored(target.commit)
         with self._lock:
             self._restored(target)
         log.info("shard %d restored to %s as incarnation %d", self.identity.index, name or "the beginning", incarnation)
         return {"rows": sum(t.num_rows for t in self.tables.values())}
-
-    def _target(self, name: str) -> Target:
-        if not name:
-            return Target(BEGINNING, {})
-        manifest, me = manifests.load(self.store, name).manifest, self.identity
-        manifests.check_shape(
-            manifest,
-            num_shards=me.num_shards,
-            num_buckets=me.num_buckets,
-            num_partitions=me.num_partitions,
-            seed=me.seed,
-        )
-        return Target(commit_of(manifest, me.index), manifest.rows_end)
-
-    def _roll_back(self, target: Target) -> None:
-        """Re-read exactly what changed in either generation."""
-        self._known = False
-        changed = {name: self._changed(name, table) for name, table in self.tables.items()}
-        for name, table in self.tables.items():
-            table.forget(changed[name])
-        buckets = {n: set(buckets_of(k.id_U, k.table_U, self.identity.num_buckets).tolist()) for n, k in changed.items()}
-        for stack, wanted in changed.items():
-            asked = KeyIndex(self.identity.num_buckets)
-            asked.add_new(wanted)
-            for part in self.segments.read(target.commit.segments, {stack: buckets[stack]}):
-                for block in reversed(part.blocks):
-                    self.tables[stack].put(block.take(asked.find(block.keys) >= 0))
-        for name, table in self.tables.items():
-            table.mark_unpublished(changed[name])
-
-    def _changed(self, name: str, table: StackTable) -> Keys:
-        return join_keys(table.keys_changed(), self._frozen.changes[name].keys if self._frozen else no_keys())
-
-    def _reload(self, target: Target) -> None:
-        """Read everything."""
-        self._known = False
-        unpublished: dict[str, list[Keys]] = {name: [] for name in self.tables}
-        for table in self.tables.values():
-            table.clear()
-        for part in self.segments.read(target.commit.segments):
-            for block in reversed(part.blocks):
-                self.tables[part.stack].put(block)
-                unpublished[part.stack].append(block.keys.take(block.unpublished_K != 0))
-        for name, keys in unpublished.items():
-            self.tables[name].mark_unpublished(join_keys(no_keys(), *keys))
 
     def _restored(self, target: Target) -> None:
         for table in self.tables.values():

@@ -17,7 +17,7 @@ from param_server import kernels
 from param_server.config import ShardIdentity
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
-from param_server.kernels import DIRTY, IN_FLIGHT, UNPUBLISHED
+from param_server.index_kernels import DIRTY, IN_FLIGHT, LIVE, UNPUBLISHED
 from param_server.outbox import Outbox
 from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
@@ -197,7 +197,7 @@ class StackTable:
         place_L = self.held.put(block.live, block.rows_LD)
         kernels.put_rows(self.state_NA, place_L, block.state_LA)
         self.stamp_ms_N[place_L] = block.stamp_ms_L
-        self.index.flags_N[place_L] = kernels.LIVE | flags
+        self.index.flags_N[place_L] = LIVE | flags
         self.index.remove(block.gone)
 
     def forget(self, keys: Keys) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from param_server import kernels
 from param_server.index import KeyIndex, Keys, no_keys
+from param_server.index_kernels import LIVE
 from roo.ids import buckets_of
 
 
@@ -38,7 +39,7 @@ def test_behaves_as_a_dict_through_any_additions_and_removals(
             assert index.remove(keys) == len([model.pop(p) for p in dict.fromkeys(pairs) if p in model])
         assert index.find(keys).tolist() == [model.get(p, -1) for p in pairs]
     assert index.num_live == len(model) == len(set(model.values()))
-    assert sorted(index.flagged(kernels.LIVE).tolist()) == sorted(model.values())
+    assert sorted(index.flagged(LIVE).tolist()) == sorted(model.values())
 
 
 def test_places_stay_when_the_index_grows_and_hold_their_keys() -> None:

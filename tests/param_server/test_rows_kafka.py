@@ -64,7 +64,9 @@ def values(topic: KafkaRows, partition: int, start: int = 0) -> list[bytes]:
 
 def test_delivers_in_order_and_reads_back(topic: KafkaRows) -> None:
     before = topic.bounds(1, GO)[1]
-    offsets = topic.deliver([Message(1, b"a"), Message(5, b"b"), Message(2, b"other partition"), Message(1, b"c")], GO)
+    offsets = topic.deliver(
+        [Message(1, 1, b"a"), Message(5, 1, b"b"), Message(2, 2, b"other partition"), Message(1, 1, b"c")], GO
+    )
     assert [offsets[0], offsets[1], offsets[3]] == [before, before + 1, before + 2]
     assert values(topic, 1, before) == [b"a", b"b", b"c"]
     assert topic.deliver([], GO) == []

@@ -1,0 +1,85 @@
+"""Bringing a shard's tables to the state of a manifest: all of it, or exactly what has changed since.
+
+Letters: K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from param_server.config import ShardIdentity
+from param_server.index import KeyIndex, Keys, join_keys, no_keys
+from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
+from param_server.table import StackTable
+from roo.ids import buckets_of
+from runtime import manifest as manifests
+from runtime.checkpoint_store import CheckpointStore
+
+
+class Target(NamedTuple):
+    """What a restore goes to."""
+
+    commit: Commit
+    rows_end: Mapping[int, int]  # `rows` partition → first offset after the commit
+
+
+def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Target:
+    """This shard's part of manifest `name`; "" is the beginning.
+
+    Raises:
+        CheckpointError: the manifest is absent or damaged, or has nothing of this shard.
+        ConfigError: it was committed with other shards, buckets, partitions or another seed.
+    """
+    if not name:
+        return Target(BEGINNING, {})
+    manifest = manifests.load(store, name).manifest
+    manifests.check_shape(
+        manifest,
+        num_shards=identity.num_shards,
+        num_buckets=identity.num_buckets,
+        num_partitions=identity.num_partitions,
+        seed=identity.seed,
+    )
+    return Target(commit_of(manifest, identity.index), manifest.rows_end)
+
+
+def roll_back(tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]) -> None:
+    """Re-read exactly what changed in either generation: in the open one, and the keys that were `frozen` (stack → keys). For
+    tables that were at `state` before these changes.
+
+    **If it fails** (CheckpointError): the tables are in no known state; `reload` helps.
+    """
+    changed = {name: join_keys(table.keys_changed(), frozen.get(name, no_keys())) for name, table in tables.items()}
+    for name, table in tables.items():
+        table.forget(changed[name])
+    for stack, wanted in changed.items():
+        asked = KeyIndex(segments.num_buckets)
+        asked.add_new(wanted)
+        buckets = set(buckets_of(wanted.id_U, wanted.table_U, segments.num_buckets).tolist())
+        for part in segments.read(state, {stack: buckets}):
+            for block in reversed(part.blocks):
+                tables[stack].put(block.take(asked.find(block.keys) >= 0))
+    _load_residency(tables, segments, state)
+    for name, table in tables.items():
+        table.mark_unpublished(changed[name])
+
+
+def reload(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
+    """Read everything. **If it fails** (CheckpointError): as `roll_back`."""
+    unpublished: dict[str, list[Keys]] = {name: [] for name in tables}
+    for table in tables.values():
+        table.clear()
+    for part in segments.read(state):
+        for block in reversed(part.blocks):
+            tables[part.stack].put(block)
+            unpublished[part.stack].append(block.keys.take(block.unpublished_K != 0))
+    _load_residency(tables, segments, state)
+    for name, keys in unpublished.items():
+        tables[name].mark_unpublished(join_keys(no_keys(), *keys))
+
+
+def _load_residency(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
+    states = segments.residency(state)
+    for stack, table in tables.items():
+        table.residency.load(states.get(stack, b""))

@@ -1,0 +1,40 @@
+"""What set-up and a shard's start compile is all that a shard, its publisher and a replica ever run."""
+
+from __future__ import annotations
+
+from numba.core.registry import CPUDispatcher
+
+from param_server import index_kernels, initial, kernels, rules
+from param_server.warm import warm
+from tests.param_server.reader_support import Follower, Loop
+from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, begun, commit, small_schema
+
+MODULES = (index_kernels, initial, kernels, rules)
+
+
+def signatures() -> dict[str, int]:
+    """Kernel → for how many types of arguments it is compiled."""
+    found = {f"{m.__name__}.{name}": k for m in MODULES for name, k in vars(m).items() if isinstance(k, CPUDispatcher)}
+    return {name: len(kernel.nopython_signatures) for name, kernel in found.items()}
+
+
+def test_nothing_is_compiled_after_warming_up() -> None:
+    warm()
+    before = signatures()
+    store = MemoryStore()
+    loop = Loop(begun(schema=small_schema(expire_after_ms=10), store=store, num_shards=1))
+    for step in range(3):
+        loop.push(*range(300), time_ms=step)
+        loop.push(*range(30), table=TOPIC, time_ms=step)
+        loop.turn()
+        name = commit(loop.shard, store, step + 1, watermark_ms=100 * step)
+    follower = Follower(loop.topic)
+    follower.catch_up(loop.shard)
+    loop.push(1, 2, 3, table=ITEM)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    loop.shard.restore(2, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.rows(TOPIC, 1).shape == (1, 3)
+    assert signatures() == before and before
