@@ -127,7 +127,11 @@ def _row(row: Row, runs: Sequence[_Turns]) -> dict[str, Any]:
         "shows": row.shows,
         "clock": row.clock,
         "subjects": [_subject(subject, runs) for subject in row.subjects],
-        "ratios": [_ratio(row, other, runs) for other in row.subjects[1:] if all(other.name in run.of for run in runs)],
+        "ratios": [
+            _ratio(row, before if other.role == "before" else row.subjects[0], other, runs)
+            for before, other in zip(row.subjects, row.subjects[1:], strict=False)
+            if all(other.name in run.of for run in runs)
+        ],
     }
 
 
@@ -142,11 +146,10 @@ def _subject(subject: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
     return out
 
 
-def _ratio(row: Row, other: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
-    """How many times as fast the row's first subject is as `other`."""
-    first = row.subjects[0].name
-    figures = [_median_us(run, other.name, row.clock) / max(_median_us(run, first, row.clock), 1e-9) for run in runs]
-    return {"of": first, "to": other.name, "times_as_fast": spread(figures)}
+def _ratio(row: Row, subject: Subject, other: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
+    """How many times as fast `subject` is as `other`: the row's first, or what `other` was before it changed."""
+    figures = [_median_us(run, other.name, row.clock) / max(_median_us(run, subject.name, row.clock), 1e-9) for run in runs]
+    return {"of": subject.name, "to": other.name, "times_as_fast": spread(figures)}
 
 
 def _median_us(run: _Turns, name: str, clock: str) -> float:

@@ -67,7 +67,8 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 
 
 def table(row: Mapping[str, Any]) -> str:
-    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's."""
+    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's
+    (what was before, with what is now)."""
     unit, rate = row["unit"], row["shows"] == "rate"
     clock = "CPU time" if row["clock"] == "cpu" else "wall time"
     figure = f"{unit}/s" if rate else f"µs a {unit.removesuffix('s')}"
@@ -82,7 +83,8 @@ def table(row: Mapping[str, Any]) -> str:
         cost = subject[f"{row['clock']}_us"]
         ends = sorted(_shown(cost[end], rate) for end in ("least", "most"))
         ratio = ratios.get(subject["name"])
-        compared = f"{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}" if ratio else " | "
+        now = "now " if subject["role"] == "before" else ""
+        compared = f"{now}{_number(ratio['median'])} | {_number(ratio['least'])} .. {_number(ratio['most'])}" if ratio else " | "
         lines.append(
             f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
         )

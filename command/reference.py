@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from infra.options import ROOT, StackOptions
 from models.build import KINDS as MODEL_KINDS
 from roo import rules, schema
 from runtime.deployment import Deployment
-from traffic.config import ReplayConfig
 
 PAGE = ROOT / "docs" / "options.md"
 _INTRODUCTION = """\
@@ -58,10 +57,11 @@ def page(cli: click.Group) -> str:
     for name, text, cls in _files():
         parts += [f"## {name}", text, _table(options(cls))]
     parts += ["## stack", "What `up` and `demo` make programs of.", _table(options(StackOptions))]
-    parts += ["## replay", "Of both kinds of log.", _table(options(ReplayConfig))]
     programs = {kind.name for kind in KINDS}
     for path, command in commands(cli):
-        lines = [_flag(p) for p in command.params if isinstance(p, click.Option)]
+        lines = [
+            _flag(p) for p in command.get_params(click.Context(command)) if isinstance(p, click.Option) and "--help" not in p.opts
+        ]
         if lines and not (path in programs and len(lines) == 1):  # --config FILE
             parts += [f"## roostream {path}", (command.help or "").split("\n")[0], "\n".join((*_HEAD, *lines))]
     return "\n\n".join(parts) + "\n"
@@ -171,10 +171,14 @@ def _cell(text: str) -> str:
 
 
 def _flag(option: click.Option) -> str:
-    default = option.default
-    plain = "" if default in (None, "", False, ()) or isinstance(default, Callable) or "UNSET" in repr(default) else str(default)  # type: ignore[arg-type]
-    names = ", ".join(f"`{name}`" for name in option.opts)
-    return f"| {names} | {_cell('**required**' if option.required else plain)} | {_cell(option.help or '')} |"
+    default = option.to_info_dict()["default"]
+    plain = (
+        _shown(f"x_{'ms' if option.type.name == 'duration' else ''}", default)
+        if isinstance(default, str | int | float | Path)
+        else ""
+    )
+    shown = "**required**" if option.required else "" if option.is_flag or plain == "none" else plain
+    return "| " + " | ".join((", ".join(f"`{name}`" for name in option.opts), _cell(shown), _cell(option.help or ""))) + " |"
 
 
 def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:

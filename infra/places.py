@@ -38,6 +38,7 @@ class Places:
     metrics: dict[str, int]
 
     def endpoints(self, options: StackOptions) -> Endpoints:
+        """Where everything is: what `options` name instead of an own one, our own by these ports."""
         metrics = {name: f"http://{HOST}:{port}/metrics" for name, port in self.metrics.items()}
         return Endpoints(
             kafka=options.kafka or address(self.kafka),

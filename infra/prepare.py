@@ -31,6 +31,7 @@ _BYTES_NEEDED = 1 << 30
 
 
 def main() -> int:
+    """1 disk  2 jars  3 the operator's jar  4 kernels. Each is skipped where what it would make is there; the exit code."""
     console = Console(highlight=False)
     try:
         require_disk(ROOT, _BYTES_NEEDED, "set-up")
@@ -64,6 +65,11 @@ def stamp(name: str, value: str) -> None:
 
 
 def fetch_jars(console: Console) -> None:
+    """The jars of jars.sha256 that aren't there yet.
+
+    Raises:
+        SetupError: one can't be fetched or has another hash; those that came stay.
+    """
     wanted = jars.missing(jars.read_list())
     if not wanted:
         return

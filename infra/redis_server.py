@@ -34,6 +34,11 @@ def redis_conf(data: Path, port: int) -> str:
 
 
 def program(home: Home, env: Mapping[str, str], port: int) -> Program:
+    """A Redis of our own on loopback, without persistence: what it holds is written again.
+
+    Raises:
+        SetupError: there is no Redis to start.
+    """
     data, conf = home.root / "redis", home.conf / "redis.conf"
 
     def prepare() -> None:

@@ -59,6 +59,7 @@ def encode_ours(count: int, candidates: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def encode_protobuf(count: int, candidates: int) -> Iterator[Work]:
+    """One message a block, values appended one by one."""
     schema, requests = _values(count, candidates)
 
     def step() -> None:

@@ -56,6 +56,7 @@ class ReplayCommand(click.Command):
         return super().get_params(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Words behind an option that may be given several times belong to it."""
         many = {o for p in self.get_params(ctx) if isinstance(p, click.Option) and p.multiple for o in p.opts}
         spread: list[str] = []
         current = ""

@@ -26,6 +26,7 @@ class PredictionMetrics:
         self._waiting: list[pb.Prediction] = []
 
     def add(self, record: Record) -> None:
+        """A record of any topic; those that aren't predictions, can't be read or come again count for nothing."""
         if record.topic != PREDICTIONS:
             return
         try:

@@ -58,6 +58,7 @@ def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable
 
 
 def stack_options(config: ReplayConfig) -> StackOptions:
+    """The stack that a replay runs on, and what its programs are told beyond their defaults."""
     worker = {
         "batch_requests": config.batch_requests,
         "model": str(Path(config.model).resolve()) if config.model else "",

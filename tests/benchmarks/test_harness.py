@@ -66,6 +66,16 @@ def test_a_ratio_says_how_many_times_as_fast_the_first_subject_is() -> None:
     assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
 
 
+def test_what_was_before_is_compared_with_what_it_has_become() -> None:
+    subjects = (
+        Subject("a", TAKES, (0.001,)),
+        Subject("b", TAKES, (0.002,), "stage"),
+        Subject("b before", TAKES, (0.008,), "before"),
+    )
+    ratios = measured(question(*subjects))[0]["rows"][0]["ratios"]
+    assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [("a", "b", 2.0), ("b", "b before", 4.0)]
+
+
 def test_subjects_take_turns_and_each_is_first_as_often() -> None:
     _, turns = measured(question(Subject("a", TAKES, (0.1,)), Subject("b", TAKES, (0.1,)), rounds=4), runs=3)
     assert turns == [[0, 1, 1, 0, 0, 1, 1, 0]] * 3
