@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
@@ -26,6 +27,7 @@ from roo.schema import Schema, load_schema
 from roo.wire import Record
 from runtime import kafka, metrics, redis_client
 from runtime.backoff import Backoff
+from runtime.health import Health
 from runtime.kafka_reader import KafkaReader
 from runtime.reading import Reading
 from runtime.record_reader import RecordReader
@@ -135,22 +137,25 @@ class FeatureUpdater:
         return event
 
 
-def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, waits: Callable[[], None]) -> None:
+def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, waits: Callable[[], object], health: Health) -> None:
     """Until `stop`: step; while Redis or Kafka is away, wait (`waits`) and go on from its offsets."""
     is_open = False
     while not stop.is_set():
         try:
             if not is_open:
-                waits()
+                with health.waiting("Redis and Kafka"):
+                    waits()
                 updater.open()
             is_open = True
             updater.step()
+            health.turned()
             backoff.reached()
         except UnavailableError as error:
             is_open = False
             if stop.is_set():
                 return
-            backoff.wait(error, stop)
+            with health.waiting("Redis and Kafka"):
+                backoff.wait(error, stop)
 
 
 def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
@@ -159,9 +164,10 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     Raises:
         RoostreamError: the schema or an address is wrong, or Redis holds states of another version.
     """
+    health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config))
+    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
     reading = Reading(partitions=EVENT_PARTITIONS, prefix=config.prefix, merged=True)
     source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
     store = FeatureStore(connection, config.redis, config.prefix)
@@ -169,7 +175,8 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
         cluster = kafka.wait_for_broker(config.broker, stop)
         updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
-        follow(updater, stop, backoff, lambda: redis_client.wait_for_redis(connection, config.redis, stop, backoff=backoff))
+        waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)
+        follow(updater, stop, backoff, waits, health)
     except UnavailableError:
         if not stop.is_set():
             raise

@@ -30,7 +30,7 @@ class Site:
     home: Home
     options: StackOptions
     at: Endpoints
-    metrics: str = ""  # host:port of its /metrics; "" where it has no port of its own
+    metrics: str = ""  # host:port of its /metrics and probes; "" before ports are drawn
 
 
 def _one(options: StackOptions) -> int:
@@ -41,8 +41,8 @@ def _kafka(options: StackOptions) -> tuple[str, ...]:
     return ("kafka",)
 
 
-def _metrics_answer(site: Site) -> bool:
-    return ports.answers(site.metrics)
+def _is_ready(site: Site) -> bool:
+    return ports.responds(f"http://{site.metrics}/readyz")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,10 @@ class Kind:
     own: Callable[[Site], dict[str, Any]]
     stop_rank: StopRank
     stop_s: float = 10.0
-    ready: Callable[[Site], bool] = _metrics_answer
+    ready: Callable[[Site], bool] = _is_ready
     needs: Callable[[StackOptions], tuple[str, ...]] = _kafka
     count: Callable[[StackOptions], int] | None = None  # how many; None = one, without a number in its name
     shared: bool = True  # reads what all programs share (Kafka, prefix, schema)
-    has_metrics_port: bool = True
     restarted: bool = True  # False: it ends by itself
 
     def names(self, options: StackOptions) -> list[str]:
@@ -148,7 +147,7 @@ def _joiner_needs(options: StackOptions) -> tuple[str, ...]:
 
 
 def _joiner_ready(site: Site) -> bool:
-    return FlinkRest(site.at.flink).is_running() if joins_on_flink(site.options) else _metrics_answer(site)
+    return FlinkRest(site.at.flink).is_running() if joins_on_flink(site.options) else _is_ready(site)
 
 
 KINDS = (  # in order of starting
@@ -186,8 +185,6 @@ KINDS = (  # in order of starting
         config="serving.config:ServingConfig",
         run="serving.main:run",
         own=_serving,
-        ready=lambda site: ports.responds(f"{site.at.serving}/readyz"),
-        has_metrics_port=False,
         stop_rank=StopRank.SERVING,
         stop_s=25.0,
     ),

@@ -47,7 +47,7 @@ class Places:
             serving=f"http://{address(self.serving)}",
             controller=address(self.controller),
             shards=tuple(address(p) for p in self.shards),
-            metrics={**metrics, "serving": f"http://{address(self.serving)}/metrics"},
+            metrics=metrics,
         )
 
 

@@ -88,8 +88,7 @@ class Stack:
         try:
             if left := self.home.end_leftovers():
                 log.warning("ended %d processes that an earlier stack had left in %s", len(left), self.home.root)
-            with_metrics = [n for n in kinds.names(self.options) if kinds.kind_of(n).has_metrics_port]
-            self._places = places.draw(self._ports, self.options, with_metrics)
+            self._places = places.draw(self._ports, self.options, kinds.names(self.options))
             self._endpoints = self._places.endpoints(self.options)
             self._programs = {p.name: p for p in self._build(java)}
         except BaseException:

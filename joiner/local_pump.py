@@ -23,6 +23,7 @@ from roo.errors import CheckpointError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.health import Health
 from runtime.record_reader import RecordReader
 from runtime.topics import Partition
 
@@ -84,9 +85,10 @@ class Pump:
         *,
         clock: Clock,
         meters: Meters,
+        health: Health,
     ) -> None:
         self.config, self.engine, self.source, self.sink, self.snapshots = config, engine, source, sink, snapshots
-        self.clock, self.meters = clock, meters
+        self.clock, self.meters, self.health = clock, meters, health
         self._heard_s: dict[Partition, float] = {}
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
@@ -119,10 +121,13 @@ class Pump:
         ahead = {p for p in self.engine.watermarks.newest_ms if self.engine.watermarks.ahead_ms(p) > self.config.drift_ms}
         self.source.hold(ahead)
         self.meters.state(self.engine.watermark_ms, self.engine.num_keys)
+        self.health.turned()
 
     def checkpoint(self, stop: threading.Event) -> None:
         """Wait for all outputs to be acknowledged, then write a snapshot (2, 3). `stop` set first: none is written."""
-        if self.sink.flush(stop):
+        with self.health.waiting("Kafka to take what was joined"):
+            taken = self.sink.flush(stop)
+        if taken:
             self.snapshots.write(self.engine.snapshot())
 
     def _find_idle(self, now_s: float) -> None:

@@ -19,6 +19,7 @@ from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.flink_rest import ENDED, FlinkRest
+from runtime.health import Health
 from runtime.program import Stop
 from runtime.program import run as run_program
 
@@ -35,15 +36,16 @@ def run(config: JoinerConfig) -> int:
 def _body(config: JoinerConfig, stop: Stop) -> None:
     config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
     schema = register(open_store(config.store), load_schema(config.schema))
-    metrics.serve(config)
+    health = Health(config.stalled_after_ms / 1000)
+    metrics.serve(config, health)
     meters = Meters(REGISTRY)
     if config.engine == "local":
-        run_local(config, schema, meters, stop)
+        run_local(config, schema, meters, health, stop)
     else:
-        run_flink(config, meters, stop)
+        run_flink(config, meters, health, stop)
 
 
-def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) -> None:
+def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Health, stop: Stop) -> None:
     """Kafka → Kafka in this process until `stop` is set."""
     from joiner.local_engine import LocalEngine
     from joiner.local_kafka import KafkaSink
@@ -59,12 +61,12 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, stop: Stop) 
     sink = KafkaSink(config.broker, config.prefix)
     snapshots = Snapshots(open_store(config.home))
     try:
-        Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters).run(stop)
+        Pump(config, engine, source, sink, snapshots, clock=SystemClock(), meters=meters, health=health).run(stop)
     finally:
         source.close()
 
 
-def run_flink(config: JoinerConfig, meters: Meters, stop: Stop) -> None:
+def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) -> None:
     """Adopt the cluster's joiner job, or submit one; then watch it until `stop` is set, and leave it running.
 
     Raises:
@@ -77,14 +79,15 @@ def run_flink(config: JoinerConfig, meters: Meters, stop: Stop) -> None:
         log.info("the job is there already (%s); watching it", found["state"])
     job = found["jid"] if found else submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
-    watch(rest, job, meters, stop)
+    watch(rest, job, meters, health, stop)
 
 
-def watch(rest: FlinkRest, job: str, meters: Meters, stop: Stop) -> None:
+def watch(rest: FlinkRest, job: str, meters: Meters, health: Health, stop: Stop) -> None:
     """Export the job's state and say when it changes, until `stop` is set. Raises as `run_flink`."""
     said = ""
     while not stop.is_set():
-        state = ask(rest, lambda: rest.state(job), stop)
+        with health.waiting(f"Flink at {rest.url}"):
+            state = ask(rest, lambda: rest.state(job), stop)
         if state in (*ENDED, "UNKNOWN"):
             meters.running.set(0)
             why = "the job manager does not know it" if state == "UNKNOWN" else f"it is {state}: {rest.failure(job)}"
@@ -92,7 +95,9 @@ def watch(rest: FlinkRest, job: str, meters: Meters, stop: Stop) -> None:
         if state != said:
             log.info("the job is %s%s", state, f" ({rest.failure(job)})" if state in ("RESTARTING", "FAILING") else "")
             said = state
-        meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))
+        with health.waiting(f"Flink at {rest.url}"):
+            meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))
+        health.turned("" if state == "RUNNING" else f"the job is {state}")
         stop.wait(WATCH_S)
 
 

@@ -31,6 +31,7 @@ from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.crew import Crew
+from runtime.health import Health
 from runtime.member import Member
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
@@ -39,6 +40,7 @@ from runtime.transport import Handler, Header
 log = logging.getLogger("roostream.shard")
 
 _JOIN_S = 5.0
+_TURN_S = 0.5
 
 
 def run(config: ShardConfig) -> int:
@@ -53,6 +55,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
     """
     crew = Crew(stop)
+    health = Health(config.stalled_after_ms / 1000)
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
@@ -66,14 +69,15 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         exported = ShardMetrics(shard, publisher, latency)
         opened.callback(exported.unregister)
         exported.register()
-        at = metrics.serve(config)  # 3
+        at = metrics.serve(config, health)  # 3
         if publisher and topic:
             opened.callback(topic.close)
             opened.callback(crew.join, _JOIN_S)
             crew.start("publisher", publisher.run, stop)  # 4
         _start_member(config, shard, stop, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
-        stop.wait()
+        while not stop.wait(_TURN_S):  # a lock that nobody gives back stops the turns
+            health.turned("" if shard.stats()["ready"] else "it waits for the controller to restore it")
     crew.check()
 
 

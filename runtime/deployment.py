@@ -18,6 +18,7 @@ class Watched(Settings):
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
     metrics_port: int = setting(0, "their port; 0 = draw one", least=0, most=65535)
+    stalled_after_ms: int = setting(120_000, "/livez fails when the main loop has not turned for this long", least=1000)
     insecure: bool = setting(False, "listen on addresses that others reach, although nothing asks who they are")
 
     def __post_init__(self) -> None:

@@ -1,16 +1,25 @@
-"""Prometheus metrics, one registry a process, and sliding quantiles for stage times."""
+"""A process's one HTTP server of metrics and probes, and sliding quantiles for stage times."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
+from collections.abc import Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import REGISTRY, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from roo.errors import SetupError
 from runtime.deployment import Watched
+from runtime.health import Health
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 class Quantiles(Collector):
@@ -52,16 +61,57 @@ def freshness() -> Quantiles:
 _freshness: Quantiles | None = None
 
 
-def serve(config: Watched) -> int:
-    """Start `/metrics` where the settings say; the port in use.
+def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTRY) -> int:
+    """Answer `/metrics`, `/livez` and `/readyz` where the settings say, from threads of their own until the process ends; the
+    port in use. Both probes answer 200, or 503 with the reason as one line of text.
 
     Raises:
-        SetupError: the port is taken.
+        SetupError: the port is taken, or the address isn't this machine's.
     """
-    host, port = config.metrics_host, config.metrics_port
+    host, port = config.metrics_host.strip("[]"), config.metrics_port
     try:
-        server, _ = start_http_server(port, addr=host)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        server = make_server(host, port, _routes(health, registry), _server_of(host), _QuietHandler)
+    except OSError as error:
+        reason = error.strerror or error
         raise SetupError(f"metrics port {host}:{port} can't be used ({reason}); choose another metrics_port, or 0") from None
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return int(server.server_address[1])
+
+
+def _routes(health: Health, registry: CollectorRegistry) -> WSGIApplication:
+    exported = make_wsgi_app(registry)
+
+    def text(status: str, body: str, start: StartResponse) -> Iterable[bytes]:
+        start(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{body}\n".encode()]
+
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                return exported(environ, start)
+            case "/livez":
+                reason = health.dead()
+            case "/readyz":
+                reason = health.unready()
+            case _:
+                return text("404 Not Found", "expected /metrics, /livez or /readyz", start)
+        return text("503 Service Unavailable" if reason else "200 OK", reason or "ok", start)
+
+    return answer
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _server_of(host: str) -> type[_Server]:
+    return _Server6 if ":" in host else _Server
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A line a probe would be most of the log."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -51,8 +51,11 @@ def bind(listen: str) -> socket.socket:
     return bound
 
 
-def run(app: ASGIApp, bound: socket.socket, stop: threading.Event, drain_ms: int) -> None:
-    """Serve until `stop` is set; then accept nothing more, and finish what is in flight for at most `drain_ms`."""
+def run(
+    app: ASGIApp, bound: socket.socket, stop: threading.Event, drain_ms: int, turned: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until `stop` is set; then accept nothing more, and finish what is in flight for at most `drain_ms`.
+    `turned` is called from the event loop, over and over."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -65,12 +68,13 @@ def run(app: ASGIApp, bound: socket.socket, stop: threading.Event, drain_ms: int
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(-(-drain_ms // 1000), 1),
     )
-    uvloop.run(_serve(_Server(config), bound, stop))
+    uvloop.run(_serve(_Server(config), bound, stop, turned))
 
 
-async def _serve(server: uvicorn.Server, bound: socket.socket, stop: threading.Event) -> None:
+async def _serve(server: uvicorn.Server, bound: socket.socket, stop: threading.Event, turned: Callable[[], None]) -> None:
     async def watch() -> None:
         while not stop.is_set():
+            turned()
             await asyncio.sleep(STOP_POLL_S)
         server.should_exit = True
 

@@ -9,8 +9,9 @@ import threading
 
 import torch
 
-from runtime import program
+from runtime import metrics, program
 from runtime.crew import Crew
+from runtime.health import Health
 from serving import heartbeat, http_server
 from serving.app import build_app
 from serving.build import Process, build_process, warm
@@ -43,15 +44,21 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     """
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    health = Health(config.stalled_after_ms / 1000)
     with contextlib.closing(http_server.bind(config.listen)) as bound:
         process = build_process(config)
+        metrics.serve(config, health, process.parts.metrics.registry)
         halt, crew = threading.Event(), Crew(stop)
         process.dense.poll()
         warm(process.parts)
         _start_threads(crew, process, halt)
-        http_server.run(build_app(process.parts), bound, stop, config.drain_ms)
+        http_server.run(build_app(process.parts), bound, stop, config.drain_ms, lambda: health.turned(_missing(process)))
     _end(process, crew, halt)
     crew.check()
+
+
+def _missing(process: Process) -> str:
+    return ", ".join(process.parts.waiting_for())
 
 
 def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:

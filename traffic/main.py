@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from runtime import metrics, program
 from runtime.clock import SystemClock
+from runtime.health import Health
 from traffic.client import Client
 from traffic.config import SimulateConfig
 from traffic.report import check_report
@@ -18,29 +19,40 @@ from traffic.simulate import Simulation
 
 log = logging.getLogger("roostream.traffic")
 
+_TURN_S = 1.0
+
 
 def run_simulate(config: SimulateConfig) -> int:
     """Until stopped, or for `seconds`; the exit code."""
 
     def body(stop: program.Stop) -> None:
         check_report(config.report)
-        log.info("metrics on port %d", metrics.serve(config))
-        asyncio.run(_simulate(config, stop))
+        health = Health(config.stalled_after_ms / 1000)
+        log.info("metrics on port %d", metrics.serve(config, health))
+        asyncio.run(_simulate(config, health, stop))
 
     return program.run("simulate", body)
 
 
-async def _simulate(config: SimulateConfig, stop: program.Stop) -> None:
+async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) -> None:
     """The simulation with its metrics on show; its connections are closed however it ends."""
     client = Client(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
     collector = SimulationMetrics(simulation)
     REGISTRY.register(collector)
+    turning = asyncio.create_task(_turn(health))
     try:
         await simulation.run(stop)
     finally:
+        turning.cancel()
         REGISTRY.unregister(collector)
         await client.close()
+
+
+async def _turn(health: Health) -> None:
+    while True:
+        health.turned()
+        await asyncio.sleep(_TURN_S)
 
 
 class SimulationMetrics(Collector):

@@ -57,8 +57,8 @@ class Controller:
                 return self._commit_now(float(header.get("timeout_s", 10.0))), ()
         raise RoostreamError(f"expected a call of beat, status or commit, got {method!r}")
 
-    def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set.
+    def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None) -> None:
+        """Until `stop` is set; `turned` is called each time round.
 
         Raises:
             FencedError: a newer controller exists.
@@ -67,6 +67,7 @@ class Controller:
         """
         while not stop.is_set():
             self.turn()
+            turned()
             with self._changed:
                 if not self.coordinator.has_effects:
                     self._changed.wait(TURN_S)

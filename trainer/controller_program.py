@@ -12,6 +12,7 @@ from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
+from runtime.health import Health
 from runtime.program import Stop
 from runtime.rpc_server import RpcServer
 from trainer.config import ControllerConfig
@@ -31,7 +32,9 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     Raises:
         RoostreamError: a newer controller exists, or what is committed belongs to other settings; says which.
     """
+    health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
+    at = metrics.serve(config, health)
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()
     register(store, schema)
@@ -58,11 +61,10 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=identity.check)
     server = RpcServer(controller.handle, host, port, insecure=config.insecure)
     server.start()
-    log.info("controller on %s", server.address)
+    log.info("controller on %s, metrics on port %d", server.address, at)
     try:
         Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
-        metrics.serve(config)
-        controller.run(stop)
+        controller.run(stop, lambda: health.turned("" if controller.coordinator.incarnation else "it claims an incarnation"))
     finally:
         server.stop()
 

@@ -17,6 +17,7 @@ from runtime import kafka, metrics
 from runtime.checkpoint_store import open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
+from runtime.health import Health
 from runtime.kafka_reader import KafkaReader
 from runtime.member import Member
 from runtime.program import Stop
@@ -47,6 +48,8 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     """
     config.check_device()
     exact_numerics(config)
+    health = Health(config.stalled_after_ms / 1000)
+    metrics.serve(config, health)
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     register(store, schema)
@@ -77,14 +80,13 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         worker = Worker(TrainLoop(config, schema, model_config, wiring), store, identity, config.index)
         monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
         Exports("worker", monitor.gauges, LABELS).register()
-        metrics.serve(config)
         left = threading.Event()  # beats go on while the last commit is waited for
         member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)
         opened.callback(member.join)
         opened.callback(worker.close)
         opened.callback(left.set)
         member.start()
-        train(worker, monitor, member, stop, config.controller_timeout_ms / 1000)
+        train(worker, monitor, member, health, stop, config.controller_timeout_ms / 1000)
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordBatches:
@@ -99,7 +101,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordB
     return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms)
 
 
-def train(worker: Worker, monitor: Monitor, member: Member, stop: Stop, controller_timeout_s: float) -> None:
+def train(worker: Worker, monitor: Monitor, member: Member, health: Health, stop: Stop, controller_timeout_s: float) -> None:
     """Batches and commands in turn; when asked to stop, a last commit first, if one comes soon enough.
 
     Raises:
@@ -110,6 +112,7 @@ def train(worker: Worker, monitor: Monitor, member: Member, stop: Stop, controll
         worker.serve_inbox()
         worker.turn()
         monitor.observe()
+        health.turned(worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it"))
         if worker.training and member.silent_s > controller_timeout_s:
             raise UnavailableError(
                 f"the controller has not answered for {member.silent_s:.0f} s: training stops, since nothing is committed"

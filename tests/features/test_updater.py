@@ -20,6 +20,7 @@ from roo.wire import Record
 from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock
+from runtime.health import Health
 from runtime.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 from tests.features.feature_cases import T0, MemoryEvents, RedisServer, engagement, events, find_redis, impression, records_of
 
@@ -160,7 +161,7 @@ def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> Non
             raise UnavailableError("away")
 
     updater.source = EndingEvents(records, stop)
-    follow(updater, stop, Backoff(what="Redis", clock=clock), wait)
+    follow(updater, stop, Backoff(what="Redis", clock=clock), wait, Health(60))
     assert len(waits) == 3 and clock.monotonic_s() > 0
     assert_equal(updater.store, records)
 
@@ -174,7 +175,7 @@ def test_events_that_are_away_are_waited_for(redis: RedisServer) -> None:
     def wait() -> None:
         source.away = source.seeks < 3
 
-    follow(updater, stop, Backoff(what="Redis and Kafka", clock=FakeClock()), wait)
+    follow(updater, stop, Backoff(what="Redis and Kafka", clock=FakeClock()), wait, Health(60))
     assert source.seeks == 4, "opened, refused twice, then let in"
     assert_equal(updater.store, records)
 
@@ -186,7 +187,7 @@ def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
         stop.set()
         raise UnavailableError("away")
 
-    follow(updater, stop, Backoff(what="Redis", clock=FakeClock()), wait)
+    follow(updater, stop, Backoff(what="Redis", clock=FakeClock()), wait, Health(60))
 
 
 def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:

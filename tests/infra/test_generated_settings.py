@@ -26,7 +26,7 @@ PLACES = Places(
     serving=1007,
     controller=1008,
     shards=(1009, 1010),
-    metrics={n: 2000 + i for i, n in enumerate(("joiner", "controller", "worker", "features", "simulate", "shard-0", "shard-1"))},
+    metrics={n: 2000 + i for i, n in enumerate(kinds.names(StackOptions()))},
 )
 
 

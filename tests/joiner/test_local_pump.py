@@ -19,6 +19,7 @@ from roo.errors import CheckpointError
 from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
+from runtime.health import Health
 from runtime.topics import Partition
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record
@@ -73,7 +74,16 @@ def pump(
     stop, clock = threading.Event(), FakeClock()
     engine = LocalEngine(config, SCHEMA, SCHEMAS.get)
     source = MemorySource(records, stop, clock, die_after)
-    made = Pump(config, engine, source, sink, Snapshots(FileStore(home)), clock=clock, meters=Meters(CollectorRegistry()))
+    made = Pump(
+        config,
+        engine,
+        source,
+        sink,
+        Snapshots(FileStore(home)),
+        clock=clock,
+        meters=Meters(CollectorRegistry()),
+        health=Health(60, clock),
+    )
     made.stop = stop  # type: ignore[attr-defined]
     return made
 

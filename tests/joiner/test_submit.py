@@ -16,6 +16,7 @@ from joiner.submit import submit
 from roo.errors import UnavailableError
 from runtime.broker import KafkaSecurity
 from runtime.flink_rest import JOB_NAME, FlinkRest
+from runtime.health import Health
 from runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
@@ -103,7 +104,7 @@ def test_watching_ends_with_a_clear_line_when_the_job_has_ended(job: dict[str, s
     trace = "boom\n\tat x\nCaused by: middle\n\tat y\nCaused by: the root\n\tat z"
     answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = {"exceptionHistory": {"entries": [{"stacktrace": trace}]}}
     with pytest.raises(UnavailableError, match=told):
-        main.watch(rest, JOB, Meters(CollectorRegistry()), Stop())
+        main.watch(rest, JOB, Meters(CollectorRegistry()), Health(60), Stop())
 
 
 def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp_path: Path) -> None:
@@ -111,11 +112,11 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
     stop = Stop()
     stop.set()
-    main.run_flink(JoinerConfig(flink=rest.url), Meters(CollectorRegistry()), stop)
+    main.run_flink(JoinerConfig(flink=rest.url), Meters(CollectorRegistry()), Health(60), stop)
 
 
 def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Flink"):
-        main.run_flink(JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), stop)
+        main.run_flink(JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), Health(60), stop)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,6 +141,31 @@ def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:
     return client, transport
 
 
+def wait_for_probe(port: str, path: str, said: str) -> None:
+    deadline = time.monotonic() + 60
+    while (got := probe(port, path)) != said:
+        assert time.monotonic() < deadline, got
+        time.sleep(0.05)
+
+
+def probe(port: str, path: str) -> str:
+    """What `path` says, whatever its status."""
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode().strip()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode().strip()
+
+
+def test_a_shard_is_not_ready_before_it_is_restored(shard: Shard, lead: Lead) -> None:
+    shard.start()
+    port = shard.said("listens on").rsplit(" ", 1)[1]
+    wait_for_probe(port, "/readyz", "it waits for the controller to restore it")
+    assert probe(port, "/livez") == "ok"
+    lead.do("restore", 1, manifest="")
+    wait_for_probe(port, "/readyz", "ok")
+
+
 def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
     shard.start()
     assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
@@ -158,6 +184,8 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
     assert lead.do("commit", 1, seq=1) == {"ok": True}
 
     port = line.rsplit(" ", 1)[1]
+    wait_for_probe(port, "/readyz", "ok")
+    wait_for_probe(port, "/livez", "ok")
     exported = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     for wanted in (
         'roostream_shard_rows{stack="d4-adagrad"} 200.0',

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import urllib.error
 import urllib.request
 
 import pytest
@@ -8,7 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from roo.errors import SetupError
 from runtime import metrics
+from runtime.clock import FakeClock
 from runtime.deployment import Watched
+from runtime.health import Health
 from runtime.metrics import Quantiles
 
 
@@ -32,21 +35,53 @@ def test_freshness_is_one_a_process() -> None:
     assert metrics.freshness() is metrics.freshness()
 
 
-def test_metrics_are_served_on_a_drawn_port_and_a_taken_one_is_told() -> None:
-    metrics.freshness().observe("test_stage", 3.0)
-    port = metrics.serve(Watched())
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        assert b'stage="test_stage"} 3.0' in answer.read()
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def health(clock: FakeClock) -> Health:
+    return Health(60, clock)
+
+
+def asked(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    """Status and text of a GET."""
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: FakeClock) -> None:
+    registry = CollectorRegistry()
+    stages = Quantiles("test_ms", "help")
+    stages.observe("close", 5.0)
+    registry.register(stages)
+    port = metrics.serve(Watched(), health, registry)
+    status, text = asked(port, "/metrics")
+    assert status == 200 and 'test_ms{quantile="0.5",stage="close"} 5.0' in text
+    assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
+    health.turned()
+    assert asked(port, "/readyz") == (200, "ok\n")
+    clock.advance(61)
+    assert asked(port, "/livez") == (503, "the main loop has not turned for 61 s\n")
+    assert asked(port, "/other") == (404, "expected /metrics, /livez or /readyz\n")
+
+
+def test_a_port_that_is_taken_is_told(health: Health) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(
             SetupError, match=r"metrics port 127.0.0.1:\d+ can't be used \(Address already in use\); choose another"
         ):
-            metrics.serve(Watched(metrics_port=taken.getsockname()[1]))
+            metrics.serve(Watched(metrics_port=taken.getsockname()[1]), health)
 
 
-def test_metrics_are_served_on_the_address_that_is_asked_for() -> None:
-    port = metrics.serve(Watched(metrics_host="127.0.0.2"))
-    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=5) as answer:
-        assert answer.status == 200
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
+def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, host: str) -> None:
+    port = metrics.serve(Watched(metrics_host=host), health)
+    assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200

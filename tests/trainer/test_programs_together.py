@@ -18,6 +18,7 @@ from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.exports import Exports
+from runtime.health import Health
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.record_reader import MemoryReader
@@ -104,7 +105,7 @@ class Together:
         worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), self.store, identity)
         monitor, stop, left = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event()
         member = Member(lambda: SocketTransport(self.server.address), "worker", 0, worker.submit, monitor.report, left).start()
-        thread = self._thread(lambda: train(worker, monitor, member, stop, timeout_s))
+        thread = self._thread(lambda: train(worker, monitor, member, Health(60), stop, timeout_s))
 
         def end() -> None:
             stop.set()
@@ -180,9 +181,9 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
     monitor, stop = together.worker(source)
     together.wait_for(lambda: monitor.worker.loop.num_steps >= 1)
     stop.set()
-    together.wait_for(lambda: monitor.worker.can_leave())
+    together.wait_for(lambda: monitor.worker.committed_step == monitor.worker.loop.num_steps)
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.step == monitor.worker.loop.num_steps
+    assert last is not None and last.manifest.step == monitor.worker.loop.num_steps and monitor.worker.can_leave()
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

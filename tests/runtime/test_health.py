@@ -1,0 +1,60 @@
+"""Alive is whether the loop turns; ready is whether the work is done; a peer that is away never makes a program dead."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.clock import FakeClock
+from runtime.health import Health
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def health(clock: FakeClock) -> Health:
+    return Health(60, clock)
+
+
+def test_a_start_may_wait_for_its_peers_as_long_as_it_takes(health: Health, clock: FakeClock) -> None:
+    clock.advance(3600)
+    assert health.dead() == "" and health.unready() == "it is starting"
+
+
+def test_a_loop_that_turns_is_alive_and_says_what_is_missing(health: Health, clock: FakeClock) -> None:
+    health.turned("it waits for the controller to restore it")
+    assert health.unready() == "it waits for the controller to restore it"
+    health.turned()
+    clock.advance(60)
+    assert health.dead() == "" == health.unready()
+
+
+def test_a_loop_that_stands_still_is_dead_after_the_bound_until_it_turns_again(health: Health, clock: FakeClock) -> None:
+    health.turned()
+    clock.advance(61)
+    assert health.dead() == "the main loop has not turned for 61 s"
+    health.turned()
+    assert health.dead() == ""
+
+
+def test_waiting_for_a_peer_is_not_death_and_soon_not_ready(health: Health, clock: FakeClock) -> None:
+    health.turned()
+    with health.waiting("Redis"):
+        clock.advance(4)
+        assert health.unready() == "", "a short wait is part of the work"
+        clock.advance(3600)
+        assert health.dead() == "" and health.unready() == "it waits for Redis"
+    clock.advance(59)
+    assert health.dead() == "" == health.unready(), "the bound counts from the end of the wait"
+    clock.advance(2)
+    assert health.dead()
+
+
+def test_a_wait_that_fails_is_over_too(health: Health, clock: FakeClock) -> None:
+    with pytest.raises(OSError, match="gone"), health.waiting("Redis"):
+        raise OSError("gone")
+    health.turned()
+    clock.advance(61)
+    assert health.dead() and health.unready() == ""
