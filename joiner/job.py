@@ -22,9 +22,9 @@ from pyflink.java_gateway import get_gateway
 from joiner.config import JoinerConfig
 from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
-from joiner.submit import JOB_NAME
 from roo.config import build as make
 from roo.config import from_dict
+from runtime.flink_rest import JOB_NAME
 from runtime.topics import EVENTS, name_of
 
 MAX_PARALLELISM = 128
