@@ -1,21 +1,37 @@
-"""Samples, corrections and dead letters: each built by one call, feature blocks copied byte for byte."""
+"""Samples, corrections and dead letters: each built by one call, feature blocks and columns copied byte for byte.
+
+Samples are put together from the bytes of their impressions, field by field in ascending order, as protobuf writes them: no
+message is parsed or made on the way. tests/joiner/test_build.py holds the bytes against protobuf's own.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from joiner.fold import fold_labels
-from joiner.state import Engagement, Folded, Impression, Origin, Tombstone
+from joiner.fold import Fact
+from joiner.spans import HEADER, NRO, POSITIONS, PROPENSITIES, RO, SCORES, WEIGHT, column, payload, tags_of, varint
+from joiner.state import Engagement, Impression, Origin, Page, Request
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import sample_id
-from roo.schema import Schema
 from runtime.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
 
 MAX_RAW_BYTES = 64 << 10
 """A dead letter carries at most this much of the record."""
+
+_TAG, _PART_TAG = tags_of(pb.Sample), tags_of(pb.Part)
+_REASON = {value.number: value.name for value in pb.CloseReason.DESCRIPTOR.values}
+_SAMPLE, _CORRECTION = bytes((wire.SAMPLE, wire.VERSION)), bytes((wire.CORRECTION, wire.VERSION))
+_HEADER, _RO, _ITEMS, _PARTS, _LABELS = (_TAG[name] for name in ("header", "ro", "item_ids", "parts", "labels"))
+_SCORES, _POSITIONS, _PROPENSITIES = _TAG["scores"], _TAG["positions"], _TAG["propensities"]
+_WEIGHT, _NRO, _NUM_ROWS, _ACTIONS = _TAG["weight"], _PART_TAG["nro"], _PART_TAG["num_rows"], _TAG["actions"]
+_EVENT_IDS, _EVENT_CANDIDATES, _EVENT_ACTIONS = _TAG["event_ids"], _TAG["event_candidates"], _TAG["event_actions"]
+_EVENT_VALUES, _EVENT_TIMES = _TAG["event_values"], _TAG["event_times"]
+_IDS = struct.Struct(f"<{len(_TAG['sample_id'])}sQ{len(_TAG['close_reason'])}sB{len(_TAG['close_ms'])}sq")
+_NO_SCORE, _NO_PROPENSITY = struct.pack("<f", float("nan")), struct.pack("<f", 1.0)
+_u4 = struct.Struct("<I").pack
 
 
 class Output(NamedTuple):
@@ -31,72 +47,112 @@ class Output(NamedTuple):
 class Rows(NamedTuple):
     """Which rows of each impression a sample uses: a candidate's first row, later ones are repeats."""
 
-    of_impression: list[list[int]]
-    item_ids: list[int]
+    of_page: Sequence[Sequence[int]]
+    items: bytes  # the candidates in shown order, 8 bytes each
     num_repeats: int
 
 
-def choose_rows(used: Sequence[Impression]) -> Rows:
-    """`used` in (time, digest) order; candidates come in shown order."""
-    index: dict[int, None] = {}
-    of_impression = []
-    for impression in used:
+class Content(NamedTuple):
+    """What a sample holds beside what its request says."""
+
+    used: Sequence[Impression]  # in (time, digest) order
+    rows: Sequence[Sequence[int]]  # of each of them
+    num_labels: int  # of the schema
+    labels: bytes  # f4 [candidates, labels]
+    facts: Sequence[tuple[int, Fact]]  # (candidate, engagement), in (time, event id) order
+    num_duplicates: int
+
+
+class Change(NamedTuple):
+    """What an engagement behind the close changes: the labels of one candidate."""
+
+    candidate: int  # index into the request's items
+    fact: Fact
+    before: bytes  # f4 [labels]
+    after: bytes
+
+
+class _Features(NamedTuple):
+    """Fields of a sample, with their tags; empty ones are left out."""
+
+    ro: bytes = b""
+    parts: bytes = b""
+    served: bytes = b""  # scores, positions, propensities, weight
+
+
+def choose_rows(pages: Sequence[Page]) -> Rows:
+    """`pages` in (time, digest) order; candidates come in shown order."""
+    first = pages[0]
+    if len(pages) == 1 and first.num_distinct == len(first.items) >> 3:
+        return Rows((range(first.num_distinct),), first.items, 0)
+    seen: dict[int, None] = {}
+    of_page: list[list[int]] = []
+    for page in pages:
         rows = []
-        for row, item in enumerate(impression.item_ids):
-            if item not in index:
-                index[item] = None
+        for row, item in enumerate(_u8s(page.items)):
+            if item not in seen:
+                seen[item] = None
                 rows.append(row)
-        of_impression.append(rows)
-    return Rows(of_impression, list(index), sum(len(i.item_ids) for i in used) - len(index))
+        of_page.append(rows)
+    num_shown = sum(len(page.items) >> 3 for page in pages)
+    return Rows(of_page, struct.pack(f"<{len(seen)}Q", *seen), num_shown - len(seen))
 
 
-def sample(key: bytes, used: Sequence[Impression], tombstone: Tombstone, schema: Schema, *, num_duplicates: int) -> Output:
-    """The sample of a request that closes. `used`: its impressions in (time, digest) order; `tombstone.folded`: what joined."""
-    message = _start(key, used[0].request_id, tombstone)
-    message.num_duplicates = num_duplicates
-    message.item_ids.extend(tombstone.item_ids)
-    messages = [_parse(i) for i in used]
-    _copy_features(message, messages, choose_rows(used).of_impression, len(schema.labels))
-    message.labels.extend(labels_of(tombstone, message.header.time_ms, schema))
-    _copy_events(message, tombstone.folded)
-    value = wire.encode(wire.SAMPLE, message)
-    return Output(SAMPLES, key, value, tombstone.close_ms, pb.CloseReason.Name(tombstone.reason))
+def _u8s(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) >> 3}Q", packed)
+
+
+def header_of(impression: Impression) -> bytes:
+    """The header's bytes with their length in front, as `Request.header` keeps them."""
+    spans = impression.spans
+    return impression.data[spans[HEADER] : spans[HEADER + 1]]
+
+
+def sample(key: bytes, request_id: str, request: Request, content: Content) -> Output:
+    """The sample of a request that is CLOSED now."""
+    used, rows = content.used, content.rows
+    fields = [_SAMPLE, _HEADER, request.header, _ids(request, sample_id(key, request_id))]
+    if len(used) == 1 and len(rows[0]) == len(used[0].page.items) >> 3:
+        _add_whole(fields, used[0], content.labels)
+    else:
+        features = _features(used, rows, content.num_labels)
+        fields += (features.ro, column(_ITEMS, request.items), features.parts, column(_LABELS, content.labels), features.served)
+    if content.facts:
+        _add_events(fields, content.facts)
+    if content.num_duplicates:
+        fields += (_TAG["num_duplicates"], varint(content.num_duplicates))
+    return Output(SAMPLES, key, b"".join(fields), request.close_ms, _REASON[request.reason])
 
 
 def correction(
-    key: bytes,
-    engagement: Engagement,
-    tombstone: Tombstone,
-    before: Sequence[Folded],
-    used: Sequence[Impression],
-    schema: Schema,
+    key: bytes, request_id: str, request: Request, change: Change, used: Sequence[Impression], num_labels: int
 ) -> Output:
-    """What `engagement` changes on a sample: the one candidate, its labels without it (`before`) and with it
-    (`tombstone.folded`). `used`: the sample's impressions while features are kept, or none: then it is untrainable."""
-    message = _start(key, engagement.request_id, tombstone, engagement.event_id)
-    candidate = tombstone.item_ids.index(engagement.item_id)
-    of_candidate = [f for f in tombstone.folded if f.candidate == candidate]
-    message.item_ids.append(engagement.item_id)
-    message.untrainable = not used
+    """What an engagement changes on a sample: the one candidate, its labels without it and with it. `used`: the sample's
+    impressions while features are kept, or none: then it is untrainable."""
+    features = _Features()
     if used:
-        rows = choose_rows(used).of_impression
-        _copy_features(message, [_parse(i) for i in used], _only(rows, candidate), len(schema.labels))
-    time_ms, window_ms = message.header.time_ms, tombstone.window_ms
-    for labels, folded in (
-        (message.labels_before, [f for f in before if f.candidate == candidate]),
-        (message.labels, of_candidate),
-    ):
-        alone = [Folded(f.event_id, 0, f.action, f.value, f.time_ms) for f in folded]
-        labels.extend(fold_labels(schema, 1, alone, request_ms=time_ms, window_ms=window_ms))
-    _copy_events(
-        message, [Folded(f.event_id, 0, f.action, f.value, f.time_ms) for f in of_candidate if f.event_id == engagement.event_id]
+        rows = choose_rows([i.page for i in used]).of_page
+        features = _features(used, _only(rows, change.candidate), num_labels)
+    at = 8 * change.candidate
+    events: list[bytes] = []
+    _add_events(events, [(0, change.fact)])
+    value = b"".join(
+        (
+            _CORRECTION,
+            _HEADER,
+            request.header,
+            _ids(request, sample_id(key, request_id, change.fact[1])),
+            features.ro,
+            column(_ITEMS, request.items[at : at + 8]),
+            features.parts,
+            column(_LABELS, change.after),
+            features.served,
+            b"".join(events),
+            column(_TAG["labels_before"], change.before),
+            b"" if used else _TAG["untrainable"] + b"\x01",
+        )
     )
-    return Output(CORRECTIONS, key, wire.encode(wire.CORRECTION, message), None, "")
-
-
-def labels_of(tombstone: Tombstone, request_ms: int, schema: Schema) -> list[float]:
-    """n x T labels of a closed request."""
-    return fold_labels(schema, len(tombstone.item_ids), tombstone.folded, request_ms=request_ms, window_ms=tombstone.window_ms)
+    return Output(CORRECTIONS, key, value, None, "")
 
 
 def dead_letter(
@@ -124,57 +180,73 @@ def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: s
     return dead_letter(key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id)
 
 
-def header_of(impression: Impression) -> bytes:
-    return _parse(impression).header.SerializeToString(deterministic=True)
+def _ids(request: Request, id_: int) -> bytes:
+    return _IDS.pack(_TAG["sample_id"], id_, _TAG["close_reason"], request.reason, _TAG["close_ms"], request.close_ms)
 
 
-def _parse(impression: Impression) -> pb.Impression:
-    return pb.Impression.FromString(impression.raw[2:])
-
-
-def _start(key: bytes, request_id: str, tombstone: Tombstone, event_id: int | None = None) -> pb.Sample:
-    return pb.Sample(
-        header=pb.Header.FromString(tombstone.header),
-        sample_id=sample_id(key, request_id, event_id),
-        close_reason=pb.CloseReason.Name(tombstone.reason),
-        close_ms=tombstone.close_ms,
+def _add_whole(fields: list[bytes], impression: Impression, labels: bytes) -> None:
+    """The features and labels of one impression with all of its rows, each once."""
+    data = impression.data
+    _, _, ro, ro_end, items, items_end, nro, nro_end, scores, scores_end, places, places_end, chances, chances_end, weight = (
+        impression.spans
     )
+    if ro:
+        fields += (_RO, data[ro:ro_end])
+    if items:
+        rows = _NUM_ROWS + varint(impression.page.num_distinct)
+        block = data[nro:nro_end]
+        size = len(rows) + (len(_NRO) + len(block) if block else 0)
+        fields += (_ITEMS, data[items:items_end], _PARTS, varint(size), _NRO if block else b"", block, rows)
+    if labels:
+        fields += (_LABELS, varint(len(labels)), labels)
+    if scores:
+        fields += (_SCORES, data[scores:scores_end])
+    if places:
+        fields += (_POSITIONS, data[places:places_end])
+    if chances:
+        fields += (_PROPENSITIES, data[chances:chances_end])
+    if weight:
+        fields += (_WEIGHT, data[weight : weight + 4])
 
 
-def _copy_features(message: pb.Sample, used: Sequence[pb.Impression], rows: Sequence[Sequence[int]], num_labels: int) -> None:
+def _features(used: Sequence[Impression], rows: Sequence[Sequence[int]], num_labels: int) -> _Features:
     """RO block, parts, and what was served of the rows used. RO: of the first impression that has a block."""
-    first_ro = next((i.ro for i in used if i.HasField("ro")), None)
-    if first_ro is not None:
-        message.ro = first_ro
-    message.weight = used[0].weight
-    for impression, taken in zip(used, rows, strict=True):
-        n = len(impression.item_ids)
-        if taken:
-            message.parts.add(nro=impression.nro, num_rows=n, rows=taken if len(taken) < n else ())
-    if any(i.scores for i in used):
-        _copy_column(message.scores, [i.scores for i in used], rows, width=num_labels, missing=math.nan)
-    if any(i.positions for i in used):
-        starts = _starts(rows)
-        columns = [i.positions or range(start, start + len(i.item_ids)) for i, start in zip(used, starts, strict=True)]
-        _copy_column(message.positions, columns, rows, width=1, missing=0)
-    if any(i.propensities for i in used):
-        _copy_column(message.propensities, [i.propensities for i in used], rows, width=1, missing=1.0)
+    ro = next((i.data[i.spans[RO] : i.spans[RO + 1]] for i in used if i.spans[RO]), b"")
+    parts = b"".join(_part(i, taken) for i, taken in zip(used, rows, strict=True) if taken)
+    starts = [sum(map(len, rows[:n])) for n in range(len(rows))]
+    scores = _columns(used, rows, SCORES, 4 * num_labels, lambda n, row: _NO_SCORE * num_labels)
+    positions = _columns(used, rows, POSITIONS, 4, lambda n, row: _u4(starts[n] + row))
+    propensities = _columns(used, rows, PROPENSITIES, 4, lambda n, row: _NO_PROPENSITY)
+    served = (column(_SCORES, scores), column(_POSITIONS, positions), column(_PROPENSITIES, propensities))
+    return _Features(_RO + ro if ro else b"", parts, b"".join(served) + _weight(used[0]))
 
 
-def _copy_column(
-    out: Any, columns: Sequence[Sequence[float]], rows: Sequence[Sequence[int]], *, width: int, missing: float
-) -> None:
-    """The entries of the taken rows; an impression without the column gives `missing`."""
-    for column, taken in zip(columns, rows, strict=True):
-        for row in taken:
-            out.extend(column[row * width : (row + 1) * width] if len(column) else [missing] * width)
+def _weight(impression: Impression) -> bytes:
+    at = impression.spans[WEIGHT]
+    return _WEIGHT + impression.data[at : at + 4] if at else b""
 
 
-def _starts(rows: Sequence[Sequence[int]]) -> list[int]:
-    starts = [0]
-    for taken in rows[:-1]:
-        starts.append(starts[-1] + len(taken))
-    return starts
+def _part(impression: Impression, taken: Sequence[int]) -> bytes:
+    num_rows = len(impression.page.items) >> 3
+    nro = impression.data[impression.spans[NRO] : impression.spans[NRO + 1]]
+    message = (_NRO + nro if nro else b"") + _NUM_ROWS + varint(num_rows)
+    if len(taken) < num_rows:
+        message += column(_PART_TAG["rows"], struct.pack(f"<{len(taken)}I", *taken))
+    return _PARTS + varint(len(message)) + message
+
+
+def _columns(
+    used: Sequence[Impression], rows: Sequence[Sequence[int]], place: int, width: int, missing: Callable[[int, int], bytes]
+) -> bytes:
+    """The entries of the taken rows, `width` bytes each; an impression without the column gives `missing(its number, row)`.
+    Nothing if none has it."""
+    columns = [payload(i.data, i.spans, place) for i in used]
+    if not any(columns):
+        return b""
+    out = []
+    for n, (packed, taken) in enumerate(zip(columns, rows, strict=True)):
+        out += [packed[row * width : (row + 1) * width] if packed else missing(n, row) for row in taken]
+    return b"".join(out)
 
 
 def _only(rows: Sequence[Sequence[int]], candidate: int) -> list[list[int]]:
@@ -184,12 +256,15 @@ def _only(rows: Sequence[Sequence[int]], candidate: int) -> list[list[int]]:
     return [[row] if i == impression else [] for i in range(len(rows))]
 
 
-def _copy_events(message: pb.Sample, folded: Sequence[Folded]) -> None:
-    actions: dict[str, int] = {}
-    for f in folded:
-        message.event_ids.append(f.event_id)
-        message.event_candidates.append(f.candidate)
-        message.event_actions.append(actions.setdefault(f.action, len(actions)))
-        message.event_values.append(f.value)
-        message.event_times.append(f.time_ms)
-    message.actions.extend(actions)
+def _add_events(fields: list[bytes], facts: Sequence[tuple[int, Fact]]) -> None:
+    n, actions = len(facts), dict[str, int]()
+    candidates, columns = zip(*facts, strict=True)
+    times, ids, names, values = zip(*columns, strict=True)
+    numbers = [actions.setdefault(name, len(actions)) for name in names]
+    long, short = varint(8 * n), varint(4 * n)
+    fields += (_EVENT_IDS, long, struct.pack(f"<{n}Q", *ids), _EVENT_CANDIDATES, short, struct.pack(f"<{n}I", *candidates))
+    fields += (_EVENT_ACTIONS, short, struct.pack(f"<{n}I", *numbers), _EVENT_VALUES, short, struct.pack(f"<{n}f", *values))
+    fields += (_EVENT_TIMES, long, struct.pack(f"<{n}q", *times))
+    for name in actions:
+        text = name.encode()
+        fields += (_ACTIONS, varint(len(text)), text)

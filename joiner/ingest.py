@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from joiner.build import Output, dead_letter
-from joiner.state import Engagement, Impression, Origin
+from joiner.spans import ITEMS, payload, spans_of
+from joiner.state import Engagement, Impression, Origin, Page
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import check_block
@@ -125,19 +126,22 @@ def _check_finite(name: str, values: Iterable[float]) -> None:
 
 
 def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impression:
-    header = message.header
-    return Impression(
-        origin=origin,
-        request_id=header.request_id,
+    """The record with the places of its columns, which are copied from there later. A producer need not write a message as
+    protobuf does: of another one, what protobuf writes is kept beside what came."""
+    header, raw = message.header, record.value
+    written = message.SerializeToString(deterministic=True)
+    canonical = b"" if raw[2:] == written else raw[:2] + written
+    spans = spans_of(canonical or raw)
+    page = Page(
+        time_ms=header.time_ms,
+        digest=hash64(raw),
+        schema=header.schema,
         session_id=header.session_id,
         surface=header.surface,
-        time_ms=header.time_ms,
-        schema=header.schema,
-        has_ro=message.HasField("ro"),
-        digest=hash64(record.value),
-        item_ids=list(message.item_ids),
-        raw=record.value,
+        items=payload(canonical or raw, spans, ITEMS),
+        num_distinct=len(set(message.item_ids)),
     )
+    return Impression(origin=origin, request_id=header.request_id, page=page, spans=spans, raw=raw, canonical=canonical)
 
 
 def _engagement(record: Record, origin: Origin, message: pb.Engagement) -> Engagement:

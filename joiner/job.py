@@ -4,7 +4,8 @@
                                                ├─► drop heartbeats ─► by key ─► JoinFunction ─► samples, corrections, dead_letters
     engagements ─► deserializer ─► watermarks ─┘
 
-Uids, the execution mode, the state's type and the maximal parallelism stay as they are: savepoints depend on them.
+Uids, the execution mode, the state's type and the maximal parallelism stay as they are: savepoints depend on them. The join's uid
+carries the version of its state, so that Flink refuses a savepoint of another version before a record is read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSi
 from pyflink.java_gateway import get_gateway
 
 from joiner.config import JoinerConfig
+from joiner.entries import VERSION
 from joiner.envelope import OUTPUTS
 from joiner.operator import JoinFunction
 from roo.config import build as make
@@ -28,6 +30,7 @@ from runtime.flink_rest import JOB_NAME
 from runtime.topics import EVENTS, name_of
 
 MAX_PARALLELISM = 128
+UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
 
@@ -37,7 +40,7 @@ def build(config: JoinerConfig) -> StreamExecutionEnvironment:
     env = _environment(config)
     impressions, engagements = (_read(env, config, topic) for topic in range(len(EVENTS)))
     joined = _by_key(_events(impressions.union(engagements))).process(JoinFunction(config), output_type=_ENVELOPE)
-    joined.name("join").uid("join").sink_to(_sink(config)).name("write").uid("write")
+    joined.name("join").uid(UID).sink_to(_sink(config)).name("write").uid("write")
     return env
 
 

@@ -1,4 +1,4 @@
-"""The joiner as a total, deterministic state machine: (state, event | watermark) → (state, outputs, timer).
+"""The joiner as a total, deterministic state machine: (state, event | timer, watermark) → (state, outputs, timers).
 
 Events are stored on arrival; nothing closes on arrival. What is due at or before the watermark is done, in event-time order:
 
@@ -7,288 +7,255 @@ Events are stored on arrival; nothing closes on arrival. What is due at or befor
        │                                     │ then corrections                           │
        └───────────── engagements from beyond that, as orphans ──────────────────────────┘
 
-No clock, no I/O, no Flink. For every order of arrival in which no event comes at or behind the watermark, the samples,
-corrections and dead letters are the same; tests/joiner holds this against an offline oracle. Outside of that claim, and still
-total: events behind the watermark, caps, an event id reused with other bytes, a request id reused after it was forgotten.
+An event reads and writes the entries that it touches and no others (joiner/state.py); what happens when a time comes is in
+joiner/passage.py. No clock, no I/O, no Flink. For every order of arrival in which no event comes at or behind the watermark, the
+samples, corrections and dead letters are the same; tests/joiner holds this against an offline oracle. Outside of that claim, and
+still total: events behind the watermark, caps, an event id reused with other bytes, a request id reused after it was forgotten.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
+import struct
 from collections.abc import Callable, Iterable
 
-from joiner import build
-from joiner.build import Output, dead_event
-from joiner.rules import Rules, close_at, first_shown, joins_at, num_open, num_orphans, opening, window_of
-from joiner.state import CLOSED, NEVER, OPEN, THIN, WAITING, Engagement, Folded, Impression, Request, State, Tombstone
-from roo import roo_pb2 as pb
-from roo.errors import CheckpointError
+from msgspec import structs
+
+from joiner import scopes
+from joiner.build import dead_event
+from joiner.passage import Passage
+from joiner.rules import Rules, close_at, joins_at, note_joined, shown_at, window_of
+from joiner.state import (
+    CLOSED,
+    GONE,
+    NEVER,
+    OPEN,
+    PENDING,
+    WAITING,
+    Engagement,
+    Impression,
+    JoinState,
+    Page,
+    Request,
+    chain,
+    index_of,
+)
+from joiner.turn import Turn
 from roo.schema import Schema
+
+_u8 = struct.Struct("<Q").pack
 
 
 class Join:
-    """Stateless: all state is in the `State` given, one a Kafka key, which calls change in place.
+    """Stateless: all state is in the `JoinState` given, one a Kafka key, which calls change.
 
-    Both calls take the current watermark, which never goes back, and return what is to be written. Afterwards `state.due_ms`
-    is when the machine wants `advance` next: the one timer of the key. A call that raises (a defect) may leave the state
-    half-changed: adapters keep the bytes from before.
+    Both calls take the current watermark, which never goes back, and return what is to be written and the times at which the
+    machine wants `advance` for this key. A call that raises (a defect) may leave the state half-changed: adapters keep the bytes
+    from before.
     """
 
     def __init__(self, rules: Rules, schemas: Callable[[int], Schema | None], max_candidates: int = 1000) -> None:
-        self.rules, self.schemas, self.max_candidates = rules, schemas, max_candidates
+        self.rules, self.max_candidates = rules, max_candidates
+        self._passage = Passage(rules, schemas)
+        self._engages = rules.closes_on_engagement
+        self._follows = rules.next_request != "off"
 
-    def apply(self, state: State, key: bytes, event: Impression | Engagement, watermark_ms: int) -> list[Output]:
+    def apply(self, state: JoinState, key: bytes, event: Impression | Engagement, watermark_ms: int) -> Turn:
         """Store one event that has come, and do what it made due."""
-        if isinstance(event, Impression):
-            outputs = self._impression(state, key, event, watermark_ms)
-            if self.rules.next_request != "off":
-                self._plan_open(state, key)
+        turn = Turn(state, key, watermark_ms)
+        if type(event) is Engagement:
+            self._engagement(turn, event)
         else:
-            outputs = self._engagement(state, key, event, watermark_ms)
-        return outputs + self.advance(state, key, watermark_ms)
+            assert isinstance(event, Impression)
+            self._impression(turn, event)
+        if turn.now:
+            self._drain(turn)
+        return turn
 
-    def advance(self, state: State, key: bytes, watermark_ms: int) -> list[Output]:
-        """Do what is due at or before the watermark. At `END` everything is: all requests close, orphans are given up."""
-        outputs: list[Output] = []
-        due = [(r.time_ms, request_id) for request_id, r in state.requests.items() if r.due_ms <= watermark_ms]
-        for _, request_id in sorted(due):  # by request time: a request closes before the one that ends it is forgotten
-            request = state.requests[request_id]
-            while request.due_ms <= watermark_ms:
-                outputs += self._step(state, key, request, watermark_ms)
-                self._plan(state, key, request)
-            if request.due_ms == NEVER:
-                del state.requests[request_id]
-        return outputs
+    def advance(self, state: JoinState, key: bytes, timer_ms: int, watermark_ms: int) -> Turn:
+        """Do what is due at `timer_ms`, one of the times that a turn asked for, which the watermark has reached; at the end of
+        input that is `END`. Timers of a key come in ascending order. One that is no longer wanted does nothing."""
+        turn = Turn(state, key, watermark_ms)
+        turn.take_due(timer_ms)
+        self._drain(turn)
+        return turn
 
-    def _impression(self, state: State, key: bytes, event: Impression, watermark_ms: int) -> list[Output]:
-        request = state.requests.get(event.request_id)
-        refusal = self._refuse_impression(state, request, event, watermark_ms)
+    def _drain(self, turn: Turn) -> None:
+        while turn.now:
+            due_ms, is_request, order, request_id = heapq.heappop(turn.now)
+            request = turn.state.requests.get(request_id)
+            if request is None:
+                continue
+            if not is_request:
+                self._passage.event(turn, request_id, request, order)
+            elif request.due_ms == due_ms:  # otherwise it has moved
+                self._passage.request(turn, request_id, request)
+
+    def _impression(self, turn: Turn, event: Impression) -> None:
+        state, request_id, page = turn.state, event.request_id, event.page
+        request = state.requests.get(request_id)
+        refusal = self._refuse_impression(turn, request, event)
         if refusal == ("", ""):
-            return []
+            return
         if refusal is not None:
-            return [dead_event(key, event, *refusal)]
+            turn.outputs.append(dead_event(turn.key, event, *refusal))
+            return
         if request is None:
-            request = state.requests[event.request_id] = Request()
+            request = Request()
+            state.head.num_requests += 1
         if request.phase == WAITING:
-            request.phase, request.late = OPEN, event.time_ms <= watermark_ms
-        request.impressions.append(event)
-        first = opening(request.impressions)
-        request.time_ms, request.session_id = first.time_ms, first.session_id
-        self._plan(state, key, request)
-        return []
+            request.phase, request.late = OPEN, page.time_ms <= turn.watermark_ms
+            state.head.num_open += 1
+        state.impressions[request_id, page.digest] = event
+        if request.pages:
+            bisect.insort(request.pages, page, key=_order)
+        else:
+            request.pages.append(page)
+        if request.pages[0] is page:
+            self._open(turn, request_id, request, page)
+        if request.num_events:
+            self._meet_page(turn, request_id, request, page)
+        self._set_close(turn, request_id, request)
+        state.requests[request_id] = request
 
-    def _refuse_impression(
-        self, state: State, request: Request | None, event: Impression, watermark_ms: int
-    ) -> tuple[str, str] | None:
+    def _refuse_impression(self, turn: Turn, request: Request | None, event: Impression) -> tuple[str, str] | None:
         """(reason, error) of the dead letter, ("", "") for a duplicate, None to take it."""
+        page, watermark_ms, rules = event.page, turn.watermark_ms, self.rules
         if request is None or request.phase == WAITING:
-            if event.time_ms + self.rules.late_horizon_ms <= watermark_ms:
-                return (
-                    "too_late",
-                    f"came {watermark_ms - event.time_ms} ms behind the watermark: its request may have been emitted",
-                )
-            if num_open(state) >= self.rules.max_open_requests or len(state.requests) >= self.rules.max_requests:
-                return "overflow", f"expected at most {self.rules.max_open_requests} open requests a user"
+            if page.time_ms + rules.late_horizon_ms <= watermark_ms:
+                behind_ms = watermark_ms - page.time_ms
+                return "too_late", f"came {behind_ms} ms behind the watermark: its request may have been emitted"
+            head = turn.state.head
+            if head.num_open >= rules.max_open_requests or head.num_requests >= rules.max_requests:
+                return "overflow", f"expected at most {rules.max_open_requests} open requests a user"
             return None
-        if request.tombstone is not None:
-            if event.digest in request.tombstone.digests:
+        if request.phase != OPEN:
+            digest = _u8(page.digest)
+            if index_of(request.digests, digest) >= 0:
                 return "", ""
-            if len(request.tombstone.digests) < self.rules.max_engagements:
-                request.tombstone.digests.append(event.digest)
-            return "after_close", f"its request closed at {request.tombstone.close_ms}, this came with time {event.time_ms}"
-        for known in request.impressions:
-            if known.digest == event.digest:
-                known.copies += 1
+            if len(request.digests) < 8 * rules.max_engagements:
+                request.digests += digest
+                turn.state.requests[event.request_id] = request
+            return "after_close", f"its request closed at {request.close_ms}, this came with time {page.time_ms}"
+        for n, known in enumerate(request.pages):
+            if known.digest == page.digest:
+                request.pages[n] = structs.replace(known, copies=known.copies + 1)
+                turn.state.requests[event.request_id] = request
                 return "", ""
-        shown = {item for i in request.impressions for item in i.item_ids}
-        if len(shown.union(event.item_ids)) > self.max_candidates:
+        if _num_shown([*request.pages, page]) > self.max_candidates:
             return "overflow", f"expected at most {self.max_candidates} candidates a request"
         return None
 
-    def _engagement(self, state: State, key: bytes, event: Engagement, watermark_ms: int) -> list[Output]:
-        request = state.requests.get(event.request_id)
-        if request is None:
-            if event.time_ms + self.rules.late_horizon_ms <= watermark_ms:
-                return [dead_event(key, event, "too_late", f"came {watermark_ms - event.time_ms} ms behind the watermark")]
-            request = Request()
-        if _is_duplicate(request, event):
-            return []
-        if self._is_overflow(state, request, event):
-            error = (
-                f"expected at most {self.rules.max_orphans} waiting engagements a user, {self.rules.max_engagements} a request"
-            )
-            return [dead_event(key, event, "overflow", error)]
-        state.requests[event.request_id] = request
-        request.pending[event.event_id] = event
-        self._plan(state, key, request)
-        return []
+    def _open(self, turn: Turn, request_id: str, request: Request, page: Page) -> None:
+        """`page` gives the request its time, session and schema, and so its place among the others."""
+        if request.scope is not None:
+            self._look_again(turn, scopes.leave(turn.state, request_id, request))
+        request.time_ms, request.session_id, request.schema = page.time_ms, page.session_id, page.schema
+        request.window_ms = window_of(self.rules, turn.key, request_id, page)
+        if self._follows:
+            scope_id = 0 if self.rules.next_request == "user" else page.session_id
+            request.next_ms = scopes.next_after(turn.state, scope_id, page.time_ms)
+            if not request.late:
+                self._look_again(turn, scopes.enter(turn.state, scope_id, request_id, request))
 
-    def _is_overflow(self, state: State, request: Request, event: Engagement) -> bool:
-        folded = len(request.tombstone.folded) if request.tombstone is not None else 0
-        if len(request.pending) + len(request.refused) + folded >= self.rules.max_engagements:
-            return True
-        waits = request.phase == WAITING or (request.phase == OPEN and event.item_id not in first_shown(request))
-        return waits and num_orphans(state) >= self.rules.max_orphans
+    def _look_again(self, turn: Turn, request_ids: Iterable[str]) -> None:
+        """Other open requests, whose next one may be another now."""
+        for request_id in request_ids:
+            request = turn.state.requests.get(request_id)
+            assert request is not None and request.scope is not None
+            next_ms = scopes.next_after(turn.state, request.scope, request.time_ms)
+            if next_ms != request.next_ms:
+                request.next_ms = next_ms
+                self._set_close(turn, request_id, request)
+                turn.state.requests[request_id] = request
 
-    def _step(self, state: State, key: bytes, request: Request, watermark_ms: int) -> list[Output]:
-        """The next thing that is due."""
-        if request.phase == WAITING:
-            return self._expire_orphans(key, request, watermark_ms)
-        if request.phase == OPEN:
-            close_ms, reason = self._close_at(state, key, request, watermark_ms)
-            if close_ms > watermark_ms:
-                return self._expire_orphans(key, request, watermark_ms)
-            return self._expire_orphans(key, request, close_ms) + self._close(key, request, close_ms, reason)
-        if request.phase == CLOSED:
-            return self._settle(key, request, watermark_ms)
-        return self._forget(key, request, watermark_ms)
-
-    def _expire_orphans(self, key: bytes, request: Request, watermark_ms: int) -> list[Output]:
-        shown = first_shown(request)
-        gone = [
-            e
-            for e in request.pending.values()
-            if e.time_ms + self.rules.orphan_timeout_ms <= watermark_ms and joins_at(e, shown, self.rules) is None
-        ]
-        return [self._give_up(key, request, e) for e in _in_order(gone)]
-
-    def _give_up(self, key: bytes, request: Request, event: Engagement) -> Output:
-        """An orphan's time is over."""
-        del request.pending[event.event_id]
-        if request.time_ms > event.time_ms + self.rules.orphan_timeout_ms:
-            return dead_event(key, event, "no_request", f"no impression of it came within {self.rules.orphan_timeout_ms} ms")
-        request.refused.append(event.event_id)
-        return dead_event(key, event, "item_not_shown", f"its request did not show item {event.item_id}")
-
-    def _close_at(self, state: State, key: bytes, request: Request, watermark_ms: int) -> tuple[int, int]:
-        close_ms, reason = close_at(self.rules, key, state, request)
-        return (min(close_ms, watermark_ms), pb.CLOSE_LATE) if request.late else (close_ms, reason)
-
-    def _close(self, key: bytes, request: Request, close_ms: int, reason: int) -> list[Output]:
-        """Emit the sample and leave the tombstone."""
-        first, shown = opening(request.impressions), first_shown(request)
-        in_order = sorted(request.impressions, key=lambda i: (i.time_ms, i.digest))
-        used = [i for i in in_order if i.time_ms <= close_ms and i.schema == first.schema]
-        rows = build.choose_rows(used)
-        folded = sorted(
-            (at_ms, e.event_id)
-            for e in request.pending.values()
-            if (at_ms := joins_at(e, shown, self.rules)) is not None and at_ms <= close_ms
-        )
-        taken = [request.pending.pop(event_id) for _, event_id in folded]
-        candidate = {item: n for n, item in enumerate(rows.item_ids)}
-        request.phase, request.tombstone = (
-            CLOSED,
-            Tombstone(
-                close_ms=close_ms,
-                reason=reason,
-                header=build.header_of(first),
-                window_ms=window_of(self.rules, key, first),
-                item_ids=rows.item_ids,
-                folded=[
-                    Folded(e.event_id, candidate[e.item_id], e.action, e.value, at)
-                    for e, (at, _) in zip(taken, folded, strict=True)
-                ],
-                digests=[i.digest for i in in_order],
-            ),
-        )
-        num_duplicates = rows.num_repeats + sum(i.copies - 1 for i in used) + sum(e.copies - 1 for e in taken)
-        outputs = [build.sample(key, used, request.tombstone, self._schema(first.schema), num_duplicates=num_duplicates)]
-        outputs += [_unused(key, i, close_ms, first) for i in in_order if i not in used]
-        request.impressions = used if self.rules.correction_horizon_ms else []
-        return outputs
-
-    def _settle(self, key: bytes, request: Request, watermark_ms: int) -> list[Output]:
-        """CLOSED: corrections and refusals up to the watermark, features dropped and the tombstone thinned in their time."""
-        assert request.tombstone is not None
-        horizon_ms = request.tombstone.close_ms + self.rules.late_horizon_ms
-        outputs = []
-        for event in _in_order(request.pending.values()):
-            if event.time_ms > min(watermark_ms, horizon_ms):
+    def _meet_page(self, turn: Turn, request_id: str, request: Request, page: Page) -> None:
+        """Which engagements join may have changed: of those that waited if the page is the last one, of all if items are shown
+        sooner by it, or perhaps no longer (its schema)."""
+        state, rules = turn.state, self.rules
+        waited = set(request.waiting)
+        if request.pages[-1] is page:
+            events: Iterable[Engagement | None] = [state.events.get((request_id, event_id)) for event_id in request.waiting]
+        else:
+            events = [e for e in chain(state, request_id, request) if e.status == PENDING]
+            request.joined_ms, request.terminal_ms = [], NEVER
+        num_orphans, request.waiting = 0, []
+        for event in events:
+            assert event is not None
+            shown_ms = shown_at(request, event.item_id)
+            num_orphans += shown_ms is None
+            event.joins_ms = joins_at(event, shown_ms, rules)
+            state.events[request_id, event.event_id] = event
+            if event.joins_ms != NEVER:
+                note_joined(rules, request, event.action, event.joins_ms)
                 continue
-            if event.item_id in request.tombstone.item_ids:
-                outputs.append(self._correct(key, request, request.tombstone, event))
-            elif min(event.time_ms + self.rules.orphan_timeout_ms, horizon_ms) <= watermark_ms:
-                outputs.append(self._give_up(key, request, event))
-        if request.tombstone.close_ms + self.rules.correction_horizon_ms <= watermark_ms:
-            request.impressions = []
-        if horizon_ms <= watermark_ms:
-            request.phase, request.refused = THIN, []
-            request.tombstone = Tombstone(close_ms=request.tombstone.close_ms, digests=request.tombstone.digests)
-        return outputs
+            request.waiting.append(event.event_id)
+            if event.event_id not in waited:
+                turn.wake_event(event.time_ms + rules.orphan_timeout_ms, request_id, event.event_id)
+        if num_orphans != request.num_orphans:
+            state.head.num_orphans += num_orphans - request.num_orphans
+            request.num_orphans = num_orphans
 
-    def _correct(self, key: bytes, request: Request, tombstone: Tombstone, event: Engagement) -> Output:
-        del request.pending[event.event_id]
-        before = list(tombstone.folded)
-        at_ms = max(event.time_ms, request.time_ms)
-        new = Folded(event.event_id, tombstone.item_ids.index(event.item_id), event.action, event.value, at_ms)
-        bisect.insort(tombstone.folded, new, key=lambda f: (f.time_ms, f.event_id))
-        with_features = event.time_ms <= tombstone.close_ms + self.rules.correction_horizon_ms
-        header = pb.Header.FromString(tombstone.header)
-        used = request.impressions if with_features else []
-        return build.correction(key, event, tombstone, before, used, self._schema(header.schema))
+    def _engagement(self, turn: Turn, event: Engagement) -> None:
+        state, rules, request_id = turn.state, self.rules, event.request_id
+        request = state.requests.get(request_id)
+        known, is_new = None, request is None
+        if request is None:
+            if event.time_ms + rules.late_horizon_ms <= turn.watermark_ms:
+                error = f"came {turn.watermark_ms - event.time_ms} ms behind the watermark"
+                turn.outputs.append(dead_event(turn.key, event, "too_late", error))
+                return
+            request = Request()
+        else:
+            known = state.events.get((request_id, event.event_id))
+            if known is not None and known.status != GONE:
+                if known.status == PENDING:
+                    known.copies += 1
+                    state.events[request_id, event.event_id] = known
+                return
+        shown_ms = shown_at(request, event.item_id) if request.phase == OPEN else None
+        is_orphan = request.phase <= OPEN and shown_ms is None
+        if request.num_events >= rules.max_engagements or (is_orphan and state.head.num_orphans >= rules.max_orphans):
+            error = f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request"
+            turn.outputs.append(dead_event(turn.key, event, "overflow", error))
+            return
+        if is_new:
+            state.head.num_requests += 1
+        if known is not None:
+            event.previous = known.previous  # its place in the chain
+        else:
+            event.previous, request.last_event = request.last_event, event.event_id
+        request.num_events += 1
+        if request.phase >= CLOSED:
+            self._passage.plan_event(turn, request_id, request, event)
+        else:
+            self._hold(turn, request, event, shown_ms)
+        state.events[request_id, event.event_id] = event
+        state.requests[request_id] = request
 
-    def _forget(self, key: bytes, request: Request, watermark_ms: int) -> list[Output]:
-        """THIN: what comes up to the end of it is too late; then the request is as if it had never been."""
-        assert request.tombstone is not None
-        close_ms, end_ms = request.tombstone.close_ms, request.tombstone.close_ms + 2 * self.rules.late_horizon_ms
-        gone = [e for e in request.pending.values() if e.time_ms <= min(watermark_ms, end_ms)]
-        for event in gone:
-            del request.pending[event.event_id]
-        if end_ms <= watermark_ms:
-            request.phase, request.tombstone, request.time_ms, request.late = WAITING, None, NEVER, False
-        error = f"its request closed at {close_ms}, more than {self.rules.late_horizon_ms} ms before"
-        return [dead_event(key, e, "too_late", error) for e in _in_order(gone)]
+    def _hold(self, turn: Turn, request: Request, event: Engagement, shown_ms: int | None) -> None:
+        """Before the close: an engagement joins or waits."""
+        event.joins_ms = joins_at(event, shown_ms, self.rules)
+        if event.joins_ms == NEVER:
+            request.waiting.append(event.event_id)
+            if shown_ms is None:
+                request.num_orphans += 1
+                turn.state.head.num_orphans += 1
+            turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, event.request_id, event.event_id)
+        elif self._engages:
+            note_joined(self.rules, request, event.action, event.joins_ms)
+            self._set_close(turn, event.request_id, request)
 
-    def _plan_open(self, state: State, key: bytes) -> None:
-        for request in state.requests.values():
-            if request.phase == OPEN:
-                self._plan(state, key, request)
-
-    def _plan(self, state: State, key: bytes, request: Request) -> None:
-        """Set `due_ms`."""
-        times = [NEVER]
-        timeout_ms, horizon_ms = self.rules.orphan_timeout_ms, self.rules.late_horizon_ms
-        if request.phase in (WAITING, OPEN):
-            shown = first_shown(request) if request.pending else {}
-            times += [e.time_ms + timeout_ms for e in request.pending.values() if joins_at(e, shown, self.rules) is None]
-            if request.phase == OPEN:
-                times.append(request.time_ms if request.late else close_at(self.rules, key, state, request)[0])
-        elif request.tombstone is not None:
-            stages_ms = horizon_ms if request.phase == CLOSED else 2 * horizon_ms
-            times.append(request.tombstone.close_ms + stages_ms)
-            if request.impressions:
-                times.append(request.tombstone.close_ms + self.rules.correction_horizon_ms)
-            shown_items = request.tombstone.item_ids if request.phase == CLOSED else ()
-            waits = timeout_ms if request.phase == CLOSED else 0
-            times += [e.time_ms + (0 if e.item_id in shown_items else waits) for e in request.pending.values()]
-        request.due_ms = min(times)
-
-    def _schema(self, fingerprint: int) -> Schema:
-        schema = self.schemas(fingerprint)
-        if schema is None:
-            raise CheckpointError(f"schema {fingerprint:016x} of an open request is gone from the store; put its TOML back")
-        return schema
+    def _set_close(self, turn: Turn, request_id: str, request: Request) -> None:
+        """Of an open request: when it closes, and so when it is due."""
+        request.close_ms, request.reason = close_at(self.rules, request, self._engages)
+        self._passage.set_due(turn, request_id, request)
 
 
-def _in_order(events: Iterable[Engagement]) -> list[Engagement]:
-    return sorted(events, key=lambda e: (e.time_ms, e.event_id))
+def _order(page: Page) -> tuple[int, int]:
+    return page.time_ms, page.digest
 
 
-def _is_duplicate(request: Request, event: Engagement) -> bool:
-    """Whether its id has been seen; a copy that comes before the close is counted."""
-    known = request.pending.get(event.event_id)
-    if known is not None:
-        known.copies += 1
-        return True
-    if event.event_id in request.refused:
-        return True
-    return request.tombstone is not None and any(f.event_id == event.event_id for f in request.tombstone.folded)
-
-
-def _unused(key: bytes, impression: Impression, close_ms: int, first: Impression) -> Output:
-    """The dead letter of an impression that its request could not use."""
-    if impression.time_ms > close_ms:
-        return dead_event(key, impression, "after_close", f"its request closed at {close_ms}, its time is {impression.time_ms}")
-    error = f"expected schema {first.schema:016x} as its request began with, got {impression.schema:016x}"
-    return dead_event(key, impression, "unknown_schema", error)
+def _num_shown(pages: Iterable[Page]) -> int:
+    return len({page.items[at : at + 8] for page in pages for at in range(0, len(page.items), 8)})

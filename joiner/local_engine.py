@@ -14,20 +14,22 @@ import xxhash
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
+from joiner.entries import decode, encode
 from joiner.ingest import Reader
 from joiner.join import Join
 from joiner.local_watermark import Watermarks
-from joiner.state import END, NEVER, START, State, decode, encode
+from joiner.state import END, START, MemoryState
+from joiner.turn import Turn
 from roo.errors import CheckpointError
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Snapshot(msgspec.Struct, array_like=True):
-    """Everything that the engine knows; a state's bytes are `state.encode`'s."""
+    """Everything that the engine knows; a state's bytes are `entries.encode`'s."""
 
     watermark_ms: int
     splits: list[tuple[str, int, int, int]]  # topic, partition, next offset, newest timestamp
@@ -43,8 +45,8 @@ class LocalEngine:
         partitions = [(topic, number) for topic in EVENTS for number in range(PARTITIONS[topic])]
         self.watermarks = Watermarks(partitions, config.lateness_ms)
         self.next_offsets: Progress = {}
-        self._states: dict[bytes, State] = {}
-        self._timers: list[tuple[int, bytes]] = []  # (due_ms, key); stale entries are skipped when they come up
+        self._states: dict[bytes, MemoryState] = {}
+        self._timers: list[tuple[int, bytes]] = []  # (due_ms, key)
         self._watermark_ms = START
 
     @property
@@ -75,11 +77,10 @@ class LocalEngine:
         if event is None or isinstance(event, Output):
             return [] if event is None else [event]
         assert record.key is not None
-        state = self._states.setdefault(record.key, State())
-        before_ms = state.due_ms
-        outputs = self.join.apply(state, record.key, event, self._watermark_ms)
-        self._schedule(record.key, state, before_ms)
-        return outputs
+        state = self._states.get(record.key)
+        if state is None:
+            state = self._states[record.key] = MemoryState()
+        return self._finish(record.key, state, self.join.apply(state, record.key, event, self._watermark_ms))
 
     def _advance(self, watermark_ms: int) -> list[Output]:
         self._watermark_ms = max(self._watermark_ms, watermark_ms)
@@ -87,16 +88,16 @@ class LocalEngine:
         while self._timers and self._timers[0][0] <= self._watermark_ms:
             due_ms, key = heapq.heappop(self._timers)
             state = self._states.get(key)
-            if state is not None and state.due_ms == due_ms:
-                outputs += self.join.advance(state, key, self._watermark_ms)
-                self._schedule(key, state, due_ms)
+            if state is not None:
+                outputs += self._finish(key, state, self.join.advance(state, key, due_ms, self._watermark_ms))
         return outputs
 
-    def _schedule(self, key: bytes, state: State, before_ms: int) -> None:
+    def _finish(self, key: bytes, state: MemoryState, turn: Turn) -> list[Output]:
+        for due_ms in turn.timers_ms:
+            heapq.heappush(self._timers, (due_ms, key))
         if not state.requests:
             del self._states[key]
-        elif (due_ms := state.due_ms) != before_ms and due_ms != NEVER:
-            heapq.heappush(self._timers, (due_ms, key))
+        return turn.outputs
 
     def snapshot(self) -> bytes:
         """Checksum, then the state and the offsets that it includes."""
@@ -123,7 +124,7 @@ class LocalEngine:
                 f"expected a snapshot of format {_FORMAT}, got {version}; restore it with the build that wrote it"
             )
         self._states = {key: decode(state) for key, state in snapshot.states.items()}
-        self._timers = [(state.due_ms, key) for key, state in self._states.items() if state.due_ms != NEVER]
+        self._timers = [(due_ms, key) for key, state in self._states.items() for due_ms in state.due]
         heapq.heapify(self._timers)
         self._watermark_ms = self.watermarks.value_ms = snapshot.watermark_ms
         for topic, partition, offset, newest_ms in snapshot.splits:

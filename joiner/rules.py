@@ -10,11 +10,11 @@ arrival doesn't matter.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from joiner.state import OPEN, WAITING, Engagement, Impression, Request, State
+from joiner.state import NEVER, Engagement, Page, Request, index_of
 from roo import roo_pb2 as pb
 from roo.config import Settings, parse_duration_ms, refusal, setting
 from roo.ids import sample_id, splitmix64
@@ -80,87 +80,51 @@ def _window_ms(surface: str, window: Any) -> int:
     return ms
 
 
-def opening(impressions: Iterable[Impression]) -> Impression:
-    """The impression that gives a request its time, header, surface and schema: the smallest by (time, xxh3 of bytes)."""
-    return min(impressions, key=lambda i: (i.time_ms, i.digest))
+def shown_at(request: Request, item_id: int) -> int | None:
+    """When the item was first shown, by the pages of the request's own schema; None if it was not."""
+    entry = item_id.to_bytes(8, "little")
+    for page in request.pages:  # by time
+        if entry in page.items and page.schema == request.schema and index_of(page.items, entry) >= 0:
+            return page.time_ms
+    return None
 
 
-def first_shown(request: Request) -> dict[int, int]:
-    """Item id → when it was first shown, by the impressions of the request's own schema."""
-    shown: dict[int, int] = {}
-    if request.impressions:
-        schema = opening(request.impressions).schema
-        for impression in request.impressions:
-            if impression.schema == schema:
-                for item in impression.item_ids:
-                    shown[item] = min(impression.time_ms, shown.get(item, impression.time_ms))
-    return shown
-
-
-def joins_at(engagement: Engagement, shown: Mapping[int, int], rules: Rules) -> int | None:
-    """When an engagement takes effect: at its time, but no sooner than its item was shown. None: it doesn't join, since its
+def joins_at(engagement: Engagement, shown_ms: int | None, rules: Rules) -> int:
+    """When an engagement takes effect: at its time, but no sooner than its item was shown. NEVER: it doesn't join, since its
     item isn't shown, or only after the engagement was given up."""
-    shown_ms = shown.get(engagement.item_id)
-    if shown_ms is None or shown_ms > engagement.time_ms + rules.orphan_timeout_ms:
-        return None
-    return max(engagement.time_ms, shown_ms)
+    time_ms = engagement.time_ms
+    if shown_ms is None or shown_ms > time_ms + rules.orphan_timeout_ms:
+        return NEVER
+    return time_ms if time_ms > shown_ms else shown_ms
 
 
-def window_of(rules: Rules, key: bytes, first: Impression) -> int:
-    """The window of the request that `first` opens, in ms."""
-    window_ms = rules.surface_windows.get(first.surface, rules.window_ms)
+def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:
+    """The window of the request that `opening` opens, in ms. `opening`: its smallest page by (time, xxh3 of the bytes), which
+    also gives it its time, header and schema."""
+    window_ms = rules.surface_windows.get(opening.surface, rules.window_ms)
     if not rules.window_jitter_ms:
         return window_ms
-    return window_ms - splitmix64(sample_id(key, first.request_id)) % (rules.window_jitter_ms + 1)
+    return window_ms - splitmix64(sample_id(key, request_id)) % (rules.window_jitter_ms + 1)
 
 
-def close_at(rules: Rules, key: bytes, state: State, request: Request) -> tuple[int, int]:
-    """(close_ms, reason) of an open request, as far as is known now. Of equal times, the reason named first above holds."""
-    first = opening(request.impressions)
-    terms = [(first.time_ms + window_of(rules, key, first), WINDOW)]
-    if rules.closes_on_engagement:
-        terms += [(ms, ENGAGED) for ms in _engaged_at(rules, request)]
-    if rules.next_request != "off":
-        terms += [(ms + rules.linger_ms, NEXT_REQUEST) for ms in _next_request_at(rules, state, request)]
-    return min(terms, key=lambda term: term[0])
+def note_joined(rules: Rules, request: Request, action: str, at_ms: int) -> None:
+    """One more engagement joins `request`, at `at_ms`. No more times are kept than decide when it closes."""
+    if rules.engaged_threshold:
+        bisect.insort(request.joined_ms, at_ms)
+        del request.joined_ms[rules.engaged_threshold :]
+    if action in rules.terminal_actions:
+        request.terminal_ms = min(request.terminal_ms, at_ms)
 
 
-def _engaged_at(rules: Rules, request: Request) -> list[int]:
-    """Time of the engagement that closes `request`, in (time, event id) order; [] if none does."""
-    shown = first_shown(request)
-    joining = [(joins_at(e, shown, rules), e.event_id, e.action) for e in request.pending.values()]
-    in_order = sorted((ms, event_id, action) for ms, event_id, action in joining if ms is not None)
-    for count, (ms, _, action) in enumerate(in_order, 1):
-        if count == rules.engaged_threshold or action in rules.terminal_actions:
-            return [max(ms, request.time_ms + rules.engaged_min_wait_ms)]
-    return []
-
-
-def _next_request_at(rules: Rules, state: State, request: Request) -> list[int]:
-    """Smallest time after `request`'s at which another request in scope begins; [] if there is none. A request that came
-    behind the watermark ends nobody's window: engagements that are already here would fall out of it."""
-    later = [
-        other.time_ms
-        for other in state.requests.values()
-        if other.phase != WAITING
-        and not other.late
-        and other.time_ms > request.time_ms
-        and (rules.next_request == "user" or other.session_id == request.session_id)
-    ]
-    return [min(later)] if later else []
-
-
-def num_open(state: State) -> int:
-    return sum(r.phase == OPEN for r in state.requests.values())
-
-
-def num_orphans(state: State) -> int:
-    """Engagements of this key that wait for their request or item."""
-    count = 0
-    for request in state.requests.values():
-        if request.phase == WAITING:
-            count += len(request.pending)
-        elif request.phase == OPEN and request.pending:
-            shown = first_shown(request)
-            count += sum(e.item_id not in shown for e in request.pending.values())
-    return count
+def close_at(rules: Rules, request: Request, engages: bool) -> tuple[int, int]:
+    """(close_ms, reason) of an open request, as far as is known now. Of equal times, the reason named first above holds.
+    `engages`: `rules.closes_on_engagement`."""
+    close_ms, reason = request.time_ms + request.window_ms, WINDOW
+    if engages:
+        reached = 0 < rules.engaged_threshold == len(request.joined_ms)
+        at_ms = min(request.joined_ms[-1] if reached else NEVER, request.terminal_ms)
+        if at_ms != NEVER and (at_ms := max(at_ms, request.time_ms + rules.engaged_min_wait_ms)) < close_ms:
+            close_ms, reason = at_ms, ENGAGED
+    if request.next_ms + rules.linger_ms < close_ms:
+        close_ms, reason = request.next_ms + rules.linger_ms, NEXT_REQUEST
+    return close_ms, reason

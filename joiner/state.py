@@ -1,22 +1,33 @@
-"""What the joiner remembers of one Kafka key, and its bytes.
+"""What the joiner remembers of one Kafka key: small entries, of which an event reads and writes only those that it touches.
 
-Events are kept as they came (`raw`): a sample is built from them when its request closes, a dead letter carries them.
 A request goes through four phases:
 
     WAITING   only engagements that name it are here (orphans)
-    OPEN      impressions are here; it closes at `close_at`
+    OPEN      impressions are here; it closes at `close_ms`
     CLOSED    emitted; a tombstone with labels and ids, for corrections and duplicates, until close + late horizon
     THIN      only its name, time and close time, for as long again: what still comes is `after_close` or `too_late`
+
+| entry of | key | until |
+|---|---|---|
+| `Head` | – | the key's last request is forgotten |
+| `Request` | request id | it is forgotten |
+| `Impression` | request id, digest | the close, or the end of the correction horizon |
+| `Engagement` | request id, event id | the request is THIN; afterwards only what is pending |
+| `Tally` | request id, candidate | the request is THIN |
+| `Scope` | session, or 0 for the user | its last request is forgotten; only with the next-request rule |
+| due list | time in ms | that time |
+
+Events are kept as they came (`raw`): a sample is built from them when its request closes, a dead letter carries them. The
+engagements of a request are a chain, each naming the one before, so that one more costs the same however many there are.
 """
 
 from __future__ import annotations
 
-import msgspec
-from msgspec import Struct, field
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
-from roo.errors import CheckpointError
+from msgspec import Struct, field  # gc=False: no entry can refer to itself, and many are remembered
 
-VERSION = 1
 NEVER = 1 << 63
 """Later than every watermark; the end of input is `END`."""
 END = (1 << 63) - 1
@@ -24,8 +35,12 @@ START = -(1 << 63)
 
 WAITING, OPEN, CLOSED, THIN = range(4)
 
+PENDING, DONE, GONE = range(3)
+"""Of an engagement: neither folded, corrected nor refused yet · one of these, a copy is a duplicate · given up and forgotten,
+a copy is a new engagement."""
 
-class Origin(Struct, array_like=True, frozen=True):
+
+class Origin(Struct, array_like=True, frozen=True, gc=False):
     """Where a record came from."""
 
     topic: str
@@ -33,24 +48,44 @@ class Origin(Struct, array_like=True, frozen=True):
     offset: int
 
 
-class Impression(Struct, array_like=True):
+NOWHERE = Origin("", 0, 0)
+
+
+class Page(Struct, array_like=True, frozen=True, gc=False):
+    """What the rules ask of an impression."""
+
+    time_ms: int
+    digest: int  # xxh3-64 of the record; equal = the same event again
+    schema: int
+    session_id: int
+    surface: str
+    items: bytes  # candidates in shown order, 8 bytes little-endian each
+    num_distinct: int  # of the candidates
+    copies: int = 1
+
+
+class Impression(Struct, array_like=True, gc=False):
     """An impression event: candidates shown for a request."""
 
     origin: Origin
     request_id: str
-    session_id: int
-    surface: str
-    time_ms: int
-    schema: int
-    has_ro: bool
-    digest: int  # xxh3-64 of `raw`; equal = the same event again
-    item_ids: list[int]
+    page: Page
+    spans: list[int]  # of `canonical` or `raw`, see joiner/spans.py
     raw: bytes
-    copies: int = 1
+    canonical: bytes = b""  # what protobuf would have written, if that is not `raw`
+
+    @property
+    def time_ms(self) -> int:
+        return self.page.time_ms
+
+    @property
+    def data(self) -> bytes:
+        """The record that `spans` points into."""
+        return self.canonical or self.raw
 
 
-class Engagement(Struct, array_like=True):
-    """An engagement event on an item of a request."""
+class Engagement(Struct, array_like=True, gc=False):
+    """An engagement event on an item of a request. Once it is DONE or GONE only what tells copies is left of it."""
 
     origin: Origin
     request_id: str
@@ -61,77 +96,123 @@ class Engagement(Struct, array_like=True):
     time_ms: int
     raw: bytes
     copies: int = 1
+    status: int = PENDING
+    joins_ms: int = NEVER  # before the close: when it takes effect; NEVER = it does not, as things are
+    previous: int = 0  # event id of the engagement of the same request that came before; 0 = the first
 
 
-class Folded(Struct, array_like=True):
-    """An engagement that is part of a sample or of a correction of it."""
-
-    event_id: int
-    candidate: int  # index into the tombstone's item_ids
-    action: str
-    value: float
-    time_ms: int  # no sooner than its item was shown
-
-
-class Tombstone(Struct, array_like=True):
-    """A closed request. THIN keeps only close_ms and digests."""
-
-    close_ms: int
-    reason: int = 0  # of the close
-    header: bytes = b""  # the sample's, serialized
-    window_ms: int = 0
-    item_ids: list[int] = field(default_factory=list)
-    folded: list[Folded] = field(default_factory=list)  # in (time, event id) order
-    digests: list[int] = field(default_factory=list)  # of its impressions, also those that came too late: copies are duplicates
-
-
-class Request(Struct, array_like=True):
+class Request(Struct, array_like=True, gc=False):
     """One request in whatever phase."""
 
     phase: int = WAITING
-    due_ms: int = NEVER  # when something is next to be done about it
+    due_ms: int = NEVER  # when its own next step is due; its engagements have their own times
     time_ms: int = NEVER  # smallest time of its impressions
-    session_id: int = 0
+    session_id: int = 0  # this and `schema`: the opening impression's
+    schema: int = 0
     late: bool = False  # came behind the watermark
-    impressions: list[Impression] = field(default_factory=list)  # CLOSED: the sample's, while corrections carry features
-    pending: dict[int, Engagement] = field(default_factory=dict)  # by event id: neither folded, corrected nor refused yet
-    refused: list[int] = field(default_factory=list)  # ids of engagements that became dead letters
-    tombstone: Tombstone | None = None
+    window_ms: int = 0
+    next_ms: int = NEVER  # time of the next request in its scope
+    close_ms: int = NEVER
+    reason: int = 0  # of the close
+    terminal_ms: int = NEVER  # smallest time at which an engagement with a terminal action joins
+    joined_ms: list[int] = field(default_factory=list)  # smallest times at which engagements join, up to the threshold
+    pages: list[Page] = field(default_factory=list)  # by (time, digest). CLOSED: the sample's, while corrections carry features
+    waiting: list[int] = field(default_factory=list)  # WAITING, OPEN: ids of engagements that do not join as things are
+    num_orphans: int = 0  # those of them whose item is not shown
+    num_events: int = 0  # distinct engagements
+    last_event: int = 0  # id of the newest: the beginning of the chain
+    scope: int | None = None  # the `Scope` that it stands in
+    header: bytes = b""  # CLOSED: the sample's, with its length in front
+    items: bytes = b""  # CLOSED: the sample's candidates
+    digests: bytes = b""  # CLOSED, THIN: of its impressions, also of those that came too late: copies are duplicates
+    tallied: list[int] = field(default_factory=list)  # CLOSED: candidates that have a `Tally`
 
 
-class State(Struct, array_like=True):
-    """All requests of one key, by request id."""
+class Tally(Struct, array_like=True, gc=False):
+    """The labels of one candidate so far, one of each per label of the schema."""
 
-    requests: dict[str, Request] = field(default_factory=dict)
+    values: list[float]
+    newest: list[tuple[int, int]]  # (time, event id) of the newest engagement that counts; (0, 0) = none does
+
+
+class Scope(Struct, array_like=True, gc=False):
+    """Requests that end each other's windows: a session's, or all of the user's."""
+
+    times: bytearray = field(default_factory=bytearray)  # ms, 8 bytes each, ascending: of all that are remembered
+    open: list[tuple[int, str]] = field(default_factory=list)  # (time, request id), ascending: of the open ones
+
+
+class Head(Struct, array_like=True, gc=False):
+    """Counts over the requests of the key."""
+
+    num_requests: int = 0
+    num_open: int = 0
+    num_orphans: int = 0
+
+
+K = TypeVar("K", contravariant=True)
+V = TypeVar("V")
+
+
+class Table(Protocol[K, V]):
+    """Entries of one kind. A dict is one. A value that was got and changed has to be set again: only that writes it."""
+
+    def get(self, key: K, /) -> V | None: ...
+    def __setitem__(self, key: K, value: V, /) -> None: ...
+    def __delitem__(self, key: K, /) -> None: ...
+
+
+class JoinState(Protocol):
+    """All entries of one key. `join.py` reads and writes them through this alone."""
 
     @property
-    def due_ms(self) -> int:
-        """The one timer that this key needs; NEVER if none."""
-        return min((r.due_ms for r in self.requests.values()), default=NEVER)
+    def head(self) -> Head:
+        """Changes of it need no setting."""
+
+    @property
+    def requests(self) -> Table[str, Request]: ...
+    @property
+    def impressions(self) -> Table[tuple[str, int], Impression]: ...
+    @property
+    def events(self) -> Table[tuple[str, int], Engagement]: ...
+    @property
+    def tallies(self) -> Table[tuple[str, int], Tally]: ...
+    @property
+    def scopes(self) -> Table[int, Scope]: ...
+
+    @property
+    def due(self) -> Table[int, list[tuple[str, int]]]:
+        """What is to be looked at when the watermark reaches a time: (request id, event id), event id 0 = the request itself.
+        What has moved since is passed over then."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(State)
+class MemoryState(Struct, array_like=True, gc=False):
+    """A `JoinState` of dicts: the local engine's, and that of tests."""
+
+    head: Head = field(default_factory=Head)
+    requests: dict[str, Request] = field(default_factory=dict)
+    impressions: dict[tuple[str, int], Impression] = field(default_factory=dict)
+    events: dict[tuple[str, int], Engagement] = field(default_factory=dict)
+    tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    scopes: dict[int, Scope] = field(default_factory=dict)
+    due: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
 
-def encode(state: State) -> bytes:
-    """A version byte, then msgpack."""
-    return bytes((VERSION,)) + _encoder.encode(state)
+def chain(state: JoinState, request_id: str, request: Request) -> Iterator[Engagement]:
+    """The engagements of a request, newest first."""
+    event_id = request.last_event
+    while event_id:
+        event = state.events.get((request_id, event_id))
+        assert event is not None, f"engagement {event_id} of {request_id} is missing"
+        event_id = event.previous
+        yield event
 
 
-def decode(data: bytes | None) -> State:
-    """The state of a key; a new one for None.
-
-    Raises:
-        CheckpointError: bytes of another version, or damaged ones.
-    """
-    if data is None:
-        return State()
-    if data[:1] != bytes((VERSION,)):
-        raise CheckpointError(
-            f"expected joiner state of version {VERSION}, got {data[:1].hex() or 'no bytes'}; restore an older build"
-        )
-    try:
-        return _decoder.decode(memoryview(data)[1:])
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"joiner state can't be read: {error}") from None
+def index_of(packed: bytes, entry: bytes) -> int:
+    """Place of an 8-byte entry in a packed column; -1 if it is not there."""
+    at = packed.find(entry)
+    while at >= 0:
+        if not at & 7:
+            return at >> 3
+        at = packed.find(entry, at + 1)
+    return -1

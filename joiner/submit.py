@@ -14,12 +14,14 @@ import threading
 from pathlib import Path
 
 from joiner.config import JoinerConfig
-from roo.errors import SetupError, UnavailableError
+from joiner.entries import VERSION
+from roo.errors import CheckpointError, SetupError, UnavailableError
 
 log = logging.getLogger("roostream.joiner")
 
 # A script's own folder comes first on its path, where joiner/operator.py would hide Python's `operator`.
 _SCRIPT = "from joiner.job import main\n\nmain()\n"
+_FOREIGN = "Cannot map checkpoint/savepoint state"  # what Flink says of state whose operator the job does not have
 
 
 def submit(config: JoinerConfig, stop: threading.Event) -> str:
@@ -27,6 +29,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
 
     Raises:
         SetupError: PyFlink is not installed.
+        CheckpointError: `config.restore` is of another version of the joiner's state.
         UnavailableError: Flink's client failed (says with what), or `stop` was set. No job was started, or it is the one
             that `live_job` finds.
     """
@@ -46,6 +49,11 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     found = re.search(r"JobID ([0-9a-f]{32})", output)
     if client.returncode or not found:
         log.debug("flink run printed:\n%s", output)
+        if _FOREIGN in output:
+            raise CheckpointError(
+                f"expected a savepoint with joiner state of version {VERSION}, got {config.restore}, which has another; "
+                "go on from it with the build that wrote it, or start without the key 'restore'"
+            )
         raise UnavailableError(f"Flink did not take the job: {_why(output)}")
     return found[1]
 

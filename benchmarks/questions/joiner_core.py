@@ -33,6 +33,15 @@ QUESTION = Question(
                 Subject("reading alone", f"{_HERE}:parsed", _SIZE, "limit"),
             ),
         ),
+        Row(
+            name="the demo's events, 3.4 a request, 20 candidates, 500 users",
+            unit="events",
+            clock="cpu",
+            subjects=(
+                Subject("state machine", f"{_HERE}:joined_as_in_the_demo", (6_000,)),
+                Subject("reading alone", f"{_HERE}:parsed_as_in_the_demo", (6_000,), "limit"),
+            ),
+        ),
         *(_one_event(f"{n} remembered requests of the user", n, 5) for n in (10, 50, 200, 500)),
         *(_one_event(f"{n} engagements of its request", 1, n) for n in (10, 400, 4000)),
     ),

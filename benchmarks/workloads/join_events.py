@@ -6,18 +6,21 @@ import contextlib
 import heapq
 import random
 from collections.abc import Iterable, Iterator
+from copy import copy
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from benchmarks.question import Work
-from benchmarks.workloads import data
+from benchmarks.workloads import data, joiner_events
 from joiner import state
 from joiner.build import Output
 from joiner.config import JoinerConfig
+from joiner.entries import Entries
 from joiner.ingest import Event, Reader
 from joiner.join import Join
+from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
@@ -76,8 +79,8 @@ def _join(late_horizon_ms: int = 0) -> Join:
     return Join(rules, {_schema().fingerprint: _schema()}.get, _schema().limits.max_candidates)
 
 
-def _event(record: Record) -> Event:
-    event = _reader().read(record)
+def _event(record: Record, reader: Reader | None = None) -> Event:
+    event = (reader or _reader()).read(record)
     assert event is not None and not isinstance(event, Output), event
     return event
 
@@ -87,31 +90,31 @@ class Engine:
 
     def __init__(self) -> None:
         self.join = _join()
-        self.states: dict[bytes, state.State] = {}
+        self.states: dict[bytes, state.MemoryState] = {}
         self.timers: list[tuple[int, bytes]] = []
         self.watermark_ms = state.START
         self.num_outputs = 0
 
     def apply(self, key: bytes, event: Event) -> None:
-        known = self.states.setdefault(key, state.State())
-        before_ms = known.due_ms
-        self.num_outputs += len(self.join.apply(known, key, event, self.watermark_ms))
-        self._schedule(key, known, before_ms)
+        known = self.states.get(key)
+        if known is None:
+            known = self.states[key] = state.MemoryState()
+        self._finish(key, known, self.join.apply(known, key, event, self.watermark_ms))
 
     def advance(self, watermark_ms: int) -> None:
         self.watermark_ms = max(self.watermark_ms, watermark_ms)
         while self.timers and self.timers[0][0] <= self.watermark_ms:
             due_ms, key = heapq.heappop(self.timers)
             known = self.states.get(key)
-            if known is not None and known.due_ms == due_ms:
-                self.num_outputs += len(self.join.advance(known, key, self.watermark_ms))
-                self._schedule(key, known, due_ms)
+            if known is not None:
+                self._finish(key, known, self.join.advance(known, key, due_ms, self.watermark_ms))
 
-    def _schedule(self, key: bytes, known: state.State, before_ms: int) -> None:
+    def _finish(self, key: bytes, known: state.MemoryState, turn: Turn) -> None:
+        self.num_outputs += len(turn.outputs)
+        for due_ms in turn.timers_ms:
+            heapq.heappush(self.timers, (due_ms, key))
         if not known.requests:
             del self.states[key]
-        elif (due_ms := known.due_ms) not in (before_ms, state.NEVER):
-            heapq.heappush(self.timers, (due_ms, key))
 
 
 @contextlib.contextmanager
@@ -128,9 +131,32 @@ def parsed(num_requests: int, num_users: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def joined(num_requests: int, num_users: int) -> Iterator[Work]:
-    """The state machine alone: events are read beforehand."""
+    """The state machine alone: events are read beforehand, and copied for each run since a state keeps those that it is given."""
     events = [(r.key or b"", r.timestamp_ms - LATENESS_MS, _event(r)) for r in stream(num_requests, num_users)]
-    yield Work(lambda: _run(events, num_requests), len(events))
+    yield Work(lambda: _run(((key, mark, copy(event)) for key, mark, event in events), num_requests), len(events))
+
+
+def demo_stream(num_requests: int) -> list[Record]:
+    """The demo's mix of events, in order of arrival."""
+    events = joiner_events.events(_schema(), num_requests)
+    return [Record(e.topic, 0, n, e.time_ms, e.key, e.value) for n, e in enumerate(events)]
+
+
+@contextlib.contextmanager
+def parsed_as_in_the_demo(num_requests: int) -> Iterator[Work]:
+    records, reader = demo_stream(num_requests), _reader()
+    yield Work(lambda: [reader.read(record) for record in records], len(records))
+
+
+@contextlib.contextmanager
+def joined_as_in_the_demo(num_requests: int) -> Iterator[Work]:
+    """As `joined`, with the demo's mix of events, which come somewhat out of order."""
+    reader, newest_ms = _reader(), 0
+    events = []
+    for record in demo_stream(num_requests):
+        newest_ms = max(newest_ms, record.timestamp_ms)
+        events.append((record.key or b"", newest_ms - LATENESS_MS - 1, _event(record, reader)))
+    yield Work(lambda: _run(((key, mark, copy(event)) for key, mark, event in events), num_requests), len(events))
 
 
 @contextlib.contextmanager
@@ -153,18 +179,61 @@ def _run(events: Iterable[tuple[bytes, int, Any]], num_requests: int) -> None:
     assert engine.num_outputs == num_requests and not engine.states
 
 
-def _remembering(join: Join, num_requests: int, engagements: int) -> state.State:
+class Overlay:
+    """A store whose writes are thrown away by `clear`."""
+
+    def __init__(self, below: dict[str, bytes]) -> None:
+        self.below = below
+        self.written: dict[str, bytes | None] = {}
+
+    def get(self, key: str) -> bytes | None:
+        return self.written[key] if key in self.written else self.below.get(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.written[key] = value
+
+    def remove(self, key: str) -> None:
+        self.written[key] = None
+
+    def clear(self) -> None:
+        self.written.clear()
+
+    def keep(self) -> None:
+        for key, value in self.written.items():
+            if value is None:
+                self.below.pop(key, None)
+            else:
+                self.below[key] = value
+        self.written.clear()
+
+
+def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
     """A user whose requests are closed but for the last; each has `engagements` engagements."""
-    known, key, event_id = state.State(), key_bytes(1, 1), 1
+    store, key, event_id, timers = Overlay({}), key_bytes(1, 1), 1, list[int]()
+    entries = Entries(store)
+
+    def keep(turn: Turn) -> None:
+        entries.flush()
+        entries.forget()
+        store.keep()
+        for timer_ms in turn.timers_ms:
+            heapq.heappush(timers, timer_ms)
+
+    def advance(watermark_ms: int) -> None:
+        while timers and timers[0] <= watermark_ms:
+            keep(join.advance(entries, key, heapq.heappop(timers), watermark_ms))
+
     for n in range(num_requests):
         time_ms = data.T0_MS + n * WINDOW_MS
-        join.apply(known, key, _event(_impression(n, 1, time_ms)), time_ms - 1)
+        advance(time_ms - 1)
+        keep(join.apply(entries, key, _event(_impression(n, 1, time_ms)), time_ms - 1))
         for e in range(engagements):
-            join.apply(known, key, _event(_engagement(n, 1, time_ms + 1, event_id, 1 + e % CANDIDATES)), time_ms - 1)
+            keep(join.apply(entries, key, _event(_engagement(n, 1, time_ms + 1, event_id, 1 + e % CANDIDATES)), time_ms - 1))
             event_id += 1
-    join.advance(known, key, data.T0_MS + num_requests * WINDOW_MS - 1)
-    assert len(known.requests) == num_requests
-    return known
+    advance(data.T0_MS + num_requests * WINDOW_MS - 1)
+    assert entries.head.num_requests == num_requests
+    entries.forget()
+    return store
 
 
 @contextlib.contextmanager
@@ -172,16 +241,17 @@ def one_event(remembered: int, engagements: int) -> Iterator[Work]:
     """One more engagement of the newest request, as the operator does it: stored bytes, join, stored bytes. Every step begins
     with the same bytes."""
     join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1)
-    stored = state.encode(_remembering(join, remembered, engagements))
+    store = _remembering(join, remembered, engagements)
+    entries = Entries(store)
     newest_ms = data.T0_MS + (remembered - 1) * WINDOW_MS
     event = _event(_engagement(remembered - 1, 1, newest_ms + 2, 1 << 40, 3))
 
     def step() -> None:
-        known = state.decode(stored)
-        known_due_ms = known.due_ms
-        join.apply(known, key, event, newest_ms - 1)
-        assert known.due_ms == known_due_ms
-        state.encode(known)
+        store.clear()
+        entries.forget()
+        turn = join.apply(entries, key, copy(event), newest_ms - 1)
+        assert not turn.timers_ms
+        entries.flush()
 
     yield Work(step)
 

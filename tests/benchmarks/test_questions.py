@@ -20,6 +20,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "join_events": [
         *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
+        *((f, [5]) for f in ("joined_as_in_the_demo", "parsed_as_in_the_demo")),
         ("one_event", [3, 2]),
         ("read_one", []),
     ],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
+from joiner.entries import Entries, decode, decoder, encode
 from joiner.ingest import Event, Reader
 from joiner.join import Join
 from joiner.rules import Rules
-from joiner.state import END, START, State, decode, encode
+from joiner.state import END, START, Engagement, Head, Impression, MemoryState, Request, Scope, Tally
+from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
@@ -117,39 +120,98 @@ def event(message: pb.Impression | pb.Engagement, offset: int = 0) -> Event:
     return found
 
 
-class Driver:
-    """One key and its watermark. `through_bytes` encodes and decodes the state around every call, as engines do."""
+class DictStore(dict[str, bytes]):
+    """Flink's map state, for one key."""
 
-    def __init__(self, with_rules: Rules, *, through_bytes: bool = True) -> None:
+    def put(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def remove(self, key: str) -> None:
+        self.pop(key, None)
+
+    def whole(self) -> MemoryState:
+        """All entries as the other implementation has them."""
+        state = MemoryState()
+        numbered: dict[str, tuple[Any, dict[Any, Any]]] = {
+            "i": (Impression, state.impressions),
+            "e": (Engagement, state.events),
+            "t": (Tally, state.tallies),
+        }
+        for name, data in self.items():
+            kind, rest = name[0], name[1:]
+            if kind == "h":
+                state.head = decoder(Head)(data)
+            elif kind == "r":
+                state.requests[rest] = decoder(Request)(data)
+            elif kind == "s":
+                state.scopes[int(rest)] = decoder(Scope)(data)
+            elif kind == "d":
+                state.due[int(rest)] = decoder(list[tuple[str, int]])(data)
+            else:
+                number, request_id = rest.split(".", 1)
+                entry, table = numbered[kind]
+                table[request_id, int(number, 16)] = decoder(entry)(data)
+        return state
+
+
+KINDS = ("memory", "reloaded", "entries")
+"""How a `Driver` holds its state: in dicts · in dicts that are encoded and decoded around every call, as a restored snapshot
+is · as bytes an entry, each of them read and written by the call that touches it, as in Flink."""
+
+
+class Driver:
+    """One key, its watermark and its timers, which decide whether the machine is called, as in engines."""
+
+    def __init__(self, with_rules: Rules, kind: str = "entries") -> None:
         self.join = Join(with_rules, SCHEMAS.get, SCHEMA.limits.max_candidates)
-        self.state, self.watermark_ms, self.through_bytes = State(), START, through_bytes
+        self.kind, self.watermark_ms = kind, START
         self.outputs: list[Output] = []
+        self._memory, self.store = MemoryState(), DictStore()
+        self._timers: list[int] = []
         self._offset = 0
+
+    @property
+    def state(self) -> MemoryState:
+        return self.store.whole() if self.kind == "entries" else self._memory
 
     def send(self, *messages: pb.Impression | pb.Engagement) -> list[Output]:
         """What these events wrote, in order."""
         out = []
         for message in messages:
             self._offset += 1
-            out += self.join.apply(self._state(), KEY, event(message, self._offset), self.watermark_ms)
-        self.outputs += out
+            out += self.apply(event(message, self._offset))
         return out
 
+    def apply(self, found: Event) -> list[Output]:
+        """The same for an event that has been read."""
+        return self._call(lambda state: self.join.apply(state, KEY, found, self.watermark_ms))
+
     def at(self, watermark_ms: int) -> list[Output]:
-        """Move the watermark; the timer decides whether the machine is called, as in engines."""
+        """Move the watermark."""
         assert watermark_ms >= self.watermark_ms
         self.watermark_ms = watermark_ms
-        out = self.join.advance(self._state(), KEY, watermark_ms) if self.state.due_ms <= watermark_ms else []
-        self.outputs += out
+        out = []
+        while self._timers and self._timers[0] <= watermark_ms:
+            due_ms = heapq.heappop(self._timers)
+            out += self._call(lambda state, due_ms=due_ms: self.join.advance(state, KEY, due_ms, watermark_ms))
         return out
 
     def end(self) -> list[Output]:
         return self.at(END)
 
-    def _state(self) -> State:
-        if self.through_bytes:
-            self.state = decode(encode(self.state))
-        return self.state
+    def _call(self, call: Callable[[Any], Turn]) -> list[Output]:
+        if self.kind == "entries":
+            entries = Entries(self.store)
+            turn = call(entries)
+            entries.flush()
+        else:
+            if self.kind == "reloaded":
+                self._memory = decode(encode(self._memory))
+            turn = call(self._memory)
+        for due_ms in turn.timers_ms:
+            heapq.heappush(self._timers, due_ms)
+        self.outputs += turn.outputs
+        return turn.outputs
 
 
 @dataclasses.dataclass(frozen=True)

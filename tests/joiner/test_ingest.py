@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -81,7 +82,11 @@ def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason:
 
 def test_good_events_come_out_with_what_joining_needs() -> None:
     shown, acted = reader().read(GOOD), reader().read(record(engagement(T, 2, event=7, value=2.5)))
-    assert isinstance(shown, Impression) and (shown.request_id, shown.item_ids, shown.raw) == ("r", [1, 2], GOOD.value)
+    assert isinstance(shown, Impression) and (shown.request_id, shown.page.items, shown.raw) == (
+        "r",
+        struct.pack("<2Q", 1, 2),
+        GOOD.value,
+    )
     assert isinstance(acted, Engagement) and (acted.event_id, acted.item_id, acted.value) == (7, 2, 2.5)
 
 

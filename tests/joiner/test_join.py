@@ -50,14 +50,14 @@ def test_all_open_requests_are_emitted_at_the_end_of_input_with_the_close_that_c
     assert closes == {"r": (T + 10, "CLOSE_NEXT_REQUEST"), "s": (T + 110, "CLOSE_WINDOW")}
 
 
-def test_one_timer_is_wanted_and_it_moves_when_the_close_moves() -> None:
+def test_the_request_is_due_when_it_closes_and_that_moves_when_the_close_moves() -> None:
     driver = Driver(rules(engaged_threshold=2))
     driver.send(impression(T))
-    assert driver.state.due_ms == T + 100
+    assert driver.state.requests["r"].due_ms == T + 100
     driver.send(engagement(T + 9, event=1))
-    assert driver.state.due_ms == T + 100
+    assert driver.state.requests["r"].due_ms == T + 100
     driver.send(engagement(T + 50, event=2))
-    assert driver.state.due_ms == T + 50
+    assert driver.state.requests["r"].due_ms == T + 50
 
 
 # window

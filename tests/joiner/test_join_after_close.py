@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from joiner.rules import num_open
 from joiner.state import CLOSED, OPEN, THIN
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
@@ -234,7 +233,7 @@ def test_a_late_engagement_of_an_open_request_is_folded() -> None:
 def test_open_requests_beyond_the_cap_overflow_and_closed_ones_make_room() -> None:
     driver = Driver(rules(max_open_requests=2))
     assert reasons(driver.send(*(impression(T + n, request=f"r{n}") for n in range(3)))) == ["overflow"]
-    assert num_open(driver.state) == 2
+    assert driver.state.head.num_open == 2
     driver.at(T + 100)
     assert driver.send(impression(T + 101, request="r3")) == []
 

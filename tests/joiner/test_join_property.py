@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joiner.rules import Rules
+from joiner.state import PENDING, MemoryState
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
-from tests.joiner.cases import KEY, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
+from tests.joiner.cases import KEY, KINDS, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
 from tests.joiner.oracle import Result, join_all
 
 Message = pb.Impression | pb.Engagement
@@ -62,9 +63,9 @@ def traffic(draw: Any) -> list[Message]:
     return messages + copies
 
 
-def arrive(data: Any, messages: list[Message], with_rules: Rules, *, through_bytes: bool = True) -> Driver:
+def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
     """A random order of arrival, and random watermarks that stay behind whatever is still to come."""
-    driver = Driver(with_rules, through_bytes=through_bytes)
+    driver = Driver(with_rules, data.draw(st.sampled_from(KINDS)))
     order = data.draw(st.permutations(messages))
     for n, message in enumerate(order):
         limit = min(m.header.time_ms for m in order[n:]) - 1
@@ -126,16 +127,17 @@ def test_every_order_of_arrival_gives_what_the_oracle_gives(messages: list[Messa
 
 @settings(max_examples=100, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_state_through_bytes_at_every_step_gives_the_same_outputs(messages: list[Message], settings_: dict, data: Any) -> None:
+def test_both_states_reloaded_at_every_step_give_the_same_outputs(messages: list[Message], settings_: dict, data: Any) -> None:
     order = data.draw(st.permutations(messages))
     marks = sorted(data.draw(st.lists(st.integers(0, 3 * SPAN_MS), min_size=len(order), max_size=len(order))))
-    drivers = [Driver(rules(**settings_), through_bytes=b) for b in (True, False)]
+    drivers = [Driver(rules(**settings_), kind) for kind in KINDS]
     for message, mark in zip(order, marks, strict=True):  # events behind the watermark too: the machine is total
         written = [(d.at(mark), d.send(message)) for d in drivers]
-        assert written[0] == written[1]
-        assert drivers[0].state == drivers[1].state
-    assert drivers[0].end() == drivers[1].end()
-    assert not drivers[0].state.requests, "nothing is left after the end of input"
+        assert written[0] == written[1] == written[2]
+        assert drivers[0].state == drivers[1].state == drivers[2].state
+    ends = [d.end() for d in drivers]
+    assert ends[0] == ends[1] == ends[2]
+    assert all(d.state == MemoryState() for d in drivers), "nothing is left after the end of input"
 
 
 @settings(max_examples=150, deadline=None)
@@ -170,7 +172,7 @@ def _ended(driver: Driver) -> set[int]:
 
 
 def _pending(driver: Driver) -> set[int]:
-    return {event_id for r in driver.state.requests.values() for event_id in r.pending}
+    return {event_id for (_, event_id), e in driver.state.events.items() if e.status == PENDING}
 
 
 @settings(max_examples=100, deadline=None)

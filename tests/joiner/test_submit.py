@@ -13,7 +13,7 @@ from joiner import main
 from joiner.config import JoinerConfig
 from joiner.meters import Meters
 from joiner.submit import submit
-from roo.errors import UnavailableError
+from roo.errors import CheckpointError, UnavailableError
 from runtime.broker import KafkaSecurity
 from runtime.flink_rest import JOB_NAME, FlinkRest
 from runtime.health import Health
@@ -71,6 +71,13 @@ def test_a_client_that_fails_is_told_with_its_most_telling_line(
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     with pytest.raises(UnavailableError, match=f"Flink did not take the job: .*{told}"):
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
+
+
+def test_a_savepoint_of_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client(tmp_path, "echo Caused by: IllegalStateException: Cannot map checkpoint/savepoint state for operator 1f; exit 1")
+    monkeypatch.setenv("FLINK_HOME", str(tmp_path))
+    with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 2, got /points/old"):
+        submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())
 
 
 def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,154 @@
+"""State as bytes: a version byte, then msgpack.
+
+`Entries` is a `JoinState` over a map from names to bytes, as Flink keeps it: an entry is read and decoded when it is first asked
+for, and written back if it was set. A `MemoryState` is encoded whole, for snapshots of the local engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from joiner.state import Engagement, Head, Impression, MemoryState, Request, Scope, Tally
+from roo.errors import CheckpointError
+
+VERSION = 2
+"""1 was one value a key; its savepoints are refused (docs/decisions)."""
+
+_VERSION = bytes((VERSION,))
+_encode = msgspec.msgpack.Encoder().encode
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Store(Protocol):
+    """Name → bytes, of the current key. Flink's map state is one."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, value: bytes) -> None: ...
+    def remove(self, key: str) -> None: ...
+
+
+class _Table(Generic[K, V]):
+    """The entries of one kind, as far as they were asked for since the last `forget`."""
+
+    __slots__ = ("_decode", "_name", "changed", "known", "store")
+
+    def __init__(self, store: Store, kind: type[V], name: Callable[[K], str]) -> None:
+        self.store, self._name, self._decode = store, name, decoder(kind)
+        self.known: dict[K, V | None] = {}
+        self.changed: dict[K, None] = {}
+
+    def get(self, key: K, /) -> V | None:
+        if key in self.known:
+            return self.known[key]
+        data = self.store.get(self._name(key))
+        value = self.known[key] = None if data is None else self._decode(data)
+        return value
+
+    def __setitem__(self, key: K, value: V, /) -> None:
+        self.known[key] = value
+        self.changed[key] = None
+
+    def __delitem__(self, key: K, /) -> None:
+        self.known[key] = None
+        self.changed[key] = None
+
+    def flush(self) -> None:
+        for key in self.changed:
+            value = self.known[key]
+            if value is None:
+                self.store.remove(self._name(key))
+            else:
+                self.store.put(self._name(key), _VERSION + _encode(value))
+
+    def forget(self) -> None:
+        if self.known:
+            self.known.clear()
+            self.changed.clear()
+
+
+class Entries:
+    """Of one key at a time: `forget`, then a call of the join, then `flush`. A call that raised is undone by `forget`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._head: Head | None = None
+        self._head_was: bytes | None = None
+        self.requests: _Table[str, Request] = _Table(store, Request, "r{}".format)
+        self.impressions: _Table[tuple[str, int], Impression] = _Table(store, Impression, _named("i"))
+        self.events: _Table[tuple[str, int], Engagement] = _Table(store, Engagement, _named("e"))
+        self.tallies: _Table[tuple[str, int], Tally] = _Table(store, Tally, _named("t"))
+        self.scopes: _Table[int, Scope] = _Table(store, Scope, "s{}".format)
+        self.due: _Table[int, list[tuple[str, int]]] = _Table(store, list[tuple[str, int]], "d{}".format)
+        self._tables: list[_Table[Any, Any]] = [
+            self.requests,
+            self.impressions,
+            self.events,
+            self.tallies,
+            self.scopes,
+            self.due,
+        ]
+
+    @property
+    def head(self) -> Head:
+        if self._head is None:
+            self._head_was = self.store.get("h")
+            self._head = Head() if self._head_was is None else _decode_head(self._head_was)
+        return self._head
+
+    def flush(self) -> None:
+        """Write what has changed."""
+        for table in self._tables:
+            if table.changed:
+                table.flush()
+        if self._head is not None:
+            data = _VERSION + _encode(self._head)
+            if not self._head.num_requests:
+                self.store.remove("h")
+            elif data != self._head_was:
+                self.store.put("h", data)
+
+    def forget(self) -> None:
+        """Before another key, or after a failure: nothing is known, nothing is to be written."""
+        self._head = self._head_was = None
+        for table in self._tables:
+            table.forget()
+
+
+def _named(kind: str) -> Callable[[tuple[str, int]], str]:
+    """Names that no request id can forge: the number comes first and ends at the first dot."""
+    return lambda key: f"{kind}{key[1]:x}.{key[0]}"
+
+
+def decoder(kind: type[V]) -> Callable[[bytes], V]:
+    """Bytes of `encode` → the value.
+
+    The returned function raises CheckpointError for bytes of another version, and for damaged ones.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(data: bytes) -> V:
+        if data[:1] != _VERSION:
+            got = data[:1].hex() or "no bytes"
+            raise CheckpointError(
+                f"expected joiner state of version {VERSION}, got {got}; go on with the build that wrote it, or start without it"
+            )
+        try:
+            return decode(memoryview(data)[1:])
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"joiner state can't be read: {error}") from None
+
+    return read
+
+
+_decode_head = decoder(Head)
+decode = decoder(MemoryState)
+
+
+def encode(state: MemoryState) -> bytes:
+    """All entries of a key; `decode` reads it."""
+    return _VERSION + _encode(state)

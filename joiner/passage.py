@@ -1,0 +1,342 @@
+"""What time does to a request and its engagements: the close, corrections, giving up, thinning, forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from joiner import build, scopes
+from joiner.build import Change, Content, dead_event
+from joiner.fold import Fact, Labels
+from joiner.rules import Rules, shown_at
+from joiner.state import (
+    CLOSED,
+    DONE,
+    GONE,
+    NEVER,
+    NOWHERE,
+    OPEN,
+    PENDING,
+    THIN,
+    WAITING,
+    Engagement,
+    Impression,
+    JoinState,
+    Page,
+    Request,
+    Tally,
+    chain,
+    index_of,
+)
+from joiner.turn import Turn
+from roo import roo_pb2 as pb
+from roo.errors import CheckpointError
+from roo.schema import Schema
+
+
+class Passage:
+    """The steps of the state machine that time makes; `join.py` has those that events make."""
+
+    def __init__(self, rules: Rules, schemas: Callable[[int], Schema | None]) -> None:
+        self.rules, self.schemas = rules, schemas
+        self._labels: dict[int, Labels] = {}
+
+    def set_due(self, turn: Turn, request_id: str, request: Request) -> None:
+        """When the request's own next step is due. Called after each change of what that depends on."""
+        if request.phase == OPEN:
+            due_ms = request.time_ms if request.late else request.close_ms
+        elif request.phase == CLOSED:
+            kept_ms = self.rules.correction_horizon_ms if request.pages else self.rules.late_horizon_ms
+            due_ms = request.close_ms + kept_ms
+        elif request.phase == THIN:
+            due_ms = request.close_ms + 2 * self.rules.late_horizon_ms
+        else:
+            due_ms = NEVER
+        if due_ms != request.due_ms:
+            request.due_ms = due_ms
+            turn.wake_request(due_ms, request_id, request.time_ms)
+
+    def request(self, turn: Turn, request_id: str, request: Request) -> None:
+        """The request's next step, which is due."""
+        if request.phase == OPEN:
+            self._close(turn, request_id, request)
+        elif request.phase == THIN:
+            self._forget(turn, request_id, request)
+            return
+        else:
+            self._drop_pages(turn.state, request_id, request)
+            if request.due_ms >= request.close_ms + self.rules.late_horizon_ms:
+                self._thin(turn, request_id, request)
+        self.set_due(turn, request_id, request)
+        turn.state.requests[request_id] = request
+
+    def event(self, turn: Turn, request_id: str, request: Request, event_id: int) -> None:
+        """An engagement that was to be looked at now; nothing if it has joined, or was dealt with."""
+        event = turn.state.events.get((request_id, event_id))
+        if event is None or event.status != PENDING:
+            return
+        if request.phase == CLOSED:
+            self._settle(turn, request_id, request, event)
+        elif request.phase == THIN:
+            self._refuse_late(turn, request_id, request, event)
+        elif event_id in request.waiting:
+            self._give_up(turn, request_id, request, event)
+            if request.phase == WAITING and not request.waiting:
+                self._remove(turn.state, request_id, request)
+                return
+        turn.state.requests[request_id] = request
+
+    def plan_event(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
+        """When an engagement of a CLOSED or THIN request is due. Those that lie beyond the phase are planned when it ends."""
+        horizon_ms = request.close_ms + self.rules.late_horizon_ms
+        if request.phase == THIN:
+            if event.time_ms <= horizon_ms + self.rules.late_horizon_ms:
+                turn.wake_event(event.time_ms, request_id, event.event_id)
+        elif event.time_ms <= horizon_ms:
+            shown = index_of(request.items, event.item_id.to_bytes(8, "little")) >= 0
+            due_ms = event.time_ms if shown else event.time_ms + self.rules.orphan_timeout_ms
+            if due_ms < horizon_ms or shown:
+                turn.wake_event(due_ms, request_id, event.event_id)
+
+    def _close(self, turn: Turn, request_id: str, request: Request) -> None:
+        """Emit the sample and leave the tombstone."""
+        state, pages = turn.state, request.pages
+        if request.late:
+            request.close_ms, request.reason = min(request.close_ms, turn.watermark_ms), pb.CLOSE_LATE
+        folded, left = self._divide(turn, request_id, request)
+        if request.scope is not None:
+            scopes.close(state, request_id, request)
+        state.head.num_open -= 1
+        state.head.num_orphans -= request.num_orphans
+        impressions = [_known(state.impressions.get((request_id, page.digest))) for page in pages]
+        used, shown = pages, impressions
+        if len(pages) > 1:
+            used = [p for p in pages if p.time_ms <= request.close_ms and p.schema == request.schema]
+            digests = {p.digest for p in used}
+            shown = [i for i in impressions if i.page.digest in digests]
+        rows = build.choose_rows(used)
+        request.phase, request.items, request.header = CLOSED, rows.items, build.header_of(shown[0])
+        request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
+        request.waiting, request.joined_ms, request.num_orphans = [], [], 0
+        num_duplicates = rows.num_repeats - len(used) - len(folded)
+        for page in used:
+            num_duplicates += page.copies
+        for _, _, event in folded:
+            num_duplicates += event.copies
+        facts, labels, num_labels = self._fold(state, request_id, request, folded)
+        content = Content(shown, rows.of_page, num_labels, labels, facts, num_duplicates)
+        turn.outputs.append(build.sample(turn.key, request_id, request, content))
+        self._drop_unused(turn, request_id, request, impressions, used)
+        for event in left:
+            self.plan_event(turn, request_id, request, event)
+
+    def _drop_unused(
+        self, turn: Turn, request_id: str, request: Request, impressions: list[Impression], used: list[Page]
+    ) -> None:
+        """Dead letters of the impressions that the sample couldn't use; those are kept that corrections will need."""
+        if len(used) < len(impressions):
+            digests = {page.digest for page in used}
+            turn.outputs += [_unused(turn.key, i, request) for i in impressions if i.page.digest not in digests]
+        request.pages = used if self.rules.correction_horizon_ms else []
+        kept = {page.digest for page in request.pages}
+        for impression in impressions:
+            if impression.page.digest not in kept:
+                del turn.state.impressions[request_id, impression.page.digest]
+
+    def _divide(
+        self, turn: Turn, request_id: str, request: Request
+    ) -> tuple[list[tuple[int, int, Engagement]], list[Engagement]]:
+        """Of the pending engagements: those that are folded, in order, with (time, event id), and those that stay. Those whose
+        time was over before the close are given up."""
+        folded: list[tuple[int, int, Engagement]] = []
+        left: list[Engagement] = []
+        over: list[Engagement] = []
+        close_ms = request.close_ms
+        for event in chain(turn.state, request_id, request):
+            if event.status != PENDING:
+                continue
+            if event.joins_ms <= close_ms:
+                folded.append((event.joins_ms, event.event_id, event))
+            elif event.joins_ms == NEVER and event.time_ms + self.rules.orphan_timeout_ms <= close_ms:
+                over.append(event)
+            else:
+                left.append(event)
+        for event in _in_order(over) if over else ():
+            self._give_up(turn, request_id, request, event)
+        folded.sort()
+        return folded, left
+
+    def _fold(
+        self, state: JoinState, request_id: str, request: Request, folded: list[tuple[int, int, Engagement]]
+    ) -> tuple[list[tuple[int, Fact]], bytes, int]:
+        """(facts, labels f4 [candidates, labels], number of labels) of a request that closes."""
+        of = self._labels_of(request.schema)
+        size = 4 * of.count
+        if not folded:
+            return [], bytes(size * (len(request.items) >> 3)), of.count
+        facts: list[tuple[int, Fact]] = []
+        tallies: dict[int, Tally] = {}
+        for at_ms, event_id, event in folded:
+            candidate = index_of(request.items, event.item_id.to_bytes(8, "little"))
+            fact = (at_ms, event_id, event.action, event.value)
+            facts.append((candidate, fact))
+            tally = tallies.get(candidate)
+            if tally is None:
+                tally = tallies[candidate] = of.nothing()
+            of.add(tally, fact, request.time_ms, request.window_ms)
+            _end(state, request_id, event, DONE)
+        labels = bytearray(size * (len(request.items) >> 3))
+        for candidate, tally in tallies.items():
+            labels[size * candidate : size * (candidate + 1)] = of.pack(tally)
+            state.tallies[request_id, candidate] = tally
+        request.tallied = list(tallies)
+        return facts, bytes(labels), of.count
+
+    def _settle(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
+        """CLOSED: an engagement becomes a correction at its own time, or is given up at its own."""
+        horizon_ms = request.close_ms + self.rules.late_horizon_ms
+        if event.time_ms > min(turn.watermark_ms, horizon_ms):
+            return
+        candidate = index_of(request.items, event.item_id.to_bytes(8, "little"))
+        if candidate >= 0:
+            self._correct(turn, request_id, request, event, candidate)
+        elif min(event.time_ms + self.rules.orphan_timeout_ms, horizon_ms) <= turn.watermark_ms:
+            self._give_up(turn, request_id, request, event)
+
+    def _correct(self, turn: Turn, request_id: str, request: Request, event: Engagement, candidate: int) -> None:
+        state, of = turn.state, self._labels_of(request.schema)
+        tally = state.tallies.get((request_id, candidate))
+        if tally is None:
+            tally = of.nothing()
+            request.tallied.append(candidate)
+        fact = (max(event.time_ms, request.time_ms), event.event_id, event.action, event.value)
+        before = of.pack(tally)
+        of.add(tally, fact, request.time_ms, request.window_ms)
+        state.tallies[request_id, candidate] = tally
+        with_features = event.time_ms <= request.close_ms + self.rules.correction_horizon_ms
+        used = [_known(state.impressions.get((request_id, p.digest))) for p in request.pages] if with_features else []
+        change = Change(candidate, fact, before, of.pack(tally))
+        turn.outputs.append(build.correction(turn.key, request_id, request, change, used, of.count))
+        _end(state, request_id, event, DONE)
+
+    def _give_up(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
+        """An orphan's time is over."""
+        timeout_ms = self.rules.orphan_timeout_ms
+        if request.phase in (WAITING, OPEN):
+            request.waiting.remove(event.event_id)
+            if shown_at(request, event.item_id) is None:
+                request.num_orphans -= 1
+                turn.state.head.num_orphans -= 1
+        if request.time_ms > event.time_ms + timeout_ms:
+            error, status = f"no impression of it came within {timeout_ms} ms", GONE
+            request.num_events -= 1
+            turn.outputs.append(dead_event(turn.key, event, "no_request", error))
+        else:
+            error, status = f"its request did not show item {event.item_id}", DONE
+            turn.outputs.append(dead_event(turn.key, event, "item_not_shown", error))
+        _end(turn.state, request_id, event, status)
+
+    def _refuse_late(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
+        """THIN: what comes up to the end of it is too late."""
+        error = f"its request closed at {request.close_ms}, more than {self.rules.late_horizon_ms} ms before"
+        turn.outputs.append(dead_event(turn.key, event, "too_late", error))
+        request.num_events -= 1
+        _end(turn.state, request_id, event, GONE)
+
+    def _drop_pages(self, state: JoinState, request_id: str, request: Request) -> None:
+        """Corrections carry no features from here on."""
+        for page in request.pages:
+            del state.impressions[request_id, page.digest]
+        request.pages = []
+
+    def _thin(self, turn: Turn, request_id: str, request: Request) -> None:
+        """Corrections end here; only what is beyond the late horizon still waits."""
+        state, horizon_ms = turn.state, request.close_ms + self.rules.late_horizon_ms
+        if request.num_events:
+            for event in _pending(state, request_id, request):
+                if event.time_ms <= horizon_ms:
+                    self._settle(turn, request_id, request, event)
+        for candidate in request.tallied:
+            del state.tallies[request_id, candidate]
+        request.phase, request.header, request.items, request.tallied = THIN, b"", b"", []
+        for event in _keep_pending(state, request_id, request):
+            self.plan_event(turn, request_id, request, event)
+
+    def _forget(self, turn: Turn, request_id: str, request: Request) -> None:
+        """From here on the request is as if it had never been; what is from beyond that waits for another of its name."""
+        state, end_ms = turn.state, request.close_ms + 2 * self.rules.late_horizon_ms
+        for event in _pending(state, request_id, request):
+            if event.time_ms <= end_ms:
+                self._refuse_late(turn, request_id, request, event)
+        if request.scope is not None:
+            scopes.leave(state, request_id, request)
+        waiting = _keep_pending(state, request_id, request)
+        if not waiting:
+            self._remove(state, request_id, request)
+            return
+        ids = [e.event_id for e in waiting]
+        state.requests[request_id] = Request(
+            waiting=ids, num_orphans=len(ids), num_events=len(ids), last_event=request.last_event
+        )
+        state.head.num_orphans += len(ids)
+        for event in waiting:
+            turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, request_id, event.event_id)
+
+    def _remove(self, state: JoinState, request_id: str, request: Request) -> None:
+        _keep_pending(state, request_id, request)
+        del state.requests[request_id]
+        state.head.num_requests -= 1
+
+    def _labels_of(self, fingerprint: int) -> Labels:
+        known = self._labels.get(fingerprint)
+        if known is None:
+            schema = self.schemas(fingerprint)
+            if schema is None:
+                raise CheckpointError(f"schema {fingerprint:016x} of an open request is gone from the store; put its TOML back")
+            known = self._labels[fingerprint] = Labels(schema)
+        return known
+
+
+def _in_order(events: Iterable[Engagement]) -> list[Engagement]:
+    return sorted(events, key=lambda e: (e.time_ms, e.event_id))
+
+
+def _pending(state: JoinState, request_id: str, request: Request) -> list[Engagement]:
+    found = [e for e in chain(state, request_id, request) if e.status == PENDING]
+    return _in_order(found) if found else found
+
+
+def _end(state: JoinState, request_id: str, event: Engagement, status: int) -> None:
+    """Of an engagement that has come to its end, only what tells copies of it is left."""
+    event.status, event.raw, event.origin, event.action, event.request_id = status, b"", NOWHERE, "", ""
+    state.events[request_id, event.event_id] = event
+
+
+def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[Engagement]:
+    """Forget all engagements of a request but those that are pending, which are returned and make up its chain."""
+    kept: list[Engagement] = []
+    if not request.last_event:
+        return kept
+    for event in list(chain(state, request_id, request)):
+        if event.status == PENDING:
+            kept.append(event)
+        else:
+            del state.events[request_id, event.event_id]
+    request.last_event, request.num_events = 0, len(kept)
+    for event in kept:
+        event.previous, request.last_event = request.last_event, event.event_id
+        state.events[request_id, event.event_id] = event
+    return kept
+
+
+def _known(impression: Impression | None) -> Impression:
+    assert impression is not None, "the impressions of a request are kept until it closes"
+    return impression
+
+
+def _unused(key: bytes, impression: Impression, request: Request) -> build.Output:
+    """The dead letter of an impression that its request could not use."""
+    if impression.time_ms > request.close_ms:
+        error = f"its request closed at {request.close_ms}, its time is {impression.time_ms}"
+        return dead_event(key, impression, "after_close", error)
+    error = f"expected schema {request.schema:016x} as its request began with, got {impression.page.schema:016x}"
+    return dead_event(key, impression, "unknown_schema", error)

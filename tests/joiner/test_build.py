@@ -1,0 +1,116 @@
+"""Bytes of impressions and samples against protobuf's own: where fields lie, what is written, producers that write otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from joiner.build import Output
+from joiner.spans import HEADER, ITEMS, NRO, POSITIONS, PROPENSITIES, RO, SCORES, WEIGHT, payload, spans_of, tags_of, varint
+from joiner.state import Impression
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.wire import Record
+from tests.joiner.cases import Driver, engagement, impression, reader, record, rules
+
+T = 1_000
+
+
+def page(draw: Any, items: list[int], time_ms: int) -> pb.Impression:
+    n = len(items)
+    served: dict[str, Any] = {}
+    if draw(st.booleans()):
+        served["scores"] = [0.5 + k for k in range(4 * n)]
+    if draw(st.booleans()):
+        served["positions"] = draw(st.permutations(range(n)))
+    if draw(st.booleans()):
+        served["propensities"] = [0.5] * n
+    return impression(time_ms, items, ro=draw(st.sampled_from([None, 1.0])), weight=draw(st.sampled_from([0.0, 2.0])), **served)
+
+
+item_lists = st.lists(st.integers(1, 6), max_size=5)
+bytes_of = st.lists(st.tuples(item_lists, st.integers(0, 50)), min_size=1, max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(bytes_of, st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["click", "dwell", "é"])), max_size=4), st.data())
+def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(pages: list[Any], acts: list[Any], data: Any) -> None:
+    driver = Driver(rules(engaged_threshold=2, correction_horizon_ms=60))
+    driver.send(*(page(data.draw, items, T + after) for items, after in pages))
+    driver.send(*(engagement(T + 20 + 9 * n, item, event=n + 1, action=a, value=0.1) for n, (item, a) in enumerate(acts)))
+    driver.end()
+    written = [o for o in driver.outputs if o.topic != "dead_letters"]
+    assert written
+    for output in written:
+        kind, message = wire.decode(output.value)
+        assert wire.encode(kind, message) == output.value
+
+
+@settings(max_examples=100, deadline=None)
+@given(item_lists, st.data())
+def test_spans_are_where_protobuf_put_the_fields(items: list[int], data: Any) -> None:
+    message = page(data.draw, items, T)
+    value = record(message).value
+    spans = spans_of(value)
+    for place, name in ((HEADER, "header"), (RO, "ro"), (ITEMS, "item_ids"), (NRO, "nro"), (SCORES, "scores")):
+        alone = pb.Impression()
+        getattr(alone, name).MergeFrom(getattr(message, name)) if name in ("header", "item_ids", "scores") else setattr(
+            alone, name, getattr(message, name)
+        )
+        field = alone.SerializeToString() if name != "ro" or message.HasField("ro") else b""
+        assert bool(field) == bool(spans[place]) and field.endswith(payload(value, spans, place))
+    assert bool(spans[WEIGHT]) == (message.weight != 0)
+    assert [len(payload(value, spans, p)) // 4 for p in (POSITIONS, PROPENSITIES)] == [
+        len(message.positions),
+        len(message.propensities),
+    ]
+
+
+@pytest.mark.parametrize("n", [0, 1, 127, 128, 300, 16_384, (1 << 32) - 1])
+def test_a_varint_is_protobufs(n: int) -> None:
+    assert varint(n) == (pb.Part(num_rows=n).SerializeToString()[1:] or b"\0")
+
+
+def test_tags_are_those_of_the_descriptor() -> None:
+    tags = tags_of(pb.Sample)
+    full = pb.Sample(sample_id=1, close_ms=1, item_ids=[1], event_values=[1.0], num_duplicates=1, untrainable=True, actions=["a"])
+    data = full.SerializeToString(deterministic=True)
+    for name in ("sample_id", "close_ms", "item_ids", "event_values", "num_duplicates", "untrainable", "actions"):
+        assert tags[name] in data, name
+
+
+def shuffled(message: pb.Impression) -> bytes:
+    """The same message as another library may write it: columns before the header, one of them in two pieces."""
+    header, rest = pb.Impression(header=message.header), pb.Impression()
+    rest.CopyFrom(message)
+    rest.ClearField("header")
+    rest.ClearField("item_ids")
+    pieces = [pb.Impression(item_ids=[item]) for item in message.item_ids]
+    return b"".join(m.SerializeToString() for m in (*pieces, rest, header))
+
+
+def test_an_impression_that_is_not_written_as_protobuf_does_gives_the_same_sample_and_its_own_dead_letter() -> None:
+    message = impression(T, (1, 2), scores=[0.5] * 8)
+    usual = record(message)
+    other = usual._replace(value=usual.value[:2] + shuffled(message))
+    outputs = [joined(usual), joined(other)]
+    assert outputs[0] == outputs[1]
+    found = reader().read(other)
+    assert isinstance(found, Impression) and found.raw == other.value and found.canonical == usual.value
+
+
+def joined(r: Record) -> list[Output]:
+    driver = Driver(rules())
+    found = reader().read(r)
+    assert isinstance(found, Impression)
+    driver.apply(found)
+    return driver.end()
+
+
+def test_fields_of_a_later_build_are_not_copied_and_do_no_harm() -> None:
+    usual = record(impression(T, (1, 2)))
+    later = usual._replace(value=usual.value + b"\xa2\x06\x03new")  # field 100
+    assert joined(later) == joined(usual)

@@ -1,0 +1,108 @@
+"""State as bytes: an event touches few entries, every value is versioned, damage is refused, names can't be forged."""
+
+from __future__ import annotations
+
+import pytest
+
+from joiner.entries import VERSION, Entries, decode, encode
+from joiner.state import END, MemoryState, Request
+from roo.errors import CheckpointError
+from tests.joiner.cases import DictStore, Driver, engagement, impression, rules
+
+T = 1_000
+
+
+class CountingStore(DictStore):
+    """Notes what was asked for and written."""
+
+    def __init__(self, entries: DictStore) -> None:
+        super().__init__(entries)
+        self.touched: list[str] = []
+
+    def get(self, key: str, default: object = None) -> bytes | None:  # type: ignore[override]
+        self.touched.append(key)
+        return super().get(key)
+
+    def put(self, key: str, value: bytes) -> None:
+        self.touched.append(key)
+        super().put(key, value)
+
+
+def touched(driver: Driver, message: object) -> list[str]:
+    """Kinds of the entries that the next event of `driver` reads and writes, in order."""
+    store = CountingStore(driver.store)
+    driver.store = store
+    driver.send(message)  # type: ignore[arg-type]
+    return [name[0] for name in store.touched]
+
+
+@pytest.mark.parametrize("num_requests", [1, 40])
+@pytest.mark.parametrize("num_events", [1, 40])
+def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered(num_requests: int, num_events: int) -> None:
+    driver = Driver(rules(next_request="user"))
+    for n in range(num_requests):
+        driver.send(impression(T + n, request=f"r{n}"))
+    driver.at(T + num_requests + 100)
+    driver.send(impression(T + 500), *(engagement(T + 501, event=n) for n in range(1, num_events)))
+    assert touched(driver, engagement(T + 502, event=99)) == ["r", "e", "r", "e"]
+
+
+@pytest.mark.parametrize("num_requests", [1, 40])
+def test_an_impression_touches_its_request_the_counts_its_due_time_and_its_scope(num_requests: int) -> None:
+    driver = Driver(rules(next_request="user"))
+    for n in range(num_requests):
+        driver.send(impression(T + n, request=f"r{n}"))
+    driver.at(T + num_requests + 100)
+    assert sorted(touched(driver, impression(T + 500))) == sorted("rr hh d d s s i".replace(" ", ""))
+
+
+def test_what_a_call_did_is_undone_by_forgetting_it_and_written_by_flush() -> None:
+    store = DictStore()
+    entries = Entries(store)
+    entries.requests["r"] = Request(num_events=3)
+    entries.forget()
+    entries.flush()
+    assert store == {} and entries.requests.get("r") is None
+    entries.requests["r"] = Request(num_events=3)
+    entries.flush()
+    assert Entries(store).requests.get("r") == Request(num_events=3)
+    del entries.requests["r"]
+    entries.flush()
+    assert store == {}
+
+
+def test_request_ids_with_dots_digits_and_kinds_in_them_do_not_collide() -> None:
+    driver = Driver(rules())
+    names = ["1.r", "r", "e1.r", "1", ".", "1.1.r"]
+    for n, name in enumerate(names, 1):
+        driver.send(impression(T, request=name), engagement(T + 1, event=n, request=name))
+    assert set(driver.state.requests) == set(names) and set(driver.state.events) == {(r, n) for n, r in enumerate(names, 1)}
+
+
+def test_state_of_every_phase_comes_back_equal_from_a_snapshot() -> None:
+    driver = Driver(rules(correction_horizon_ms=50, next_request="session"), "memory")
+    driver.send(engagement(900, event=9, request="w"), impression(T), engagement(1_005, event=1), engagement(1_500, event=2))
+    for watermark_ms in (950, 1_100, 1_150, 2_100):
+        driver.at(watermark_ms)
+        assert decode(encode(driver.state)) == driver.state
+    driver.at(END)
+    assert driver.state == MemoryState()
+
+
+def test_every_value_begins_with_the_version() -> None:
+    driver = Driver(rules(next_request="user", correction_horizon_ms=500))
+    driver.send(impression(T), engagement(T + 1, event=1))
+    driver.at(T + 100)
+    assert {name[0] for name in driver.store} == set("hriestd")
+    assert {value[0] for value in driver.store.values()} == {VERSION}
+
+
+@pytest.mark.parametrize("data", [b"", bytes((1,)) + encode(MemoryState())[1:], bytes((VERSION + 1,))])
+def test_another_version_is_refused_with_what_to_do(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; go on with the build"):
+        Entries(DictStore({"rr": data})).requests.get("r")
+
+
+def test_damaged_bytes_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="can't be read"):
+        decode(bytes((VERSION,)) + b"\xc1")
