@@ -19,9 +19,10 @@ from runtime.broker import Broker
 from runtime.flink_rest import FlinkRest
 from runtime.rpc_client import SocketTransport
 from runtime.topics import PARTITIONS, name_of
+from trainer.metrics import QUALITY
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
-_QUALITY = ("ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration", "base_rate", "requests", "candidates")
+_QUALITY = (*QUALITY, "requests", "candidates")
 
 
 class Watcher:

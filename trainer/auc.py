@@ -39,7 +39,7 @@ class ScoreCounts:
         other._merge_pending()
         self._dropped_bits = max(self._dropped_bits, other._dropped_bits)
         self._pending.append((other._score_S, other._positive_S, other._negative_S))
-        self._merge_pending()
+        self._num_pending += len(other._score_S)
 
     def auc(self) -> float | None:
         """P(score of a positive > of a negative) + ½ P(equal), by weight; None without both kinds."""
@@ -87,9 +87,13 @@ class ScoreCounts:
 
     def _keep(self, score_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
         mask = np.uint32((0xFFFFFFFF << self._dropped_bits) & 0xFFFFFFFF)
-        self._score_S, at_N = np.unique(score_N & mask, return_inverse=True)
-        self._positive_S = np.bincount(at_N, weights=positive_N, minlength=len(self._score_S))
-        self._negative_S = np.bincount(at_N, weights=negative_N, minlength=len(self._score_S))
+        masked_N = score_N & mask
+        order_N = np.argsort(masked_N, kind="stable")  # it merges what is sorted already
+        sorted_N = masked_N[order_N]
+        start_S = np.flatnonzero(np.r_[True, sorted_N[1:] != sorted_N[:-1]])[: len(sorted_N)]
+        self._score_S = sorted_N[start_S]
+        self._positive_S = np.add.reduceat(positive_N[order_N], start_S) if len(start_S) else np.zeros(0)
+        self._negative_S = np.add.reduceat(negative_N[order_N], start_S) if len(start_S) else np.zeros(0)
 
 
 def _ordered(score_N: np.ndarray) -> np.ndarray:

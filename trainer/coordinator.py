@@ -20,7 +20,7 @@ begins with RESTORE of the last manifest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from roo.errors import ConfigError
@@ -253,12 +253,7 @@ class Coordinator:
             dense=StoredFile(**self._results["write", first]["dense"]),
             model=dict(commit.cuts[0]["model"]),
             workers={
-                key.index: WorkerPart(
-                    offsets=flat(cut["offsets"]),
-                    file=StoredFile(**self._results["write", key]["own"]),
-                    dedupe=int(cut["dedupe"]),
-                    metrics=dict(cut["metrics"]),
-                )
+                key.index: _part(cut, self._results["write", key])
                 for key, cut in zip(self.facts.workers, commit.cuts, strict=True)
             },
             time_ms=max(int(c["time_ms"]) for c in commit.cuts),
@@ -332,3 +327,12 @@ class Coordinator:
         self._results.clear()
         for member in self.members.values():
             member.outbox.clear()
+
+
+def _part(cut: Mapping[str, Any], written: Mapping[str, Any]) -> WorkerPart:
+    return WorkerPart(
+        offsets=flat(cut["offsets"]),
+        file=StoredFile(**written["own"]),
+        dedupe=int(written["dedupe"]),
+        metrics=dict(written["metrics"]),
+    )

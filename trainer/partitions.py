@@ -9,7 +9,7 @@ Letters: R requests, B candidates, T tasks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -45,6 +45,21 @@ class _State:
             self.metrics.load(metrics)
 
 
+def report_of(cuts: Collection[PartitionCut], tasks: Sequence[str]) -> Report:
+    """What `Partitions.report` said when these were cut."""
+    states = [_State(tasks, 0) for _ in cuts]
+    for state, cut in zip(states, cuts, strict=True):
+        state.load(cut.tensors)
+    return _merged([state.metrics for state in states], tasks)
+
+
+def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Report:
+    merged = Metrics(tasks)
+    for part in parts:
+        merged.merge(part)
+    return merged.report()
+
+
 class Partitions:
     """The partitions of one worker, each at an offset."""
 
@@ -78,10 +93,7 @@ class Partitions:
 
     def report(self) -> Report:
         """Of everything counted in all partitions since the beginning."""
-        merged = Metrics(self.tasks)
-        for state in self._states.values():
-            merged.merge(state.metrics)
-        return merged.report()
+        return _merged([state.metrics for state in self._states.values()], self.tasks)
 
     @property
     def num_skipped(self) -> int:

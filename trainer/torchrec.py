@@ -1,4 +1,6 @@
-"""A batch's list features as TorchRec's KeyedJaggedTensors, for TorchRec modules in a model of one's own.
+"""Wired to nothing yet: a batch's list features as TorchRec's KeyedJaggedTensors, for TorchRec modules in a model of one's own.
+
+Sharded modules would stand here, in trainer/, behind `rows.Rows`: models/ is what serving runs too, and may not import TorchRec.
 
 Letters: R requests, B candidates, K features of a side, U unique rows of a stack, D width.
 

@@ -30,7 +30,7 @@ from trainer import worker_file
 from trainer.identity import Identity
 from trainer.loop import Snapshot, TrainLoop
 from trainer.metrics import summary
-from trainer.partitions import PartitionCut
+from trainer.partitions import PartitionCut, report_of
 
 log = logging.getLogger("roostream.worker")
 
@@ -177,9 +177,7 @@ class Worker:
             "offsets": nested(at.progress),
             "watermark_ms": at.watermark_ms,
             "step": at.step,
-            "metrics": summary(self.loop.report()),
             "model": dataclasses.asdict(self.loop.model_config),
-            "dedupe": sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()),
             "time_ms": self.loop.clock.now_ms(),
         }
 
@@ -188,7 +186,7 @@ class Worker:
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
-        """The worker's own part; with `shared`, the model's too."""
+        """The worker's own part; with `shared`, the model's too. What takes time is done here, beside training, from the cut."""
         seq, at = self._cut_of(command)
         incarnation = int(command["incarnation"])
         metadata = {
@@ -199,12 +197,17 @@ class Worker:
         }
         name = manifests.worker_name(seq, incarnation, self.index)
         own = manifests.store_file(self.store, name, worker_file.encode(at.own, metadata))
+        result = {
+            "own": dataclasses.asdict(own),
+            "dedupe": sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()),
+            "metrics": summary(report_of(at.own.values(), self.loop.schema.tasks)),
+        }
         if not command.get("shared"):
-            return {"own": dataclasses.asdict(own)}
+            return result
         model = json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True)
         shared = tensor_file.encode(at.shared, {"model": model, **metadata})
         dense = manifests.store_file(self.store, manifests.dense_name(seq, incarnation), shared)
-        return {"own": dataclasses.asdict(own), "dense": dataclasses.asdict(dense)}
+        return {**result, "dense": dataclasses.asdict(dense)}
 
     def _commit(self, command: Command) -> dict[str, Any]:
         _, at = self._cut_of(command)

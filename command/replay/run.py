@@ -22,8 +22,9 @@ from traffic.config import ReplayConfig
 from traffic.log import Log, open_log
 from traffic.replay import paced
 from traffic.report import check_report, write_report
+from trainer.metrics import QUALITY
 
-_SHOWN = ("requests", "base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
+_SHOWN = ("requests", *QUALITY)
 
 
 def run(config: ReplayConfig) -> int:

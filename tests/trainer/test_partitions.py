@@ -10,7 +10,7 @@ from roo.decode import Decoder
 from runtime.topics import CORRECTIONS, SAMPLES
 from tests.trainer import samples
 from trainer.metrics import QUALITY, Metrics
-from trainer.partitions import Partitions, rows_by_partition
+from trainer.partitions import Partitions, report_of, rows_by_partition
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
 
@@ -42,6 +42,7 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
         whole.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
     mine, theirs = split.report(), whole.report()
     assert {k: mine[k] for k in QUALITY} == pytest.approx({k: theirs[k] for k in QUALITY}, rel=1e-12)
+    assert report_of(split.cut().values(), samples.schema().tasks) == mine
     assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (theirs["requests"], theirs["first_ms"], theirs["last_ms"])
 
 

@@ -106,8 +106,8 @@ def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
             index: WorkerPart(
                 offsets=flat(cut["offsets"]),
                 file=StoredFile(**written["own"]),
-                dedupe=cut["dedupe"],
-                metrics=cut["metrics"],
+                dedupe=written["dedupe"],
+                metrics=written["metrics"],
             )
             for index, (cut, written) in enumerate(parts)
         },
