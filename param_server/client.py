@@ -25,6 +25,8 @@ from runtime.clock import Clock, SystemClock
 from runtime.topics import NUM_BUCKETS
 from runtime.transport import Answer, Arrays, Header, Transport
 
+_TIMEOUT_S = 30.0  # of one call
+
 
 class _Share(NamedTuple):
     """A shard's keys of one stack: positions in U, and the keys there."""
@@ -45,13 +47,12 @@ class Client:
         *,
         worker: int,
         num_buckets: int = NUM_BUCKETS,
-        timeout_s: float = 30.0,
         resend_for_s: float | None = 5.0,
         clock: Clock | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self.schema, self.transports, self.worker, self.num_buckets = schema, transports, worker, num_buckets
-        self.timeout_s, self.resend_for_s, self.clock, self.stop = timeout_s, resend_for_s, clock or SystemClock(), stop
+        self.resend_for_s, self.clock, self.stop = resend_for_s, clock or SystemClock(), stop
         self.incarnation = 0
         self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}
         self._sequence_S = [0] * len(transports)
@@ -149,14 +150,8 @@ class Client:
     def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
         """Both methods can be repeated: a pull changes nothing, a push carries its sequence number."""
         backoff = Backoff(what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, most_s=0.5, clock=self.clock)
-        while True:
-            try:
-                answer = self.transports[shard].call(method, header, arrays, timeout_s=self.timeout_s)
-            except TransportError as error:
-                backoff.wait(error, self.stop)
-                continue
-            backoff.reached()
-            return answer
+        transport = self.transports[shard]
+        return backoff.until(lambda: transport.call(method, header, arrays, timeout_s=_TIMEOUT_S), (TransportError,), self.stop)
 
     def _shares(self, lookup: Lookup) -> list[list[_Share]]:
         """Each shard's keys, kept as long as the lookup."""

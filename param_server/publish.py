@@ -78,11 +78,7 @@ class Publisher:
         backoff = Backoff(what="topic rows", clock=self.clock)
         with contextlib.suppress(UnavailableError):  # stopped while waiting
             while not stop.is_set():
-                try:
-                    self.turn(stop)
-                    backoff.reached()
-                except UnavailableError as error:
-                    backoff.wait(error, stop)
+                backoff.until(lambda: self.turn(stop), (UnavailableError,), stop)
                 self.clock.sleep(self.interval_ms / 1000, stop)
 
     def turn(self, stop: threading.Event) -> None:

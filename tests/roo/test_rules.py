@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_every_rule_survives_being_written(parse_schema: Parse, name: str) -> No
     schema = parse_schema(ITEM + f"[tables.item.rule]\nname = {name!r}\nlearning_rate = 0.125\n" + LABEL)
     assert parse_schema(to_toml(schema)) == parse_schema(to_toml(schema, defaults=False)) == schema
     assert schema.tables[0].stack == f"d8-{name}"
+
+
+def test_the_page_on_schemas_names_every_rule_parameter_and_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
+    section = page.split("## `[tables.NAME.rule]`")[1].split("\n## ")[0]
+    for name, rule in RULES.items():
+        assert f"`{name}`" in section
+        for field in dataclasses.fields(rule):
+            assert f"`{field.name}`" in section and f"{field.default:g}".replace("e-0", "e-") in section, (name, field.name)
 
 
 def test_a_family_of_tables_shares_a_rule_s_block(parse_schema: Parse) -> None:
