@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from prometheus_client import REGISTRY
 
 from param_server.blobs import Blobs, RocksBlobs
 from param_server.calls import Calls
 from param_server.config import ShardConfig, ShardIdentity
-from param_server.metrics import ShardMetrics
+from param_server.exports import shard_exports
 from param_server.publish import Publisher
 from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
@@ -66,9 +67,11 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         address = _listen(config, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
-        exported = ShardMetrics(shard, publisher, latency)
+        exported = shard_exports(shard, publisher)
         opened.callback(exported.unregister)
         exported.register()
+        opened.callback(REGISTRY.unregister, latency)
+        REGISTRY.register(latency)
         at = metrics.serve(config, health)  # 3
         if publisher and topic:
             opened.callback(topic.close)

@@ -1,37 +1,59 @@
-"""A program's state as Prometheus gauges: read when scraped, so that the flow code sets nothing."""
+"""A program's state as Prometheus metrics: read when scraped, so that the flow code sets nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from prometheus_client import REGISTRY
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
 class Exports(Collector):
-    """`read` gives name → number, or name → {label value: number} with the label's name in `labels`; text is left out."""
+    """`roostream_<program>_<name>` of each name that `read` gives, all of one moment.
 
-    def __init__(self, program: str, read: Callable[[], Mapping[str, Any]], labels: Mapping[str, str]) -> None:
-        self.program, self.read, self.labels = program, read, labels
+    `read` gives name → number, or name → {label value: number} where `labels` has the label's name (a tuple of both where there
+    are several). Text and None are left out. Gauges, but for the names in `counters`, which Prometheus calls `…_total`.
+    """
 
-    def register(self) -> None:
-        REGISTRY.register(self)
+    def __init__(
+        self,
+        program: str,
+        read: Callable[[], Mapping[str, Any]],
+        labels: Mapping[str, str | tuple[str, ...]],
+        *,
+        helps: Mapping[str, str] | None = None,
+        counters: Collection[str] = (),
+    ) -> None:
+        self.program, self.read, self.labels, self.helps, self.counters = program, read, labels, helps or {}, counters
+        self._registry: CollectorRegistry | None = None
+
+    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """Show it from now on."""
+        registry.register(self)
+        self._registry = registry
+
+    def unregister(self) -> None:
+        """Show it no more; nothing happens if it was not shown."""
+        if self._registry is not None:
+            self._registry.unregister(self)
+            self._registry = None
 
     def collect(self) -> list[Metric]:
-        families: list[Metric] = []
-        for name, value in self.read().items():
-            label = self.labels.get(name)
-            family = GaugeMetricFamily(
-                f"roostream_{self.program}_{name}", name.replace("_", " "), labels=[label] if label else []
-            )
-            for key, number in value.items() if label and isinstance(value, Mapping) else [("", value)]:
-                if isinstance(number, (int, float)):
-                    family.add_metric([str(key)] if label else [], float(number))
-            if family.samples:
-                families.append(family)
-        return families
+        """Read anew; names without a number are left out."""
+        families = [self._family(name, value) for name, value in self.read().items()]
+        return [family for family in families if family.samples]
+
+    def _family(self, name: str, value: Any) -> Metric:
+        label = self.labels.get(name)
+        labels = (label,) if isinstance(label, str) else label or ()
+        of_kind = CounterMetricFamily if name in self.counters else GaugeMetricFamily
+        family = of_kind(f"roostream_{self.program}_{name}", self.helps.get(name, name.replace("_", " ")), labels=labels)
+        for key, number in value.items() if labels and isinstance(value, Mapping) else [((), value)]:
+            if isinstance(number, (int, float)):
+                family.add_metric([str(part) for part in ((key,) if isinstance(key, str) else key)], float(number))
+        return family
 
 
 def one_of(state: str, states: tuple[str, ...]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route
 
+from runtime.exports import Exports
 from serving.build import Parts
 from serving.openapi import describe
 from serving.routes import EngagementsEndpoint, RankEndpoint
@@ -22,7 +23,8 @@ def build_app(parts: Parts) -> FastAPI:
         Route("/v1/rank", rank, methods=["POST"]),
         Route("/v1/engagements", engagements, methods=["POST"]),
     ]
-    parts.metrics.watch("in_flight", "rank requests in work", lambda: rank.gate.in_flight)
+    helps = {"in_flight": "rank requests in work"}
+    Exports("serving", lambda: {"in_flight": rank.gate.in_flight}, {}, helps=helps).register(parts.metrics.registry)
 
     @app.get("/healthz", summary="The process is up")
     async def healthz() -> dict[str, str]:

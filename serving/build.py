@@ -20,16 +20,17 @@ from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema, load_schema
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
+from runtime.exports import Exports
 from runtime.kafka_reader import KafkaReader
 from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc_client import SocketTransport
 from serving.config import ServingConfig
 from serving.dense import DenseFollower
+from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
 from serving.feature_log.topics import LogTopics
-from serving.metrics import ServingMetrics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
 from serving.rank import Policy, RankService
@@ -38,6 +39,21 @@ from serving.scorer import Version, Versions, first_version
 from serving.stamps import Stamps
 
 log = logging.getLogger("roostream.serving")
+
+
+_HELPS = {
+    "ready": "1 once the rows are here",
+    "log_backlog_records": "records that Kafka hasn't acknowledged",
+    "log_backlog_bytes": "their bytes",
+    "log_refused_records": "records that Kafka refused for what they are",
+    "log_damaged_records": "records that were damaged on disk",
+    "replica_rows": "rows in the replica",
+    "replica_lag": "row deltas in the topic that weren't taken a moment ago",
+    "replica_applied": "row deltas and barriers applied",
+    "replica_refused": "records of the rows topic that couldn't be applied",
+    "replica_bootstraps": "times that all rows were read from the shards",
+    "version_swaps": "dense versions installed",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,7 +140,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         clock=clock,
         producer=f"serving-{socket.gethostname()}-{os.getpid()}",
     )
-    _watch(process)
+    serving_exports(process).register(registry)
     return process
 
 
@@ -151,16 +167,23 @@ def _task(schema: Schema, name: str) -> int:
     return schema.tasks.index(name)
 
 
-def _watch(process: Process) -> None:
-    metrics, log_, rows, sender = process.parts.metrics, process.parts.log, process.rows, process.sender
-    metrics.watch("ready", "1 once the rows are here", lambda: float(rows.ready))
-    metrics.watch("log_backlog_records", "records that Kafka hasn't acknowledged", lambda: log_.backlog_records)
-    metrics.watch("log_backlog_bytes", "their bytes", lambda: log_.backlog_bytes)
-    metrics.watch("log_refused_records", "records that Kafka refused for what they are", lambda: sender.num_refused)
-    metrics.watch("log_damaged_records", "records that were damaged on disk", lambda: sender.num_damaged)
-    metrics.watch("replica_rows", "rows in the replica", lambda: rows.replica.num_rows)
-    metrics.watch("replica_lag", "row deltas in the topic that aren't applied", rows.lag)
-    metrics.watch("replica_applied", "row deltas and barriers applied", lambda: rows.num_applied)
-    metrics.watch("replica_refused", "records of the rows topic that couldn't be applied", lambda: rows.num_refused)
-    metrics.watch("replica_bootstraps", "times that all rows were read from the shards", lambda: rows.num_bootstraps)
-    metrics.watch("version_swaps", "dense versions installed", lambda: process.parts.service.versions.num_swaps)
+def serving_exports(process: Process) -> Exports:
+    """What is read of the process when it is scraped."""
+    log_, rows, sender = process.parts.log, process.rows, process.sender
+
+    def read() -> dict[str, float]:
+        return {
+            "ready": rows.ready,
+            "log_backlog_records": log_.backlog_records,
+            "log_backlog_bytes": log_.backlog_bytes,
+            "log_refused_records": sender.num_refused,
+            "log_damaged_records": sender.num_damaged,
+            "replica_rows": rows.replica.num_rows,
+            "replica_lag": rows.lag(),
+            "replica_applied": rows.num_applied,
+            "replica_refused": rows.num_refused,
+            "replica_bootstraps": rows.num_bootstraps,
+            "version_swaps": process.parts.service.versions.num_swaps,
+        }
+
+    return Exports("serving", read, {}, helps=_HELPS)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-
-from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from typing import Any
 
 from runtime import metrics, program
 from runtime.clock import SystemClock
+from runtime.exports import Exports
 from runtime.health import Health
 from traffic.client import Client
 from traffic.config import SimulateConfig
@@ -18,6 +16,12 @@ from traffic.report import check_report
 from traffic.simulate import Simulation
 
 log = logging.getLogger("roostream.traffic")
+_COUNTS = ("http", "requests", "candidates", "engagements", "clicks", "dropped")
+_HELPS = {
+    "click_rate": "expected clicks a shown candidate under the hidden model",
+    "http": "calls of serving by outcome",
+    **{name: f"simulated {name}" for name in _COUNTS[1:]},
+}
 
 _TURN_S = 1.0
 
@@ -38,14 +42,14 @@ async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) 
     """The simulation with its metrics on show; its connections are closed however it ends."""
     client = Client(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
-    collector = SimulationMetrics(simulation)
-    REGISTRY.register(collector)
+    exported = traffic_exports(simulation)
+    exported.register()
     turning = asyncio.create_task(_turn(health))
     try:
         await simulation.run(stop)
     finally:
         turning.cancel()
-        REGISTRY.unregister(collector)
+        exported.unregister()
         await client.close()
 
 
@@ -55,34 +59,22 @@ async def _turn(health: Health) -> None:
         await asyncio.sleep(_TURN_S)
 
 
-class SimulationMetrics(Collector):
-    """`roostream_traffic_…` from a simulation's own counts, read when scraped."""
+def traffic_exports(simulation: Simulation) -> Exports:
+    """`roostream_traffic_…` from a simulation's own counts."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-
-    def collect(self) -> list[Metric]:
-        """Every count, read anew."""
-        s = self.simulation
-        rate = GaugeMetricFamily(
-            "roostream_traffic_click_rate",
-            "expected clicks a shown candidate under the hidden model",
-            labels=["order", "window"],
-        )
-        for window, sums in (("total", s.tally.total), ("recent", s.tally.recent)):
-            for order, value in sums.rates().items():
-                rate.add_metric([order, window], value)
-        http = CounterMetricFamily("roostream_traffic_http", "calls of serving by outcome", labels=["outcome"])
-        for outcome, count in s.client.outcomes.items():
-            http.add_metric([outcome], count)
-        counts = {
-            "requests": s.num_requests,
-            "candidates": s.tally.total.shown,
-            "engagements": s.num_engagements,
-            "clicks": s.num_clicks,
-            "dropped": s.num_dropped,
+    def read() -> dict[str, Any]:
+        tally = simulation.tally
+        windows = {"total": tally.total, "recent": tally.recent}
+        rates = {(order, window): rate for window, sums in windows.items() for order, rate in sums.rates().items()}
+        return {
+            "click_rate": rates,
+            "http": simulation.client.outcomes,
+            "requests": simulation.num_requests,
+            "candidates": tally.total.shown,
+            "engagements": simulation.num_engagements,
+            "clicks": simulation.num_clicks,
+            "dropped": simulation.num_dropped,
         }
-        totals = [
-            CounterMetricFamily(f"roostream_traffic_{name}", f"simulated {name}", value=value) for name, value in counts.items()
-        ]
-        return [rate, http, *totals]
+
+    labels = {"click_rate": ("order", "window"), "http": "outcome"}
+    return Exports("traffic", read, labels, helps=_HELPS, counters=_COUNTS)

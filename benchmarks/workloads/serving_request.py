@@ -27,8 +27,8 @@ from roo.schema import Schema
 from runtime.clock import FakeClock
 from serving.build import Parts
 from serving.config import ServingConfig
+from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
-from serving.metrics import ServingMetrics
 from serving.parse import JsonParser
 from serving.rank import RankService
 from serving.routes import RankEndpoint

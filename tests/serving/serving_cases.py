@@ -15,8 +15,8 @@ from roo.schema import Schema, schema_from_dict
 from runtime.clock import Clock, FakeClock
 from serving.build import Parts
 from serving.config import ServingConfig
+from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
-from serving.metrics import ServingMetrics
 from serving.rank import Hydration, Policy, RankService
 from serving.scorer import Rows, Versions, first_version
 from serving.stamps import Stamps

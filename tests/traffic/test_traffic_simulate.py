@@ -16,7 +16,7 @@ from roo.errors import ConfigError
 from runtime.clock import SystemClock
 from traffic.client import Client
 from traffic.config import SimulateConfig
-from traffic.main import SimulationMetrics
+from traffic.main import traffic_exports
 from traffic.simulate import Simulation
 
 
@@ -119,8 +119,10 @@ def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None
     assert set(told["click_rate"]) == {"served", "random", "best"}
     assert 0 < told["click_rate"]["random"] < told["click_rate"]["best"]
     assert told["counts"]["requests"] == simulation.num_requests
-    names = {m.name for m in SimulationMetrics(simulation).collect()}
-    assert {"roostream_traffic_click_rate", "roostream_traffic_requests", "roostream_traffic_http"} <= names
+    shown = {m.name: m for m in traffic_exports(simulation).collect()}
+    counts = ("requests", "http", "candidates", "engagements", "clicks", "dropped")
+    assert set(shown) == {"roostream_traffic_click_rate", *(f"roostream_traffic_{name}" for name in counts)}
+    assert {m.type for name, m in shown.items() if not name.endswith("rate")} == {"counter"}
 
 
 def test_too_many_waiting_users_are_turned_away() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from runtime.metrics import Quantiles
 
 
 class ServingMetrics:
-    """One per registry. Gauges with a source are read when they are scraped, not when they change."""
+    """One per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -37,7 +35,3 @@ class ServingMetrics:
         self.version.clear()
         self.version.labels(name).set(1)
         self.version_time_ms.set(time_ms)
-
-    def watch(self, what: str, help: str, read: Callable[[], float]) -> None:
-        """Gauge `roostream_serving_<what>`."""
-        Gauge(f"roostream_serving_{what}", help, registry=self.registry).set_function(read)

@@ -1,0 +1,20 @@
+"""What a shard shows when it is scraped."""
+
+from __future__ import annotations
+
+from param_server.exports import shard_exports
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
+from runtime.clock import FakeClock
+from tests.param_server.shard_support import begun
+
+ALWAYS = {"rows", "incarnation", "committed_seq", "segments", "bytes", "dirty", "withheld", "pulls", "pushes", "repeats", "ready"}
+
+
+def test_names_are_those_that_status_and_dashboards_know() -> None:
+    shard = begun()
+    shown = {family.name for family in shard_exports(shard, None).collect()}
+    assert shown == {f"roostream_shard_{name}" for name in ALWAYS}
+    publisher = Publisher(shard, InMemoryRows(), FakeClock())
+    more = {family.name for family in shard_exports(shard, publisher).collect()} - shown
+    assert more == {f"roostream_shard_{name}" for name in ("publish_lag_ms", "published_keys", "republished_keys")}
