@@ -11,28 +11,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roo import wire
 from roo.schema_registry import to_toml
-from roo.wire import Record
 from runtime import kafka
 from runtime.broker import Broker
 from runtime.topic_admin import TopicAdmin
-from runtime.topics import PARTITIONS, TopicSettings, name_of
+from runtime.topics import TopicSettings
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
+from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LOCAL = "local."  # prefix of the local engine's topics
 OUTPUTS = ("samples", "corrections", "dead_letters")
 RECORDS = generated.arrivals(11)
 HALF = len(RECORDS) // 2
-_SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
 _WAIT_S = 90
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -45,68 +43,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     home = tmp_path_factory.mktemp("engines")
     (home / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
-    overrides = {"joiner": {**_SETTINGS, "checkpoint_interval_ms": 1_000}}
+    overrides = {"joiner": {**SETTINGS, "checkpoint_interval_ms": 1_000}}
     options = StackOptions(schema=home / "schema.toml", replay=True, overrides=overrides)
     with Stack(home / "stack", options) as running:
         running.start(["kafka", "joiner"])
         running.wait_ready("kafka", timeout_s=60)
         yield running
-
-
-def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
-    client = kafka.producer(Broker(bootstrap))
-    for r in records:
-        topic = name_of(prefix, r.topic)
-        kafka.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
-    assert client.flush(30) == 0
-
-
-def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
-    """All that is in a topic now."""
-    from confluent_kafka import OFFSET_BEGINNING, TopicPartition
-
-    client = kafka.consumer(Broker(bootstrap), "test")
-    name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
-    client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
-    left = sum(kafka.end_offsets(client, name, partitions).values())
-    messages: list[Any] = []
-    while len(messages) < left:
-        messages += [m for m in client.consume(500, 1.0) if m.error() is None]
-    client.close()
-    return messages
-
-
-def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[object, ...]]:
-    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the event's own bytes,
-    and what is compared its reason and event: which of an event's copies came first differs from run to run."""
-    found: dict[object, tuple[object, ...]] = {}
-    for m in consume(bootstrap, prefix, topic):
-        message = wire.decode(m.value())[1]
-        if topic == "dead_letters":
-            identity, row = (
-                (message.raw, message.reason),
-                (message.topic, message.partition, message.event_id, message.request_id),
-            )
-        else:
-            stamp = m.timestamp()[1] if topic == "samples" else None
-            identity, row = message.sample_id, (m.partition(), m.key(), stamp, m.value())
-        assert found.setdefault(identity, row) == row, f"copies of {identity!r} in {topic} differ"
-    return found
-
-
-def wait(what: str, reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
-    while not reached():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {_WAIT_S} s"
-        time.sleep(0.3)
-
-
-def count(bootstrap: str, prefix: str, topic: str) -> int:
-    client = kafka.consumer(Broker(bootstrap), "count")
-    try:
-        return sum(kafka.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
-    finally:
-        client.close()
 
 
 def num_requests() -> int:
@@ -115,7 +57,7 @@ def num_requests() -> int:
 
 def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
     """`roostream joiner` with the local engine, as a process."""
-    lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else v!r}" for k, v in _SETTINGS.items()]
+    lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else v!r}" for k, v in SETTINGS.items()]
     config = home / "local.toml"
     own = {
         "bootstrap": stack.endpoints.kafka,

@@ -1,0 +1,75 @@
+"""What tests of a whole joiner share: events into Kafka, and what comes out of its topics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from roo import wire
+from roo.wire import Record
+from runtime import kafka
+from runtime.broker import Broker
+from runtime.topics import PARTITIONS, name_of
+from tests.joiner import generated
+
+SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
+"""For a configuration file."""
+
+_WAIT_S = 90
+
+
+def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
+    client = kafka.producer(Broker(bootstrap))
+    for r in records:
+        topic = name_of(prefix, r.topic)
+        kafka.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
+    assert client.flush(30) == 0
+
+
+def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
+    """All that is in a topic now."""
+    from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+
+    client = kafka.consumer(Broker(bootstrap), "test")
+    name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
+    client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
+    left = sum(kafka.end_offsets(client, name, partitions).values())
+    messages: list[Any] = []
+    while len(messages) < left:
+        messages += [m for m in client.consume(500, 1.0) if m.error() is None]
+    client.close()
+    return messages
+
+
+def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[object, ...]]:
+    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the event's own bytes,
+    and what is compared its reason and event: which of an event's copies came first differs from run to run."""
+    found: dict[object, tuple[object, ...]] = {}
+    for m in consume(bootstrap, prefix, topic):
+        message = wire.decode(m.value())[1]
+        if topic == "dead_letters":
+            identity, row = (
+                (message.raw, message.reason),
+                (message.topic, message.partition, message.event_id, message.request_id),
+            )
+        else:
+            stamp = m.timestamp()[1] if topic == "samples" else None
+            identity, row = message.sample_id, (m.partition(), m.key(), stamp, m.value())
+        assert found.setdefault(identity, row) == row, f"copies of {identity!r} in {topic} differ"
+    return found
+
+
+def wait(what: str, reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not reached():
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {_WAIT_S} s"
+        time.sleep(0.3)
+
+
+def count(bootstrap: str, prefix: str, topic: str) -> int:
+    client = kafka.consumer(Broker(bootstrap), "count")
+    try:
+        return sum(kafka.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
+    finally:
+        client.close()
