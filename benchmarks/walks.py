@@ -24,12 +24,14 @@ import numpy as np
 
 from benchmarks.peers import ROOT
 from benchmarks.workloads import data, serving_request, training_step
+from benchmarks.workloads.join_events import Overlay
 from benchmarks.workloads.joiner_events import START_MS, Maker
 from benchmarks.workloads.shard import begun_shard
-from joiner import state
 from joiner.config import JoinerConfig
+from joiner.entries import Entries
 from joiner.ingest import Reader
 from joiner.join import Join
+from joiner.state import Impression
 from param_server.calls import Calls
 from param_server.client import Client
 from param_server.publish import Publisher
@@ -124,7 +126,7 @@ def rank(folder: str) -> Walk:
 
 
 def join(folder: str) -> Walk:
-    """An impression → stored; its request closes → a sample. State goes through bytes, as an engine keeps it."""
+    """An impression → stored; its request closes → a sample. State is stored as bytes, as an engine keeps it."""
     schema = data.demo_schema()
     reader = Reader({schema.fingerprint: schema}.get, schema.limits)
     machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits.max_candidates)
@@ -132,14 +134,16 @@ def join(folder: str) -> Walk:
     record = Record(made.topic, 0, 0, made.time_ms, made.key, made.value)
 
     def step() -> None:
-        kept = state.decode(None)
+        entries = Entries(Overlay({}))
         event = reader.read(record)
-        assert isinstance(event, state.Impression)
-        machine.apply(kept, made.key, event, 0)
-        kept = state.decode(state.encode(kept))
-        outputs = machine.advance(kept, made.key, kept.due_ms)
-        assert [output.topic for output in outputs] == ["samples"]
-        state.encode(kept)
+        assert isinstance(event, Impression)
+        turn = machine.apply(entries, made.key, event, 0)
+        entries.flush()
+        entries.forget()
+        (timer_ms,) = turn.timers_ms
+        closed = machine.advance(entries, made.key, timer_ms, timer_ms)
+        assert [output.topic for output in closed.outputs] == ["samples"]
+        entries.flush()
 
     return count(step)
 

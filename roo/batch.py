@@ -46,6 +46,7 @@ class Batch:
     offset_R: np.ndarray  # int64: of the sample's own record
 
     def __post_init__(self) -> None:
+        """Lengths by the letters of the names; the values were checked where they were decoded."""
         r, b, t = len(self.num_candidates_R), len(self.item_B), len(self.schema.labels)
         for name, n in (("ro_float_RF", r), ("ro_present_RF", r), ("nro_float_BF", b), ("nro_present_BF", b)):
             assert getattr(self, name).shape == (n, len(self.schema.floats("ro" if name[0] == "r" else "nro"))), name
@@ -80,6 +81,7 @@ class Batch:
         return self._take(self.request_index_B, each, each, np.ones(b, dtype=np.int32))
 
     def _take(self, rows_M: np.ndarray, at_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray) -> Batch:
+        """Rows `rows_M` of what a request has, `at_B` of what a candidate has, and how they belong together."""
         changes: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -110,6 +110,7 @@ class _Taker:
         self.left = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
 
     def value(self, f: Feature, length: int) -> object:
+        """The next list, `length` long, in the form that `encode_*` takes."""
         ids = self._next("ids", length)
         if f.kind == "ids":
             return ids
@@ -154,6 +155,7 @@ def _entry(f: Feature, value: Any) -> _Entry:
 
 
 def _mapping_entry(f: Feature, value: Mapping[str, Any]) -> _Entry:
+    """A weighted list or a sequence: its columns by name, all of one length."""
     main = main_key(f) if main_key(f) in value and f.kind == "sequence" else "ids"
     wanted = {main, *f.columns} | ({"weights"} if f.kind == "weighted_ids" else set())
     if f.kind == "ids" or set(value) != wanted:

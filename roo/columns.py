@@ -84,6 +84,7 @@ def canonical(data: bytes) -> bytes:
 
 
 def _columns_by_protobuf(data: bytes) -> Columns:
+    """The arrays as copies, of a block in any form."""
     try:
         block = pb.Block.FromString(data)
     except DecodeError as error:
@@ -112,6 +113,7 @@ def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, l
 
 
 def _check_shape(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
+    """Every column has the length that rows and lists say."""
     lists = schema.lists(side)
     _equal(side, "floats", len(columns.floats), num_rows * len(schema.floats(side)))
     _equal(side, "lengths", len(columns.lengths), num_rows * len(lists))

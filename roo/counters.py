@@ -125,6 +125,7 @@ class Counters:
         return rows
 
     def _read_items(self, item_n: np.ndarray, time_ms: int) -> dict[str, np.ndarray]:
+        """The items' own features, f4[n] each; one that was never seen has those of a new item."""
         rows = np.array([self._row_of.get(i, -1) for i in item_n.tolist()], dtype=np.int64)
         states_n10 = self._item_I[rows]
         states_n10[rows < 0] = new_items(1)

@@ -39,6 +39,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(schema: Schema, side: Side) -> Layout:
+    """Worked out once a decoder."""
     lists = schema.lists(side)
     columns_K = [(*f.id_columns, *f.time_columns) for f in lists]
     return Layout(
@@ -84,6 +85,7 @@ class Plans:
         return self._numbers[fingerprint]
 
     def _add(self, writer: Schema, fingerprint: int | None = None) -> None:
+        """Raises SchemaError, and then nothing has changed."""
         reading_plan(writer, self.schema)
         self._writers.append(writer)
         self._numbers[writer.fingerprint if fingerprint is None else fingerprint] = len(self._writers) - 1
@@ -284,6 +286,8 @@ def fill_request(plans: Plans, buf: np.ndarray, ro: Blocks, nro: Blocks, item_B:
 
 
 def _candidates(b: int, t: int) -> Candidates:
+    """B candidates with what absent columns mean: no label, no score, no place, shown without exploration."""
+
     def bits(shape: tuple[int, ...], value: float) -> np.ndarray:
         return np.full(shape, value, dtype=np.float32).view(np.uint32)
 
@@ -299,6 +303,7 @@ def _candidates(b: int, t: int) -> Candidates:
 
 
 def _side(plans: Plans, side: Side, buf: np.ndarray, blocks: Blocks, rows: int) -> dict[str, Any]:
+    """A side's fields of Batch, `rows` rows of them, from checked blocks."""
     layout, plan = plans.layouts[side], plans.side(side)
     float_NF = np.empty((rows, len(layout.default_F)), dtype=np.float32)
     float_NF[:] = layout.default_F
@@ -312,6 +317,7 @@ def _side(plans: Plans, side: Side, buf: np.ndarray, blocks: Blocks, rows: int) 
 
 
 def _lists(layout: Layout, plan: Plan, buf: np.ndarray, blocks: Blocks, lengths_KN: np.ndarray, present_KN: np.ndarray) -> Jagged:
+    """The side's list features; `lengths_KN` and `present_KN` are filled already."""
     starts = _starts(lengths_KN.ravel())
     list_C, column_C = layout.place_C2.T
     ends = _starts(lengths_KN.sum(axis=1, dtype=np.int64)[list_C])

@@ -91,17 +91,6 @@ class Jagged:
         )
 
 
-def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
-    """Every list missing."""
-    shape = (len(keys), num_rows)
-    return Jagged(
-        keys=keys,
-        lengths_KN=np.zeros(shape, dtype=np.int32),
-        values=np.zeros(0, dtype=np.int64),
-        present_KN=np.zeros(shape, dtype=np.bool_),
-    )
-
-
 def _ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
     """Concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths_M, dtype=np.int64)

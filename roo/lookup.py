@@ -70,6 +70,7 @@ def _ids_of(lists: Jagged, source: Source) -> np.ndarray:
 
 
 def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
+    """`entries`: (key, table id, int64 ids), in the order in which new rows are numbered."""
     total = sum(len(ids) for _, _, ids in entries)
     slots = np.full(1 << max(4, (2 * total - 1).bit_length()), -1, dtype=np.int32)
     table_U, id_U = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.int64)

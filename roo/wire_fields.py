@@ -108,6 +108,7 @@ def forms(message: Descriptor) -> np.ndarray:
 
 
 def _form(f: FieldDescriptor) -> tuple[int, int, int]:
+    """A row of `forms`."""
     repeated = f.label == FieldDescriptor.LABEL_REPEATED
     if f.type in _IN_BYTES:
         return BYTES, 1, REPEATED * repeated | TEXT * (f.type == FieldDescriptor.TYPE_STRING)

@@ -39,6 +39,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> tuple[byt
 
 
 async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
+    """Counts as it comes: a stated length may be a lie or absent."""
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -55,6 +56,7 @@ async def _receive_all(receive: Receive, max_bytes: int) -> bytes:
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """At most `max_bytes` of output are made, whatever the input claims to hold."""
     if encoding not in _WINDOW:
         raise RequestError(415, f"expected content-encoding gzip, deflate or none, got {encoding!r}")
     inflater = zlib.decompressobj(_WINDOW[encoding])

@@ -68,6 +68,7 @@ def parse_engagements(schema: Schema, body: bytes, now_ms: int) -> tuple[list[Lo
 
 
 def _message(schema: Schema, given: Engagement, now_ms: int, path: str) -> tuple[LogRecord, int]:
+    """(record, event id) of one engagement. RequestError 400 with the path of the field."""
     for name in ("request_id", "action"):
         text = getattr(given, name)
         if not text:

@@ -71,6 +71,7 @@ class Filler:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
+        """What was given, with the gaps that `online` can fill; of an NRO column only the rows that miss it."""
         out = dict(given)
         for name, source in self._sources[side].items():
             fresh = online.get(source)

@@ -69,6 +69,7 @@ class JsonParser:
         return self._checked_columns(given, "$.candidates[{}].nro.{}")
 
     def _columns(self, candidates: Any) -> dict[str, Any]:
+        """Candidates in columns: what each of them has, by feature."""
         n = len(candidates.item_id)
         given: list[tuple[Feature, Sequence[Any]]] = []
         for name, f in self._nro:
@@ -116,6 +117,7 @@ class JsonParser:
         return self._sequence(f, value, path)
 
     def _sequence(self, f: Feature, value: Any, path: str) -> dict[str, Any]:
+        """The ids may be given by the table's name or as `ids`, not both."""
         given = [ids for ids in (value.main, getattr(value, "ids", None)) if ids is not None]
         if len(given) != 1:
             raise RequestError(400, f"expected its ids once, as {main_key(f)!r}, got them {len(given)} times", path)

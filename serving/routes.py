@@ -57,6 +57,7 @@ class _Endpoint:
         self.gate = Gate(parts.config.max_in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, answered whatever happens in it; only to a client that hung up nothing is said."""
         begin_s = time.perf_counter()
         headers: dict[str, str] = {}
         answer: object
@@ -100,6 +101,12 @@ class RankEndpoint(_Endpoint):
         self.json = JsonParser(parts.schema)
 
     async def answer(self, scope: Scope, receive: Receive) -> RankAnswer:
+        """Once the log has its impression.
+
+        Raises:
+            RequestError: 400, 404, 413, 415, 500; 503: the log is full; 504: the deadline passed. Nothing is logged then.
+            ClientGoneError: nothing is logged.
+        """
         config, stamps = self.parts.config, self.parts.stamps
         stamp_ms = stamps.open()
         try:
@@ -142,6 +149,7 @@ class EngagementsEndpoint(_Endpoint):
     route = "engagements"
 
     async def answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """Raises RequestError 400, 413, 415: nothing is logged; 503: of a list, what came before the log was full is."""
         body, media = await read_body(scope, receive, self.parts.config.max_body_bytes)
         if media != JSON:
             raise RequestError(415, f"expected content-type {JSON}, got {media!r}")

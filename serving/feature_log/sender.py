@@ -37,13 +37,10 @@ Done: TypeAlias = Callable[[Outcome, str], None]
 
 class LogSink(Protocol):
     def send(self, record: LogRecord, done: Done) -> None:
-        """Queue one record; `done` is called exactly once, from `poll`, `flush` or `close`. Order of a partition is kept."""
+        """Queue one record; `done` is called exactly once, from `poll` or `close`. Order of a partition is kept."""
 
     def poll(self, timeout_s: float) -> None:
         """Call what is due; wait up to `timeout_s` for something."""
-
-    def flush(self, timeout_s: float) -> None:
-        """Wait until nothing is queued, or the time is over."""
 
     def close(self) -> None:
         """Forget what is queued; `done` may not be called for it. The sink isn't used again."""

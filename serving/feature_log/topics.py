@@ -55,9 +55,6 @@ class LogTopics:
     def poll(self, timeout_s: float) -> None:
         self.producer.poll(timeout_s)
 
-    def flush(self, timeout_s: float) -> None:
-        self.producer.flush(timeout_s)
-
     def close(self) -> None:
         """Also takes back what is on its way: a late delivery would come behind the next sink's first records."""
         self.producer.purge(in_queue=True, in_flight=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder
-from roo.jagged import Jagged, empty
+from roo.jagged import Jagged
 from roo.schema import Schema
 from roo.wire import Record
 from tests.roo.expand import Rebatcher, concatenate
@@ -88,6 +88,12 @@ def test_rebatching_keeps_all_impressions_in_order(batch: Batch, size: int, cut:
     whole = concatenate([*out, *([rest] if rest else [])])
     assert whole.item_B.tolist() == batch.item_B.tolist()
     assert whole.nro_lists.values_of("item").tolist() == batch.nro_lists.values_of("item").tolist()
+
+
+def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
+    shape = (len(keys), num_rows)
+    none = np.zeros(0, dtype=np.int64)
+    return Jagged(keys=keys, lengths_KN=np.zeros(shape, np.int32), values=none, present_KN=np.zeros(shape, np.bool_))
 
 
 def test_an_empty_jagged_misses_every_list() -> None:

@@ -40,9 +40,6 @@ class FakeSink:
             else:
                 done("refused" if refused else outcome, "a fault of the test")
 
-    def flush(self, timeout_s: float) -> None:
-        self.poll(timeout_s)
-
     def close(self) -> None:
         self.closed = True
 

@@ -25,9 +25,6 @@ class Producer:
     def poll(self, timeout_s: float) -> None:
         self.calls.append("poll")
 
-    def flush(self, timeout_s: float) -> None:
-        self.calls.append("flush")
-
     def purge(self, **arguments: Any) -> None:
         self.calls.append("purge")
 
@@ -66,9 +63,8 @@ def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
     producer = Producer()
     sink = LogTopics(producer, "")
     sink.poll(0.1)
-    sink.flush(1.0)
     sink.close()
-    assert producer.calls == ["poll", "flush", "purge", "poll"]
+    assert producer.calls == ["poll", "purge", "poll"]
 
 
 def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
