@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from confluent_kafka import KafkaError, Producer
@@ -13,6 +13,7 @@ from confluent_kafka import KafkaError, Producer
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.batch import Batch
+from roo.columns import fields_of
 from roo.errors import UnavailableError
 from roo.ids import unsigned
 from runtime import kafka
@@ -23,25 +24,35 @@ from trainer.batches import Rejected
 log = logging.getLogger("roostream.worker")
 
 
-def predictions_of(batch: Batch, score_BT: np.ndarray, step: int) -> Iterator[pb.Prediction]:
-    """One a request, in the order of the batch; `score_BT` are probabilities before the update."""
-    ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64)
-    starts_R = ends_R - batch.num_candidates_R
-    item_B = batch.item_B.view(np.uint64)
-    for r in range(batch.num_requests):
-        of = slice(int(starts_R[r]), int(ends_R[r]))
-        served_NT = batch.served_score_BT[of]
-        yield pb.Prediction(
-            sample_id=unsigned(int(batch.sample_id_R[r])),
-            time_ms=int(batch.time_ms_R[r]),
-            item_ids=item_B[of].tolist(),
-            scores=score_BT[of].ravel().tolist(),
-            labels=batch.label_BT[of].ravel().tolist(),
-            served_scores=[] if np.isnan(served_NT).all() else served_NT.ravel().tolist(),
-            step=step,
-            partition=int(batch.partition_R[r]),
-            offset=int(batch.offset_R[r]),
+class Prediction(NamedTuple):
+    """How one request was scored before its labels were used."""
+
+    sample_id: int  # uint64
+    time_ms: int  # of the request
+    value: bytes  # the record: a `Prediction` message
+
+
+def predictions_of(batch: Batch, score_BT: np.ndarray, step: int) -> Iterator[Prediction]:
+    """One a request, in the order of the batch; `score_BT` are probabilities before the update. The columns go into the record
+    from their arrays, between what comes before them and what comes behind: the same bytes as of a message."""
+    tasks = 4 * score_BT.shape[1]
+    ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64).tolist()
+    starts_R = [0, *ends_R[:-1]]
+    num_served_R = np.bincount(batch.request_index_B, ~np.isnan(batch.served_score_BT).all(axis=1), batch.num_requests)
+    item, label, served = (x.tobytes() for x in (batch.item_B, batch.label_BT, batch.served_score_BT))
+    score = score_BT.astype("<f4", copy=False).tobytes()
+    for r, (start, end) in enumerate(zip(starts_R, ends_R, strict=True)):
+        before = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
+        behind = pb.Prediction(step=step, partition=int(batch.partition_R[r]), offset=int(batch.offset_R[r]))
+        columns = (
+            (pb.Prediction.ITEM_IDS_FIELD_NUMBER, item[8 * start : 8 * end]),
+            (pb.Prediction.SCORES_FIELD_NUMBER, score[tasks * start : tasks * end]),
+            (pb.Prediction.LABELS_FIELD_NUMBER, label[tasks * start : tasks * end]),
+            (pb.Prediction.SERVED_SCORES_FIELD_NUMBER, served[tasks * start : tasks * end] if num_served_R[r] else None),
         )
+        packed = fields_of((number, column or None) for number, column in columns)
+        value = wire.encode(wire.PREDICTION, before) + packed + behind.SerializeToString(deterministic=True)
+        yield Prediction(before.sample_id, before.time_ms, value)
 
 
 def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:
@@ -61,7 +72,7 @@ def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:
 class Outputs(Protocol):
     """Where both go. The loop's thread alone calls it."""
 
-    def prediction(self, prediction: pb.Prediction) -> None: ...
+    def prediction(self, prediction: Prediction) -> None: ...
 
     def dead_letter(self, letter: pb.DeadLetter) -> None: ...
 
@@ -81,8 +92,8 @@ class KafkaOutputs:
         self._lock = threading.Lock()
         self._refused = ""
 
-    def prediction(self, prediction: pb.Prediction) -> None:
-        self._send(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), wire.encode(wire.PREDICTION, prediction))
+    def prediction(self, prediction: Prediction) -> None:
+        self._send(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), prediction.value)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         log.warning(

@@ -42,6 +42,7 @@ from traffic.partition import partition_of
 from trainer.batches import Chunk
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
+from trainer.predictions import Prediction
 from trainer.record_batches import chunk_of
 from trainer.rows import ShardRows
 
@@ -144,9 +145,9 @@ class _Local:
             if record.topic == SAMPLES:
                 self.samples.put(record)
 
-    def prediction(self, prediction: pb.Prediction) -> None:
-        value = wire.encode(wire.PREDICTION, prediction)
-        self.metrics.add(self._add(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), value, prediction.time_ms))
+    def prediction(self, prediction: Prediction) -> None:
+        key = prediction.sample_id.to_bytes(8, "little")
+        self.metrics.add(self._add(PREDICTIONS, key, prediction.value, prediction.time_ms))
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         self._add(DEAD_LETTERS, key_bytes(0, 0), wire.encode(wire.DEAD_LETTER, letter), 0)

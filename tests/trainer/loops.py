@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roo import roo_pb2 as pb
+from roo import wire
 from roo.decode import Decoder
 from roo.errors import UnavailableError
 from roo.wire import Record
@@ -19,6 +20,7 @@ from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.memory_store import MemoryStore
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
+from trainer.predictions import Prediction
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 
@@ -34,8 +36,10 @@ class MemoryOutputs:
         self.num_flushes = 0
         self.unflushable = ""
 
-    def prediction(self, prediction: pb.Prediction) -> None:
-        self.predicted.append(prediction)
+    def prediction(self, prediction: Prediction) -> None:
+        _, message = wire.decode(prediction.value)
+        assert isinstance(message, pb.Prediction)
+        self.predicted.append(message)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         self.letters.append(letter)
