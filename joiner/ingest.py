@@ -6,7 +6,7 @@ A record is read alone: nothing in here depends on what came before it, so a bad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from joiner.build import Output, dead_letter
@@ -17,7 +17,7 @@ from roo import wire
 from roo.block import check_block
 from roo.errors import WireError
 from roo.ids import hash64, key_bytes
-from roo.schema import Limits, Schema
+from roo.schema import Limits, Registry
 from roo.wire import Record
 
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
@@ -29,12 +29,12 @@ Event: TypeAlias = Impression | Engagement
 class Reader:
     """Decodes the records of both event topics.
 
-    `schemas` gives a schema by fingerprint, None if it is unknown; `limits` are those of the joiner's own schema, since the
+    `registry` gives a schema by fingerprint, None if it is unknown; `limits` are those of the joiner's own schema, since the
     writer's schema can't be trusted with them.
     """
 
-    def __init__(self, schemas: Callable[[int], Schema | None], limits: Limits) -> None:
-        self.schemas, self.limits = schemas, limits
+    def __init__(self, registry: Registry, limits: Limits) -> None:
+        self.registry, self.limits = registry, limits
 
     def read(self, record: Record) -> Event | Output | None:
         """An event; a dead letter; None for a heartbeat or end marker, which only move the watermark. Never raises."""
@@ -67,7 +67,7 @@ class Reader:
         return _impression(record, origin, message)
 
     def _check_impression(self, message: pb.Impression) -> None:
-        schema = self.schemas(message.header.schema)
+        schema = self.registry(message.header.schema)
         if schema is None:
             raise WireError(
                 "unknown_schema", f"expected the fingerprint of a registered schema, got {message.header.schema:016x}"

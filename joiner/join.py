@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from msgspec import structs
 
@@ -42,7 +42,7 @@ from joiner.state import (
     index_of,
 )
 from joiner.turn import Turn
-from roo.schema import Schema
+from roo.schema import Registry
 
 _u8 = struct.Struct("<Q").pack
 
@@ -55,9 +55,9 @@ class Join:
     from before.
     """
 
-    def __init__(self, rules: Rules, schemas: Callable[[int], Schema | None], max_candidates: int = 1000) -> None:
+    def __init__(self, rules: Rules, registry: Registry, max_candidates: int = 1000) -> None:
         self.rules, self.max_candidates = rules, max_candidates
-        self._passage = Passage(rules, schemas)
+        self._passage = Passage(rules, registry)
         self._engages = rules.closes_on_engagement
         self._follows = rules.next_request != "off"
 

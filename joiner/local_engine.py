@@ -7,7 +7,6 @@ Kafka topics.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -21,7 +20,7 @@ from joiner.local_watermark import Watermarks
 from joiner.state import END, START, MemoryState
 from joiner.turn import Turn
 from roo.errors import CheckpointError
-from roo.schema import Schema
+from roo.schema import Registry, Schema
 from roo.wire import Record
 from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
 
@@ -39,7 +38,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 class LocalEngine:
     """Single-threaded. `watermark_ms`, `next_offsets` and `num_keys` are for whoever runs it."""
 
-    def __init__(self, config: JoinerConfig, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
+    def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
         self.reader = Reader(registry, schema.limits)
         self.join = Join(config.rules, registry, schema.limits.max_candidates)
         partitions = [(topic, number) for topic in EVENTS for number in range(PARTITIONS[topic])]

@@ -13,7 +13,7 @@ from joiner.meters import Meters
 from joiner.submit import submit
 from roo.errors import UnavailableError
 from roo.schema import Schema, load_schema
-from roo.schema_registry import lookup, register
+from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
@@ -55,7 +55,7 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from runtime.reading import Reading
 
     wait_for_broker(config.broker, stop)
-    engine = LocalEngine(config, schema, lookup(open_store(config.store)))
+    engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
     reading = Reading(partitions=tuple(engine.watermarks.newest_ms), prefix=config.prefix)
     source = KafkaReader.open(config.broker, f"{config.prefix}roostream-joiner", reading)
     sink = KafkaSink(config.broker, config.prefix)

@@ -20,7 +20,7 @@ from joiner.ingest import Reader
 from joiner.join import Join
 from joiner.turn import Turn
 from roo.schema import load_schema
-from roo.schema_registry import lookup
+from roo.schema_registry import open_registry
 from runtime.checkpoint_store import open_store
 
 
@@ -31,7 +31,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         self.config = config
 
     def open(self, runtime_context: RuntimeContext) -> None:
-        schema, registry = load_schema(self.config.schema), lookup(open_store(self.config.store))
+        schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
         self.reader = Reader(registry, schema.limits)
         self.join = Join(self.config.rules, registry, schema.limits.max_candidates)
         # Pickled bytes are the only state type that gives bytes back in thread mode; the values are ours and versioned.

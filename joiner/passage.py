@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from joiner import build, scopes
 from joiner.build import Change, Content, dead_event
@@ -30,14 +30,14 @@ from joiner.state import (
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
-from roo.schema import Schema
+from roo.schema import Registry
 
 
 class Passage:
     """The steps of the state machine that time makes; `join.py` has those that events make."""
 
-    def __init__(self, rules: Rules, schemas: Callable[[int], Schema | None]) -> None:
-        self.rules, self.schemas = rules, schemas
+    def __init__(self, rules: Rules, registry: Registry) -> None:
+        self.rules, self.registry = rules, registry
         self._labels: dict[int, Labels] = {}
 
     def set_due(self, turn: Turn, request_id: str, request: Request) -> None:
@@ -289,7 +289,7 @@ class Passage:
     def _labels_of(self, fingerprint: int) -> Labels:
         known = self._labels.get(fingerprint)
         if known is None:
-            schema = self.schemas(fingerprint)
+            schema = self.registry(fingerprint)
             if schema is None:
                 raise CheckpointError(f"schema {fingerprint:016x} of an open request is gone from the store; put its TOML back")
             known = self._labels[fingerprint] = Labels(schema)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -25,7 +25,7 @@ from roo.decode_fill import Plans, Scan, block_of, field, fill, fill_request, jo
 from roo.decode_kernels import Blocks
 from roo.errors import SchemaError, WireError
 from roo.ids import unsigned
-from roo.schema import Schema
+from roo.schema import Registry, Schema
 from roo.wire import Record
 from roo.wire_fields import SAMPLE
 
@@ -48,7 +48,7 @@ class Reject:
 class Decoder:
     """`registry` gives the schema of a fingerprint, or None (roo.schema_registry). Not thread-safe: one a thread."""
 
-    def __init__(self, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
+    def __init__(self, schema: Schema, registry: Registry) -> None:
         self.schema = schema
         self.plans = Plans(schema, registry)
         self.num_skipped_features = 0  # so far: features of decoded samples that the schema in use no longer has

@@ -8,7 +8,7 @@ fill    the arrays of a batch, from checked samples
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from roo.columns import Side
 from roo.decode_kernels import Blocks, Candidates, Lists, Plan, check_parts, fill_candidates, fill_lists, fill_rows, oldest_i64
 from roo.errors import SchemaError
 from roo.jagged import Jagged
-from roo.schema import Feature, Schema, reading_plan
+from roo.schema import Feature, Registry, Schema, reading_plan
 from roo.wire_fields import HEADER, PART, SAMPLE, forms
 
 _FIRST = np.zeros(1, dtype=np.int64)
@@ -55,7 +55,7 @@ def layout_of(schema: Schema, side: Side) -> Layout:
 class Plans:
     """The writers met so far, numbered; the schema in use is number 0. Not thread-safe."""
 
-    def __init__(self, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
+    def __init__(self, schema: Schema, registry: Registry) -> None:
         self.schema, self.registry = schema, registry
         self._writers: list[Schema] = []
         self._numbers: dict[int, int] = {}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
 from roo.errors import ConfigError, SchemaError, nearest
@@ -216,6 +216,10 @@ class Schema:
     def _by_kind(self) -> dict[tuple[str, bool], tuple[Feature, ...]]:
         sides = {"ro": self.ro, "nro": self.nro}
         return {(side, k): tuple(f for f in fs if f.is_list == k) for side, fs in sides.items() for k in (False, True)}
+
+
+Registry: TypeAlias = Callable[[int], Schema | None]
+"""Fingerprint → schema, None where no such schema is known; roo/schema_registry.py keeps them in a store."""
 
 
 def load_schema(path: str | Path) -> Schema:

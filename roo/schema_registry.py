@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from roo.errors import CheckpointError, ConfigError, SchemaError
 from roo.rules import Rule, as_table
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Registry, Schema, schema_from_dict
 
 
 class Store(Protocol):
@@ -32,7 +32,7 @@ def register(store: Store, schema: Schema | str) -> Schema:
     return schema
 
 
-def lookup(store: Store) -> Callable[[int], Schema | None]:
+def open_registry(store: Store) -> Registry:
     """Fingerprint → schema, or None if no such schema is registered (asked again next time); found ones are kept.
 
     The returned function raises CheckpointError for a file that holds another schema than its name says.

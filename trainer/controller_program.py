@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from roo.schema import load_schema
-from roo.schema_registry import lookup, register
+from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
@@ -41,7 +41,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     kafka = kafka_identity(config.broker, config.prefix, stop)
     identity = Identity(
         schema=schema,
-        registry=lookup(store),
+        registry=open_registry(store),
         kafka=kafka,
         num_shards=config.num_shards,
         num_buckets=config.buckets,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from confluent_kafka import KafkaException
 
 from roo.errors import ConfigError, SchemaError
-from roo.schema import Schema, reading_plan
+from roo.schema import Registry, Schema, reading_plan
 from runtime import kafka
 from runtime import manifest as manifests
 from runtime.backoff import Backoff
@@ -41,7 +41,7 @@ class Identity:
     """What a manifest must agree with before anything of it is used."""
 
     schema: Schema
-    registry: Callable[[int], Schema | None]
+    registry: Registry
     kafka: Mapping[str, Any]  # as `kafka_identity` gives it
     num_shards: int
     num_buckets: int
@@ -71,7 +71,7 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
         )
 
 
-def check_schema(manifest: Manifest, schema: Schema, registry: Callable[[int], Schema | None]) -> None:
+def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None:
     """A schema may gain and lose features; what it keeps must mean the same.
 
     Raises:

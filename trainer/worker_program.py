@@ -12,7 +12,7 @@ from param_server.client import Client
 from roo.decode import Decoder
 from roo.errors import UnavailableError
 from roo.schema import load_schema
-from roo.schema_registry import lookup, register
+from roo.schema_registry import open_registry, register
 from runtime import kafka, metrics
 from runtime.checkpoint_store import open_store
 from runtime.clock import Clock, SystemClock
@@ -55,7 +55,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     register(store, schema)
     identity = Identity(
         schema=schema,
-        registry=lookup(store),
+        registry=open_registry(store),
         kafka=kafka_identity(config.broker, config.prefix, stop),
         num_shards=len(config.shards),
         num_buckets=config.buckets,

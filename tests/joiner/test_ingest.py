@@ -108,7 +108,7 @@ def test_a_registry_that_fails_costs_the_record_and_not_the_partition() -> None:
         raise CheckpointError("the schema file is damaged")
 
     found = reader()
-    found.schemas = damaged  # type: ignore[assignment]
+    found.registry = damaged  # type: ignore[assignment]
     dead = found.read(GOOD)
     assert isinstance(dead, Output) and dead.why == "undecodable"
 

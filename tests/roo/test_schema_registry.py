@@ -17,7 +17,7 @@ def test_a_registered_schema_is_found_by_its_fingerprint(tmp_path: Path, schema:
     store = FileStore(tmp_path)
     schema_registry.register(store, schema)
     schema_registry.register(store, schema)
-    find = schema_registry.lookup(store)
+    find = schema_registry.open_registry(store)
     assert find(schema.fingerprint) == schema
     assert find(schema.fingerprint) is find(schema.fingerprint)
     assert find(5) is None
@@ -25,7 +25,7 @@ def test_a_registered_schema_is_found_by_its_fingerprint(tmp_path: Path, schema:
 
 def test_a_schema_registered_later_is_found_then(tmp_path: Path, schema: Schema) -> None:
     store = FileStore(tmp_path)
-    find = schema_registry.lookup(store)
+    find = schema_registry.open_registry(store)
     assert find(schema.fingerprint) is None
     schema_registry.register(store, schema_registry.to_toml(schema))
     assert find(schema.fingerprint) == schema
@@ -53,4 +53,4 @@ def test_a_damaged_file_is_told_and_not_used(tmp_path: Path, schema: Schema, tex
     store = FileStore(tmp_path)
     store.put(f"schemas/{schema.fingerprint:016x}.toml", text.encode("latin-1"))
     with pytest.raises(CheckpointError, match="put the schema's file back"):
-        schema_registry.lookup(store)(schema.fingerprint)
+        schema_registry.open_registry(store)(schema.fingerprint)
