@@ -22,7 +22,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.ids import MASK64, key_bytes, sample_id
 from roo.wire import Record
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES
 
 Place: TypeAlias = tuple[str, int, int]
 """Topic without prefix, partition, offset."""

@@ -9,12 +9,21 @@ from command.accounts import Accounts, Sums
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
-from runtime.kafka_reader import KafkaReader
-from runtime.reading import Reading
-from runtime.record_reader import RecordReader
-from runtime.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PARTITIONS, PREDICTIONS, SAMPLES, all_partitions
+from runtime.kafka.broker import Broker
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.record_reader import RecordReader
+from runtime.kafka.topics import (
+    CORRECTIONS,
+    DEAD_LETTERS,
+    ENGAGEMENTS,
+    IMPRESSIONS,
+    PARTITIONS,
+    PREDICTIONS,
+    SAMPLES,
+    all_partitions,
+)
 
 AUDITED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, DEAD_LETTERS, PREDICTIONS)
 _AT_ONCE = 2000

@@ -14,11 +14,11 @@ from confluent_kafka import Consumer, KafkaException
 from command import scrape
 from command.scrape import Scraped
 from roo.errors import RoostreamError, UnavailableError
-from runtime import kafka
-from runtime.broker import Broker
 from runtime.flink_rest import FlinkRest
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import PARTITIONS, name_of
 from runtime.rpc_client import SocketTransport
-from runtime.topics import PARTITIONS, name_of
 from trainer.metrics import QUALITY
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
@@ -63,14 +63,14 @@ class Watcher:
     def _end_offsets(self) -> dict[str, int]:
         """Topic → records ever written; empty if Kafka is away."""
         try:
-            self._consumer = self._consumer or kafka.consumer(Broker(self.kafka), f"{self.prefix}status")
+            self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
             return {t: self._end(t) for t in PARTITIONS}
         except KafkaException:
             return {}
 
     def _end(self, topic: str) -> int:
         assert self._consumer is not None
-        ends = kafka.end_offsets(self._consumer, name_of(self.prefix, topic), range(PARTITIONS[topic]), timeout_s=1.0)
+        ends = clients.end_offsets(self._consumer, name_of(self.prefix, topic), range(PARTITIONS[topic]), timeout_s=1.0)
         return sum(ends.values())
 
     def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import click
 
-from runtime import kafka
 from runtime.deployment import Deployment
-from runtime.topic_admin import TopicAdmin
-from runtime.topics import TopicSettings, name_of
+from runtime.kafka import clients
+from runtime.kafka.topic_admin import TopicAdmin
+from runtime.kafka.topics import TopicSettings, name_of
 
 _WAIT_S = 10.0
 
@@ -47,5 +47,5 @@ def check(config: TopicsConfig) -> int:
 
 
 def _topics(config: TopicsConfig) -> TopicAdmin:
-    kafka.wait_for_broker(config.broker, timeout_s=_WAIT_S)
-    return TopicAdmin(kafka.admin(config.broker), config.prefix, config.partitions, config)
+    clients.wait_for_broker(config.broker, timeout_s=_WAIT_S)
+    return TopicAdmin(clients.admin(config.broker), config.prefix, config.partitions, config)

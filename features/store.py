@@ -17,8 +17,8 @@ import redis
 
 from roo.counters import Counters, as_int64
 from roo.schema import Schema
+from runtime.kafka.topics import EVENTS, PARTITIONS, Partition, Progress
 from runtime.redis_client import told
-from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
 
 EVENT_PARTITIONS = tuple((topic, p) for topic in EVENTS for p in range(PARTITIONS[topic]))
 _KEEP_S = 30 * 86_400  # an item or user without events for so long is forgotten; memory stays bounded

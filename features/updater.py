@@ -25,13 +25,14 @@ from roo.errors import UnavailableError, WireError
 from roo.ids import signed
 from roo.schema import Schema, load_schema
 from roo.wire import Record
-from runtime import kafka, metrics, redis_client
+from runtime import metrics, redis_client
 from runtime.backoff import Backoff
 from runtime.health import Health
-from runtime.kafka_reader import KafkaReader
-from runtime.reading import Reading
-from runtime.record_reader import RecordReader
-from runtime.topics import Progress
+from runtime.kafka import clients
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.record_reader import RecordReader
+from runtime.kafka.topics import Progress
 
 log = logging.getLogger("roostream.features")
 
@@ -172,7 +173,7 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
     store = FeatureStore(connection, config.redis, config.prefix)
     try:
-        cluster = kafka.wait_for_broker(config.broker, stop)
+        cluster = clients.wait_for_broker(config.broker, stop)
         updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
         waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)

@@ -15,10 +15,10 @@ from infra.home import Home
 from infra.jars import KAFKA_JARS
 from infra.options import StackOptions
 from roo.errors import SetupError, UnavailableError
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.topic_admin import TopicAdmin
-from runtime.topics import TopicSettings
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topic_admin import TopicAdmin
+from runtime.kafka.topics import TopicSettings
 
 log = logging.getLogger("roostream.stack")
 
@@ -77,7 +77,7 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
             _format(base, conf, env)
 
     def make_topics() -> None:
-        kafka.wait_for_broker(Broker(bootstrap), timeout_s=10)
+        clients.wait_for_broker(Broker(bootstrap), timeout_s=10)
         _make_topics(Broker(bootstrap), options)
 
     return Program(
@@ -129,6 +129,6 @@ def use_outside(options: StackOptions) -> None:
 
 def _make_topics(broker: Broker, options: StackOptions) -> None:
     settings = TopicSettings(replay=options.replay, retention_ms=options.retention_ms, retention_bytes=options.retention_bytes)
-    topics = TopicAdmin(kafka.admin(broker), options.prefix, options.partitions, settings)
+    topics = TopicAdmin(clients.admin(broker), options.prefix, options.partitions, settings)
     topics.create()
     topics.check()

@@ -16,7 +16,7 @@ from joiner.state import Engagement, Impression, Origin, Page, Request
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import sample_id
-from runtime.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
 
 MAX_RAW_BYTES = 64 << 10
 """A dead letter carries at most this much of the record."""

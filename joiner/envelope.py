@@ -6,7 +6,7 @@ import struct
 
 from joiner.build import Output
 from roo.wire import Record
-from runtime.topics import CORRECTIONS, DEAD_LETTERS, EVENTS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, EVENTS, SAMPLES
 
 OUTPUTS = (SAMPLES, CORRECTIONS, DEAD_LETTERS)
 NOW = -(1 << 63)

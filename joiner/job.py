@@ -27,7 +27,7 @@ from joiner.operator import JoinFunction
 from roo.config import build as make
 from roo.config import from_dict
 from runtime.flink_rest import JOB_NAME
-from runtime.topics import EVENTS, name_of
+from runtime.kafka.topics import EVENTS, name_of
 
 MAX_PARALLELISM = 128
 UID = f"join-{VERSION}"

@@ -22,7 +22,7 @@ from joiner.turn import Turn
 from roo.errors import CheckpointError
 from roo.schema import Registry, Schema
 from roo.wire import Record
-from runtime.topics import EVENTS, PARTITIONS, Partition, Progress
+from runtime.kafka.topics import EVENTS, PARTITIONS, Partition, Progress
 
 _FORMAT = 2
 

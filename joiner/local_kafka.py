@@ -10,9 +10,9 @@ from confluent_kafka import KafkaError
 
 from joiner.build import Output
 from roo.errors import UnavailableError
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.topics import name_of
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import name_of
 
 
 class KafkaSink:
@@ -20,12 +20,12 @@ class KafkaSink:
 
     def __init__(self, broker: Broker, prefix: str) -> None:
         self.prefix = prefix
-        self._producer = kafka.producer(broker)
+        self._producer = clients.producer(broker)
         self._failed = ""
 
     def write(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
-            kafka.send(
+            clients.send(
                 self._producer,
                 name_of(self.prefix, output.topic),
                 key=output.key,

@@ -24,8 +24,8 @@ from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.health import Health
-from runtime.record_reader import RecordReader
-from runtime.topics import Partition
+from runtime.kafka.record_reader import RecordReader
+from runtime.kafka.topics import Partition
 
 log = logging.getLogger("roostream.joiner")
 _KEPT = 2

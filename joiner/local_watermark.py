@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from joiner.state import START
-from runtime.topics import Partition
+from runtime.kafka.topics import Partition
 
 
 class Watermarks:

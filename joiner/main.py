@@ -50,9 +50,9 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from joiner.local_engine import LocalEngine
     from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
-    from runtime.kafka import wait_for_broker
-    from runtime.kafka_reader import KafkaReader
-    from runtime.reading import Reading
+    from runtime.kafka.clients import wait_for_broker
+    from runtime.kafka.reader import KafkaReader
+    from runtime.kafka.reading import Reading
 
     wait_for_broker(config.broker, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))

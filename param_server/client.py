@@ -22,7 +22,7 @@ from roo.lookup import Lookup
 from roo.schema import Schema
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
-from runtime.topics import NUM_BUCKETS
+from runtime.kafka.topics import NUM_BUCKETS
 from runtime.transport import Answer, Arrays, Header, Transport
 
 _TIMEOUT_S = 30.0  # of one call

@@ -9,7 +9,7 @@ from roo.config import refusal, setting
 from roo.schema import Schema
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import Deployment
-from runtime.topics import NUM_BUCKETS, PARTITIONS, ROWS
+from runtime.kafka.topics import NUM_BUCKETS, PARTITIONS, ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

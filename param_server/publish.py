@@ -28,7 +28,7 @@ from roo import wire
 from roo.errors import UnavailableError, WireError
 from runtime.backoff import Backoff
 from runtime.clock import Clock
-from runtime.record_reader import RecordsGoneError
+from runtime.kafka.record_reader import RecordsGoneError
 
 log = logging.getLogger("roostream.publish")
 

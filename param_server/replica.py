@@ -24,7 +24,7 @@ from roo import roo_pb2 as pb
 from roo.errors import SchemaError, UnavailableError
 from roo.lookup import Lookup
 from roo.schema import Schema
-from runtime.topics import NUM_BUCKETS
+from runtime.kafka.topics import NUM_BUCKETS
 from runtime.transport import Transport
 
 Version: TypeAlias = tuple[int, int]

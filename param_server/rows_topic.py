@@ -11,13 +11,13 @@ from confluent_kafka import KafkaError, Producer
 
 from param_server.publish import Message
 from roo.errors import UnavailableError
-from runtime import kafka
-from runtime.broker import Broker
 from runtime.clock import Clock, SystemClock
-from runtime.kafka_reader import KafkaReader
-from runtime.reading import Reading
-from runtime.record_reader import RecordsGoneError
-from runtime.topics import PARTITIONS, ROWS, name_of
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.record_reader import RecordsGoneError
+from runtime.kafka.topics import PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
 _READ_RECORDS = 500
@@ -83,14 +83,14 @@ class KafkaRows:
         """
         if not messages:
             return []
-        self._producer = producer = self._producer or kafka.producer(self.broker)
+        self._producer = producer = self._producer or clients.producer(self.broker)
         outcome: dict[int, int | KafkaError] = {}
         for n, message in enumerate(messages):
 
             def delivered(error: KafkaError | None, record: object, n: int = n) -> None:
                 outcome[n] = error or record.offset()  # type: ignore[attr-defined]
 
-            kafka.send(
+            clients.send(
                 producer,
                 self.topic,
                 key=message.bucket.to_bytes(8, "little"),

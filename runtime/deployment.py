@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from roo.config import Refusal, Settings, refusal, setting
 from runtime.address import check_addresses, check_listen
-from runtime.broker import Broker, KafkaSecurity
+from runtime.kafka.broker import Broker, KafkaSecurity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

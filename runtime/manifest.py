@@ -17,7 +17,7 @@ import xxhash
 
 from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime.checkpoint_store import CheckpointStore
-from runtime.topics import Progress, flat, nested
+from runtime.kafka.topics import Progress, flat, nested
 
 log = logging.getLogger("roostream.manifest")
 

@@ -21,7 +21,7 @@ from roo.schema import Schema, load_schema
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
-from runtime.kafka_reader import KafkaReader
+from runtime.kafka.reader import KafkaReader
 from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc_client import SocketTransport

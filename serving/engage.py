@@ -19,7 +19,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import hash64, key_bytes
 from roo.schema import Schema
-from runtime.topics import ENGAGEMENTS
+from runtime.kafka.topics import ENGAGEMENTS
 from serving.errors import RequestError
 from serving.feature_log.format import LogRecord
 from serving.json_types import Id

@@ -12,7 +12,7 @@ import threading
 from roo import roo_pb2 as pb
 from roo import wire
 from runtime.clock import Clock
-from runtime.topics import PARTITIONS
+from runtime.kafka.topics import PARTITIONS
 from serving.feature_log.format import TOPICS, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
 from serving.stamps import Stamps

@@ -25,7 +25,7 @@ from roo.columns import fields_of
 from roo.errors import RoostreamError
 from roo.schema import Schema
 from roo.wire_fields import IMPRESSION
-from runtime.topics import IMPRESSIONS
+from runtime.kafka.topics import IMPRESSIONS
 from serving.answer import RankAnswer
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore

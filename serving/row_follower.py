@@ -22,9 +22,9 @@ from roo.lookup import Lookup
 from roo.wire import Record
 from runtime.backoff import Backoff
 from runtime.clock import Clock
-from runtime.reading import Reading
-from runtime.record_reader import RecordReader, RecordsGoneError
-from runtime.topics import PARTITIONS, ROWS
+from runtime.kafka.reading import Reading
+from runtime.kafka.record_reader import RecordReader, RecordsGoneError
+from runtime.kafka.topics import PARTITIONS, ROWS
 from runtime.transport import Transport
 
 log = logging.getLogger("roostream.serving.rows")

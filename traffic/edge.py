@@ -20,7 +20,7 @@ from roo.counters import Counters, of_request, sources_of
 from roo.ids import key_bytes, unsigned
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
 from traffic.events import Action, Event, Request
 from traffic.partition import partition_of
 

@@ -16,7 +16,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.clock import Clock
-from runtime.topics import EVENTS, PARTITIONS
+from runtime.kafka.topics import EVENTS, PARTITIONS
 from traffic.edge import Edge
 from traffic.events import Event
 

@@ -1,6 +1,6 @@
 """What training reads: chunks of decoded samples, each with the progress that it stands for.
 
-Kafka is one source (trainer/record_batches.py over runtime/kafka_reader.py), records in memory another; files can be a third.
+Kafka is one source (trainer/record_batches.py over runtime/kafka/reader.py), records in memory another; files can be a third.
 Gathering belongs to the source: it alone knows whether more will come (a live topic waits for a while, a file never), and a
 source that reads ahead can wrap another one.
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from roo.batch import Batch
-from runtime.record_reader import PartitionLag
-from runtime.topics import Partition, Progress
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import Partition, Progress
 
 
 class Rejected(NamedTuple):

@@ -13,8 +13,8 @@ import enum
 from collections import deque
 from collections.abc import Mapping
 
-from runtime.record_reader import PartitionLag
-from runtime.topics import Partition
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import Partition
 
 
 class Liveness(enum.StrEnum):

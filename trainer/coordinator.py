@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from roo.errors import ConfigError
+from runtime.kafka.topics import flat
 from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
-from runtime.topics import flat
 from trainer.protocol import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
 
 log = logging.getLogger("roostream.controller")

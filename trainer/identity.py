@@ -11,12 +11,12 @@ from confluent_kafka import KafkaException
 
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Registry, Schema, reading_plan
-from runtime import kafka
 from runtime import manifest as manifests
 from runtime.backoff import Backoff
-from runtime.broker import Broker
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import ROWS, SAMPLES, name_of
 from runtime.manifest import Manifest
-from runtime.topics import ROWS, SAMPLES, name_of
 
 
 def kafka_identity(broker: Broker, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -25,11 +25,11 @@ def kafka_identity(broker: Broker, prefix: str, stop: threading.Event | None = N
     Raises:
         UnavailableError: `stop` was set meanwhile.
     """
-    cluster_id = kafka.wait_for_broker(broker, stop)
+    cluster_id = clients.wait_for_broker(broker, stop)
     backoff = Backoff(what=f"topics {name_of(prefix, SAMPLES)} and {name_of(prefix, ROWS)} at {broker}")
     while True:
         try:
-            ids = kafka.topic_ids(broker, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
+            ids = clients.topic_ids(broker, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
             backoff.reached()
             return {"cluster_id": cluster_id, "topics": ids}
         except KafkaException as error:

@@ -24,7 +24,7 @@ from roo.batch import Batch
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
 from runtime.clock import Clock
-from runtime.topics import Partition, Progress
+from runtime.kafka.topics import Partition, Progress
 from trainer import dense
 from trainer.adam import Adam
 from trainer.batches import BatchSource, Chunk

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from roo.batch import Batch
-from runtime.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from trainer.dedupe import Dedupe
 from trainer.metrics import Metrics, Report
 

@@ -16,9 +16,9 @@ from roo.batch import Batch
 from roo.columns import fields_of
 from roo.errors import UnavailableError
 from roo.ids import unsigned
-from runtime import kafka
 from runtime.clock import Clock
-from runtime.topics import DEAD_LETTERS, PREDICTIONS, name_of
+from runtime.kafka import clients
+from runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
 from trainer.batches import Rejected
 
 log = logging.getLogger("roostream.worker")
@@ -118,7 +118,7 @@ class KafkaOutputs:
 
     def _send(self, topic: str, key: bytes, value: bytes) -> None:
         time_ms = self.clock.now_ms()
-        kafka.send(
+        clients.send(
             self.producer, name_of(self.prefix, topic), key=key, value=value, timestamp_ms=time_ms, on_delivery=self._delivered
         )
 

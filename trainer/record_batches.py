@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from roo.decode import Decoder
 from roo.wire import Record
 from runtime.clock import Clock
-from runtime.record_reader import PartitionLag, RecordReader
-from runtime.topics import Partition, Progress
+from runtime.kafka.record_reader import PartitionLag, RecordReader
+from runtime.kafka.topics import Partition, Progress
 from trainer.batches import Chunk, Rejected
 
 

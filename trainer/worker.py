@@ -24,8 +24,8 @@ from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableErro
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
+from runtime.kafka.topics import Partition, nested
 from runtime.manifest import Manifest
-from runtime.topics import Partition, nested
 from trainer import worker_file
 from trainer.identity import Identity
 from trainer.loop import Snapshot, TrainLoop

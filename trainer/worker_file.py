@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from runtime import tensor_file
-from runtime.topics import Partition, Progress
+from runtime.kafka.topics import Partition, Progress
 from trainer.partitions import PartitionCut
 
 

@@ -13,17 +13,18 @@ from roo.decode import Decoder
 from roo.errors import UnavailableError
 from roo.schema import load_schema
 from roo.schema_registry import open_registry, register
-from runtime import kafka, metrics
+from runtime import metrics
 from runtime.checkpoint_store import open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
 from runtime.health import Health
-from runtime.kafka_reader import KafkaReader
+from runtime.kafka import clients
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.topics import SAMPLES
 from runtime.member import Member
 from runtime.program import Stop
-from runtime.reading import Reading
 from runtime.rpc_client import SocketTransport
-from runtime.topics import SAMPLES
 from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, exact_numerics
@@ -73,7 +74,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         wiring = Wiring(
             source=source,
             rows=ShardRows(client),
-            outputs=KafkaOutputs(kafka.producer(config.broker), config.prefix, clock),
+            outputs=KafkaOutputs(clients.producer(config.broker), config.prefix, clock),
             clock=clock,
             on_freshness=metrics.freshness().observe,
         )

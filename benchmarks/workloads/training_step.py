@@ -24,8 +24,8 @@ from roo.lookup import build_lookup
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.clock import SystemClock
-from runtime.record_reader import PartitionLag
-from runtime.topics import SAMPLES, Partition, Progress
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
 from trainer.adam import Adam
 from trainer.batches import Chunk

@@ -33,9 +33,9 @@ from roo.schema import Schema
 from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import Clock, SystemClock
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import DEAD_LETTERS, PARTITIONS, PREDICTIONS, SAMPLES, Partition, Progress
 from runtime.program import Stop
-from runtime.record_reader import PartitionLag
-from runtime.topics import DEAD_LETTERS, PARTITIONS, PREDICTIONS, SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
 from traffic.config import ReplayConfig
 from traffic.partition import partition_of

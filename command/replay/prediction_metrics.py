@@ -10,7 +10,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
-from runtime.topics import PREDICTIONS
+from runtime.kafka.topics import PREDICTIONS
 from trainer.metrics import DailyMetrics
 
 _AT_ONCE = 512

@@ -30,12 +30,12 @@ from infra.stack import Stack
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
-from runtime import kafka
 from runtime import manifest as manifests
-from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import SAMPLES, name_of, nested
 from runtime.program import Stop
-from runtime.topics import SAMPLES, name_of, nested
 from traffic.config import ReplayConfig
 
 log = logging.getLogger("roostream.replay")
@@ -107,7 +107,7 @@ class _Replay:
             self.auditor.close()
 
     def _send(self, records: Iterable[Record]) -> None:
-        producer = kafka.producer(
+        producer = clients.producer(
             Broker(self.stack.endpoints.kafka), transactional_id=f"replay-{uuid.uuid4().hex}", **_TRANSACTIONS
         )
         producer.init_transactions(30)
@@ -126,7 +126,7 @@ class _Replay:
 
     def _produce(self, producer: Any, record: Record) -> None:
         topic = name_of(self.stack.prefix, record.topic)
-        kafka.send(
+        clients.send(
             producer,
             topic,
             key=record.key,

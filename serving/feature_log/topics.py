@@ -6,9 +6,9 @@ from typing import Any
 
 from confluent_kafka import KafkaError, Producer
 
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.topics import name_of
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import name_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done
 
@@ -33,7 +33,7 @@ class LogTopics:
     @classmethod
     def open(cls, broker: Broker, prefix: str) -> LogTopics:
         """Connects in the background: a broker that is away is waited for, by the producer."""
-        return cls(kafka.producer(broker), prefix)
+        return cls(clients.producer(broker), prefix)
 
     def send(self, record: LogRecord, done: Done) -> None:
         def on_delivery(error: KafkaError | None, _: Any) -> None:
@@ -42,7 +42,7 @@ class LogTopics:
             else:
                 done("refused" if error.code() in _REFUSED else "failed", error.str())
 
-        kafka.send(
+        clients.send(
             self.producer,
             name_of(self.prefix, record.topic),
             key=record.key or None,

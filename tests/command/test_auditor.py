@@ -11,10 +11,10 @@ from roo.errors import UnavailableError
 from roo.ids import key_bytes
 from roo.schema import schema_from_dict
 from roo.wire import Record
-from runtime.broker import Broker
 from runtime.clock import FakeClock
-from runtime.record_reader import MemoryReader, RecordReader
-from runtime.topics import Partition
+from runtime.kafka.broker import Broker
+from runtime.kafka.record_reader import MemoryReader, RecordReader
+from runtime.kafka.topics import Partition
 
 SCHEMA = schema_from_dict({"label": [{"name": "click", "action": "click"}]})
 

@@ -11,8 +11,8 @@ from command import topics
 from command.main import cli
 from roo.config import load
 from roo.errors import ConfigError
-from runtime.topic_admin import TopicAdmin
-from runtime.topics import TOPICS
+from runtime.kafka.topic_admin import TopicAdmin
+from runtime.kafka.topics import TOPICS
 from tests.runtime.test_topic_admin import FakeAdmin
 
 

@@ -13,12 +13,12 @@ from confluent_kafka import TopicPartition
 
 from roo.errors import UnavailableError
 from roo.wire import Record
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.kafka_reader import KafkaReader
-from runtime.reading import Reading
-from runtime.record_reader import MemoryReader, RecordReader, RecordsGoneError
-from runtime.topics import Partition, TopicSettings, name_of
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
+from runtime.kafka.topics import Partition, TopicSettings, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN, P0, P1 = ("impressions", 0), ("engagements", 0), ("engagements", 1)
@@ -70,8 +70,8 @@ class KafkaLog:
 
     def __init__(self, broker: Broker) -> None:
         self.broker, self.prefix = broker, f"readers{next(self._numbers)}."
-        kafka.create_topics(broker, self.prefix, TopicSettings(replay=True), ["impressions", "engagements"])
-        self.client, self.admin = kafka.producer(broker), kafka.admin(broker)
+        clients.create_topics(broker, self.prefix, TopicSettings(replay=True), ["impressions", "engagements"])
+        self.client, self.admin = clients.producer(broker), clients.admin(broker)
         self.readers: list[KafkaReader] = []
 
     def reader(self, *, skips_lost: bool = True) -> KafkaReader:
@@ -83,7 +83,7 @@ class KafkaLog:
     def write(self, partition: Partition, *times_ms: int) -> None:
         topic = name_of(self.prefix, partition[0])
         for time_ms in times_ms:
-            kafka.send(self.client, topic, key=b"key", value=b"value", timestamp_ms=time_ms, partition=partition[1])
+            clients.send(self.client, topic, key=b"key", value=b"value", timestamp_ms=time_ms, partition=partition[1])
         assert self.client.flush(20) == 0
 
     def trim(self, partition: Partition, first: int) -> None:
@@ -258,10 +258,10 @@ def test_records_of_an_open_transaction_are_not_given_and_are_no_lag(stack: Any)
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     reader = log.reader()
-    writer = kafka.producer(broker, transactional_id="readers", delivery_timeout_ms=20_000, transaction_timeout_ms=60_000)
+    writer = clients.producer(broker, transactional_id="readers", delivery_timeout_ms=20_000, transaction_timeout_ms=60_000)
     writer.init_transactions(20)
     writer.begin_transaction()
-    kafka.send(writer, name_of(log.prefix, P0[0]), key=None, value=b"v", timestamp_ms=1_000, partition=P0[1])
+    clients.send(writer, name_of(log.prefix, P0[0]), key=None, value=b"v", timestamp_ms=1_000, partition=P0[1])
     assert writer.flush(20) == 0
     reader.seek({})
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())

@@ -12,12 +12,12 @@ from command.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roo.schema import load_schema
-from runtime import kafka
 from runtime import manifest as manifests
-from runtime.broker import Broker
 from runtime.checkpoint_store import FileStore
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of, nested
 from runtime.manifest import Manifest
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of, nested
 
 
 def quick_options() -> StackOptions:
@@ -115,12 +115,12 @@ def check_nothing_lost_or_twice(stack: Stack) -> None:
 
 def produce_garbage(stack: Stack) -> int:
     """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many records."""
-    client = kafka.producer(Broker(stack.endpoints.kafka))
+    client = clients.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):
         for partition in range(PARTITIONS[topic]):
             for value in (b"", b"no record", b"\x01\x01\xff\xff\xff"):
-                kafka.send(
+                clients.send(
                     client, name_of(stack.prefix, topic), key=b"\0" * 8, value=value, timestamp_ms=now_ms, partition=partition
                 )
                 count += 1

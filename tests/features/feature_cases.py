@@ -17,8 +17,8 @@ from features.store import EVENT_PARTITIONS
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.wire import Record
-from runtime.record_reader import MemoryReader
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, Partition
+from runtime.kafka.record_reader import MemoryReader
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 
 T0 = 1_700_000_000_000
 

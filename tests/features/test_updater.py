@@ -21,7 +21,7 @@ from runtime import redis_client
 from runtime.backoff import Backoff
 from runtime.clock import FakeClock
 from runtime.health import Health
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS, Partition
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 from tests.features.feature_cases import T0, MemoryEvents, RedisServer, engagement, events, find_redis, impression, records_of
 
 ITEMS = list(range(12))

@@ -8,27 +8,27 @@ import pytest
 
 from infra.stack import Stack
 from roo.errors import SetupError
-from runtime import kafka
-from runtime.broker import Broker
 from runtime.flink_rest import FlinkRest
-from runtime.topics import PARTITIONS, SAMPLES
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 WAIT_S = 120.0
 
 
 def produce(stack: Stack, value: bytes) -> None:
-    client = kafka.producer(Broker(stack.endpoints.kafka))
-    kafka.send(client, SAMPLES, key=b"k", value=value, timestamp_ms=1_700_000_000_000)
+    client = clients.producer(Broker(stack.endpoints.kafka))
+    clients.send(client, SAMPLES, key=b"k", value=value, timestamp_ms=1_700_000_000_000)
     assert client.flush(WAIT_S) == 0
 
 
 def consume(stack: Stack) -> list[bytes]:
     from confluent_kafka import TopicPartition
 
-    client = kafka.consumer(Broker(stack.endpoints.kafka), "test")
+    client = clients.consumer(Broker(stack.endpoints.kafka), "test")
     client.assign([TopicPartition(SAMPLES, p, 0) for p in range(PARTITIONS[SAMPLES])])
-    expected = sum(kafka.end_offsets(client, SAMPLES, range(PARTITIONS[SAMPLES])).values())
+    expected = sum(clients.end_offsets(client, SAMPLES, range(PARTITIONS[SAMPLES])).values())
     found: list[bytes] = []
     for _ in range(int(WAIT_S)):
         found += [m.value() for m in client.consume(100, timeout=1.0) if m.error() is None]

@@ -8,9 +8,9 @@ from typing import Any
 
 from roo import wire
 from roo.wire import Record
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.topics import PARTITIONS, name_of
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import PARTITIONS, name_of
 from tests.joiner import generated
 
 SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
@@ -20,10 +20,10 @@ _WAIT_S = 90
 
 
 def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
-    client = kafka.producer(Broker(bootstrap))
+    client = clients.producer(Broker(bootstrap))
     for r in records:
         topic = name_of(prefix, r.topic)
-        kafka.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
+        clients.send(client, topic, key=r.key, value=r.value, timestamp_ms=r.timestamp_ms, partition=r.partition)
     assert client.flush(30) == 0
 
 
@@ -31,10 +31,10 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
     """All that is in a topic now."""
     from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
-    client = kafka.consumer(Broker(bootstrap), "test")
+    client = clients.consumer(Broker(bootstrap), "test")
     name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
     client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
-    left = sum(kafka.end_offsets(client, name, partitions).values())
+    left = sum(clients.end_offsets(client, name, partitions).values())
     messages: list[Any] = []
     while len(messages) < left:
         messages += [m for m in client.consume(500, 1.0) if m.error() is None]
@@ -68,8 +68,8 @@ def wait(what: str, reached: Callable[[], bool]) -> None:
 
 
 def count(bootstrap: str, prefix: str, topic: str) -> int:
-    client = kafka.consumer(Broker(bootstrap), "count")
+    client = clients.consumer(Broker(bootstrap), "count")
     try:
-        return sum(kafka.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
+        return sum(clients.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
     finally:
         client.close()

@@ -20,7 +20,7 @@ from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.health import Health
-from runtime.topics import Partition
+from runtime.kafka.topics import Partition
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record
 

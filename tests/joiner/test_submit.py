@@ -14,9 +14,9 @@ from joiner.config import JoinerConfig
 from joiner.meters import Meters
 from joiner.submit import submit
 from roo.errors import CheckpointError, UnavailableError
-from runtime.broker import KafkaSecurity
 from runtime.flink_rest import JOB_NAME, FlinkRest
 from runtime.health import Health
+from runtime.kafka.broker import KafkaSecurity
 from runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 

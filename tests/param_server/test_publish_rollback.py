@@ -12,7 +12,7 @@ from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.errors import UnavailableError
 from runtime.clock import FakeClock
-from runtime.record_reader import RecordsGoneError
+from runtime.kafka.record_reader import RecordsGoneError
 from tests.param_server.reader_support import GO, Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
     ADAGRAD,

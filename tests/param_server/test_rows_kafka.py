@@ -16,9 +16,9 @@ from param_server.server import Shard
 from roo import wire
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
-from runtime.broker import Broker
 from runtime.clock import SystemClock
-from runtime.record_reader import RecordsGoneError
+from runtime.kafka.broker import Broker
+from runtime.kafka.record_reader import RecordsGoneError
 from tests.param_server.reader_support import GO
 from tests.param_server.shard_support import ITEM, MemoryStore, begun, commit, gradients_of, lookup_of, make_shard, transport_to
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from runtime.topics import Partition
+from runtime.kafka.topics import Partition
 
 
 class FakeMessage:

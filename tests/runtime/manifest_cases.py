@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from runtime import manifest as manifests
+from runtime.kafka.topics import Progress
 from runtime.manifest import Manifest, StoredFile, WorkerPart
-from runtime.topics import Progress
 
 
 def a_file(name: str, data: bytes = b"abc") -> StoredFile:

@@ -9,7 +9,7 @@ import pytest
 
 from roo.config import load
 from roo.errors import ConfigError
-from runtime.broker import Broker, KafkaSecurity
+from runtime.kafka.broker import Broker, KafkaSecurity
 
 SASL: dict[str, Any] = {"protocol": "SASL_SSL", "username": "worker", "password": "s3cret"}
 

@@ -12,8 +12,8 @@ from joiner.config import JoinerConfig
 from param_server.config import ShardConfig
 from roo.config import load
 from roo.errors import ConfigError
-from runtime.broker import Broker, KafkaSecurity
 from runtime.deployment import Deployment, Watched
+from runtime.kafka.broker import Broker, KafkaSecurity
 from serving.config import ServingConfig
 from traffic.config import SimulateConfig
 from trainer.config import ControllerConfig, WorkerConfig

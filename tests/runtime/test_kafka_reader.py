@@ -9,10 +9,10 @@ import pytest
 from confluent_kafka import KafkaError
 
 from roo.errors import UnavailableError
-from runtime.broker import Broker
-from runtime.kafka_reader import KafkaReader
-from runtime.reading import End, Ends, Reading
-from runtime.record_reader import RecordsGoneError
+from runtime.kafka.broker import Broker
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import End, Ends, Reading
+from runtime.kafka.record_reader import RecordsGoneError
 from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
 
 P0, P1, P2 = (("samples", n) for n in range(3))
@@ -197,7 +197,7 @@ def test_a_broker_that_is_away_is_waited_for() -> None:
 
 def test_silence_while_records_are_due_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(consumer := FakeConsumer(), AS_THEY_COME)
-    monkeypatch.setattr("runtime.kafka_reader._AWAY_AFTER_S", -1.0)
+    monkeypatch.setattr("runtime.kafka.reader._AWAY_AFTER_S", -1.0)
     with caplog.at_level(logging.INFO):
         reader.poll(9, 0)
         reader.poll(9, 0)

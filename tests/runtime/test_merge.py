@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roo.wire import Record
-from runtime.merge import Merge
+from runtime.kafka.merge import Merge
 
 IMPRESSIONS, P0, P1, P2 = ("impressions", 0), ("samples", 0), ("samples", 1), ("samples", 2)
 

@@ -10,8 +10,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roo.errors import ConfigError, UnavailableError
-from runtime.topic_admin import TopicAdmin
-from runtime.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
+from runtime.kafka.topic_admin import TopicAdmin
+from runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.record_reader import MemoryReader, RecordsGoneError
-from runtime.topics import ROWS, Partition, Progress
+from runtime.kafka.record_reader import MemoryReader, RecordsGoneError
+from runtime.kafka.topics import ROWS, Partition, Progress
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import Done, Outcome
 

@@ -18,8 +18,8 @@ from roo import wire
 from roo.ids import bucket_of
 from roo.lookup import Lookup, StackLookup
 from runtime.clock import FakeClock
-from runtime.record_reader import RecordsGoneError
-from runtime.topics import NUM_BUCKETS
+from runtime.kafka.record_reader import RecordsGoneError
+from runtime.kafka.topics import NUM_BUCKETS
 from runtime.transport import Answer, InMemoryTransport
 from serving.row_follower import RowFollower
 

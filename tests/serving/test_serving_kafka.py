@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from runtime.broker import Broker
-from runtime.kafka_reader import KafkaReader
+from runtime.kafka.broker import Broker
+from runtime.kafka.reader import KafkaReader
 from serving.feature_log.format import LogRecord
 from serving.feature_log.topics import LogTopics
 from serving.row_follower import rows_reading

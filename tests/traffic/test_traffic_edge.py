@@ -8,7 +8,7 @@ from roo import wire
 from roo.block import decode_block
 from roo.schema import schema_from_dict
 from roo.wire import Record
-from runtime.topics import ENGAGEMENTS, IMPRESSIONS
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
 from traffic.edge import Edge
 from traffic.events import Action, Request
 

@@ -14,7 +14,7 @@ from roo.errors import WireError
 from roo.schema import schema_from_dict
 from roo.wire import Record
 from runtime.clock import FakeClock
-from runtime.topics import EVENTS
+from runtime.kafka.topics import EVENTS
 from traffic import jsonl
 from traffic.config import ReplayConfig
 from traffic.edge import Edge

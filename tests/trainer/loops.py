@@ -12,8 +12,8 @@ from roo.decode import Decoder
 from roo.errors import UnavailableError
 from roo.wire import Record
 from runtime.clock import FakeClock
-from runtime.record_reader import MemoryReader
-from runtime.topics import Partition
+from runtime.kafka.record_reader import MemoryReader
+from runtime.kafka.topics import Partition
 from runtime.transport import InMemoryTransport
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard

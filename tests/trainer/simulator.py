@@ -21,9 +21,9 @@ from roo.errors import CheckpointError, FencedError, RoostreamError, TransportEr
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
+from runtime.kafka.record_reader import MemoryReader
+from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
-from runtime.record_reader import MemoryReader
-from runtime.topics import Partition
 from runtime.transport import Arrays, Header
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.clock import FakeClock
-from runtime.record_reader import PartitionLag
+from runtime.kafka.record_reader import PartitionLag
 from trainer.caught_up import CaughtUp, Liveness
 
 T0 = 1_700_000_000_000

@@ -7,7 +7,7 @@ import pytest
 
 from roo.batch import Batch
 from roo.decode import Decoder
-from runtime.topics import CORRECTIONS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, SAMPLES
 from tests.trainer import samples
 from trainer.metrics import QUALITY, Metrics
 from trainer.partitions import Partitions, report_of, rows_by_partition

@@ -19,9 +19,9 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 from runtime.exports import Exports
 from runtime.health import Health
+from runtime.kafka.record_reader import MemoryReader
 from runtime.member import Member
 from runtime.program import Stop
-from runtime.record_reader import MemoryReader
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from tests.trainer import samples

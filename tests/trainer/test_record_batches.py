@@ -5,7 +5,7 @@ from __future__ import annotations
 from roo.decode import Decoder
 from roo.wire import Record
 from runtime.clock import FakeClock
-from runtime.record_reader import MemoryReader
+from runtime.kafka.record_reader import MemoryReader
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from trainer.batches import Chunk

@@ -14,8 +14,8 @@ from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError
 from roo.schema import Schema, schema_from_dict
 from runtime import manifest as manifests
 from runtime import tensor_file
+from runtime.kafka.topics import Partition, flat
 from runtime.manifest import Manifest, StoredFile, WorkerPart
-from runtime.topics import Partition, flat
 from tests.golden.test_golden_commit import golden_store
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build

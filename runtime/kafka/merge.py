@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from roo.wire import Record
-from runtime.topics import Partition
+from runtime.kafka.topics import Partition
 
 
 class Merge:

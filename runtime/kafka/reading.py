@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from runtime.topics import Partition, name_of
+from runtime.kafka.topics import Partition, name_of
 
 log = logging.getLogger("roostream.reader")
 

@@ -1,4 +1,4 @@
-"""Records with offsets that their reader keeps: an interface, and one in memory. Kafka's is `runtime/kafka_reader.py`."""
+"""Records with offsets that their reader keeps: an interface, and one in memory. Kafka's is `runtime/kafka/reader.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from roo.errors import UnavailableError
 from roo.wire import Record
-from runtime.topics import Partition, Progress
+from runtime.kafka.topics import Partition, Progress
 
 
 class RecordsGoneError(UnavailableError):

@@ -11,12 +11,12 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 
 from roo.errors import UnavailableError
 from roo.wire import Record
-from runtime import kafka
-from runtime.broker import Broker
-from runtime.merge import Merge
-from runtime.reading import Ends, Reading
-from runtime.record_reader import PartitionLag, RecordsGoneError
-from runtime.topics import Partition, Progress
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.merge import Merge
+from runtime.kafka.reading import Ends, Reading
+from runtime.kafka.record_reader import PartitionLag, RecordsGoneError
+from runtime.kafka.topics import Partition, Progress
 
 log = logging.getLogger("roostream.reader")
 
@@ -28,7 +28,7 @@ _UNREADABLE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, 
 
 
 class KafkaReader:
-    """See `runtime.record_reader.RecordReader`. A broker that is away is waited for by the client, without an error."""
+    """See `runtime.kafka.record_reader.RecordReader`. A broker that is away is waited for by the client, without an error."""
 
     def __init__(self, consumer: Consumer, reading: Reading, ends: Ends | None = None, *, what: str = "Kafka") -> None:
         """`consumer`: as `open` makes it: told of ends, and of offsets that are gone. `what` names the broker in messages."""
@@ -49,8 +49,8 @@ class KafkaReader:
     def open(cls, broker: Broker, group: str, reading: Reading) -> KafkaReader:
         """Start the clients, without waiting for the broker; `seek` must follow. `group` is a name for the broker's access
         rules: nothing is committed to it."""
-        consumer = kafka.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
-        ends = Ends(kafka.admin(broker), reading) if reading.follows_ends else None
+        consumer = clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
+        ends = Ends(clients.admin(broker), reading) if reading.follows_ends else None
         if ends is not None:
             ends.start()
         return cls(consumer, reading, ends, what=f"Kafka at {broker}")

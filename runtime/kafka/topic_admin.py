@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
 
 from roo.errors import ConfigError, UnavailableError
-from runtime.topics import TOPICS, TopicSettings, configs, name_of, partitions_of
+from runtime.kafka.topics import TOPICS, TopicSettings, configs, name_of, partitions_of
 
 _TIMEOUT_S = 20.0
 _ASK_TIMES, _ASK_EVERY_S = 50, 0.1

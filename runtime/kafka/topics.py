@@ -1,4 +1,4 @@
-"""The topics: names, partitions, settings. `runtime/topic_admin.py` makes them."""
+"""The topics: names, partitions, settings. `runtime/kafka/topic_admin.py` makes them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from roo.errors import UnavailableError
 from runtime.backoff import Backoff
-from runtime.broker import Broker
+from runtime.kafka.broker import Broker
 
 log = logging.getLogger("roostream.kafka")
 

@@ -1,4 +1,4 @@
-"""Where Kafka is and how a client proves who it is; `runtime.kafka` makes clients of it, Flink's connectors take `java()`.
+"""Where Kafka is and how a client proves who it is; `clients.py` makes clients of it, Flink's connectors take `java()`.
 
 Imports no client, so that settings can hold it.
 """

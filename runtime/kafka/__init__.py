@@ -1,0 +1,1 @@
+"""Kafka: clients with our settings, topics, and the one reader of records."""
