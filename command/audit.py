@@ -9,7 +9,7 @@ from typing import Any
 
 from command.auditor import Auditor
 from roo.errors import RoostreamError
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from runtime.kafka.broker import Broker
 
 _REMEMBERED_MS = 4 * 3_600_000  # a demo runs for days: settled ids are forgotten after this much event time

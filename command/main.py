@@ -76,7 +76,7 @@ def build_options(ports: tuple[str, ...], sets: tuple[str, ...], schema: Path | 
         ConfigError: an option of another form, or a schema that can't be read.
     """
     from command.assignments import overrides, port_numbers
-    from roo.schema import load_schema
+    from roo.schema_file import load_schema
 
     if schema is not None:
         if not schema.is_file():
@@ -214,7 +214,7 @@ def schema_show(file: Path) -> None:
     Example:
       roostream schema show my_site.toml
     """
-    from roo.schema import load_schema
+    from roo.schema_file import load_schema
     from roo.schema_registry import to_toml
 
     loaded = load_schema(file)

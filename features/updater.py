@@ -23,7 +23,8 @@ from roo import wire
 from roo.counters import Counters
 from roo.errors import UnavailableError, WireError
 from roo.ids import signed
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
+from roo.schema_file import load_schema
 from roo.wire import Record
 from runtime import metrics, redis_client
 from runtime.backoff import Backoff

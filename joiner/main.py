@@ -12,7 +12,8 @@ from joiner.config import JoinerConfig
 from joiner.meters import Meters
 from joiner.submit import submit
 from roo.errors import UnavailableError
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
+from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.backoff import Backoff

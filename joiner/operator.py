@@ -19,7 +19,7 @@ from joiner.envelope import pack, unpack
 from joiner.ingest import Reader
 from joiner.join import Join
 from joiner.turn import Turn
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from roo.schema_registry import open_registry
 from runtime.checkpoint_store import open_store
 

@@ -26,7 +26,7 @@ from param_server.segments import Segments
 from param_server.server import Shard
 from param_server.table import shapes_of
 from param_server.warm import warm
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from runtime import metrics, program
 from runtime.address import parse_address
 from runtime.checkpoint_store import open_store

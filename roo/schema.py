@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from roo.config import Settings, build, check_name, from_dict, read_toml, refusal, setting, where
-from roo.errors import ConfigError, SchemaError, nearest
+from roo.config import Settings, check_name, refusal, setting
+from roo.errors import SchemaError
 from roo.ids import hash64, table_id
-from roo.rules import Adagrad, Rule, take_rule
-from roo.schema_check import check
-from roo.schema_expand import Lines, expand
+from roo.rules import Adagrad, Rule
 
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
@@ -220,70 +217,6 @@ class Schema:
 
 Registry: TypeAlias = Callable[[int], Schema | None]
 """Fingerprint → schema, None where no such schema is known; roo/schema_registry.py keeps them in a store."""
-
-
-def load_schema(path: str | Path) -> Schema:
-    """Read and check a schema TOML.
-
-    Raises:
-        SchemaError: names key, value, nearest name, file and line.
-    """
-    try:
-        return schema_from_dict(read_toml(path), path)
-    except SchemaError:
-        raise
-    except ConfigError as error:
-        raise SchemaError(str(error)) from None
-
-
-def schema_from_dict(raw: Mapping[str, Any], path: str | Path | None = None) -> Schema:
-    """The same from a parsed table; `path` only for messages."""
-    try:
-        long, blocks = expand(raw, path)
-        places = Lines(path, blocks)
-        return check(_parse(long, places), places)
-    except SchemaError:
-        raise
-    except ConfigError as error:
-        raise SchemaError(str(error)) from None
-
-
-def _parse(raw: dict[str, Any], places: Lines) -> Schema:
-    """A schema of the long form, its rows checked one by one; what they refer to is checked by `check`."""
-    path = places.path
-    tables = raw.pop("tables", {})
-    if not isinstance(tables, dict):
-        raise SchemaError(f"{path or 'schema'}: expected [tables.NAME] tables, got {tables!r}")
-    for name, t in tables.items():
-        if not isinstance(t, dict):
-            raise SchemaError(f"{where(path, name)}expected a table [tables.{name}], got {t!r}")
-    parsed: dict[str, object] = {"tables": tuple(_table(name, dict(t), path) for name, t in tables.items())}
-    lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
-    for key, cls in lists.items():
-        rows = enumerate(raw.pop(key))
-        plural = key + "s" if key in ("label", "transform") else key
-        parsed[plural] = tuple(_row(cls, row, places, key, index) for index, row in rows)
-    known = {*lists, "tables", "limits", "online", "name"}
-    for key in raw:
-        if key not in ("limits", "online", "name"):
-            raise SchemaError(f"{where(path, key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}")
-    return build(Schema, {**parsed, **from_dict(Schema, raw, path)}, path)
-
-
-def _table(name: str, raw: dict[str, Any], path: str | Path | None) -> Table:
-    prefix = f"tables.{name}."
-    rule = take_rule(raw, path, prefix)
-    return build(Table, {**from_dict(Table, raw, path, prefix), "name": name, "rule": rule}, path, prefix)
-
-
-def _row(cls: type[Any], raw: dict[str, Any], places: Lines, section: str, index: int) -> Any:
-    values = from_dict(cls, raw, places.path, f"{section}.")
-    name = values.get("output" if cls is Transform else "name", "")
-    try:
-        return build(cls, values, None, f"{section}.{name}.", lambda key: places.of(section, index, key.rsplit(".", 1)[-1]))
-    except ConfigError as error:
-        text = str(error)
-        raise SchemaError(text if "key " in text else f"{places.of(section, index)}{text}") from None
 
 
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from roo.errors import SchemaError, nearest
-
-if TYPE_CHECKING:
-    from roo.schema import Feature, Schema
-    from roo.schema_expand import Lines
+from roo.schema import Feature, Schema
+from roo.schema_expand import Lines
 
 _LIVES = ("10m", "1h", "6h", "24h")
 ONLINE = {

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from roo.errors import CheckpointError, ConfigError, SchemaError
 from roo.rules import Rule, as_table
-from roo.schema import Registry, Schema, schema_from_dict
+from roo.schema import Registry, Schema
+from roo.schema_file import schema_from_dict
 
 
 class Store(Protocol):

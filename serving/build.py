@@ -17,7 +17,8 @@ from models.build import load_model_config
 from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
+from roo.schema_file import load_schema
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports

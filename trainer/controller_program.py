@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.address import parse_address

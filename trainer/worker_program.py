@@ -11,7 +11,7 @@ from models.build import load_model_config
 from param_server.client import Client
 from roo.decode import Decoder
 from roo.errors import UnavailableError
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.checkpoint_store import open_store

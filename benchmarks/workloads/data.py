@@ -11,7 +11,8 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro, main_key
 from roo.ids import key_bytes
-from roo.schema import Feature, Schema, load_schema
+from roo.schema import Feature, Schema
+from roo.schema_file import load_schema
 from roo.wire import Record
 
 T0_MS = 1_700_000_000_000

@@ -18,7 +18,8 @@ from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
 from param_server.client import Client
 from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from runtime.transport import InMemoryTransport, Transport

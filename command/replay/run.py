@@ -15,7 +15,7 @@ from rich.table import Table
 
 from command.replay.stage import Engine, Outcome, Stage
 from roo.errors import UnavailableError
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from runtime import program
 from runtime.clock import SystemClock
 from traffic.config import ReplayConfig

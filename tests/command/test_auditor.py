@@ -9,7 +9,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import UnavailableError
 from roo.ids import key_bytes
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.kafka.broker import Broker

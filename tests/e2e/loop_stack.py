@@ -11,7 +11,7 @@ from typing import Any
 from command.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.kafka import clients

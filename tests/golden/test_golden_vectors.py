@@ -9,7 +9,8 @@ import pytest
 from roo import ids
 from roo.block import decode_block, encode_nro, encode_ro
 from roo.counters import Counters
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 
 USER_17 = ids.key_bytes(17, 4)
 ITEM = ids.table_id("item")

@@ -9,7 +9,8 @@ import numpy as np
 from roo.batch import Batch
 from roo.jagged import Jagged
 from roo.lookup import Lookup
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 
 NOW_MS = 1_700_000_000_000
 LABELS = [{"name": "click", "action": "click"}, {"name": "long_read", "action": "read", "threshold": 30.0}]

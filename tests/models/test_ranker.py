@@ -19,7 +19,8 @@ from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
 from roo.errors import SchemaError
 from roo.lookup import build_lookup
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from tests.models.expansion import expand_with_context
 from tests.models.model_cases import CASES, LABELS, NOW_MS, make_batch, make_rows, make_schema

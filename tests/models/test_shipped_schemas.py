@@ -13,7 +13,7 @@ from models.inputs import build_inputs
 from models.model import Targets
 from models.ranker import Ranker
 from roo.lookup import build_lookup
-from roo.schema import load_schema
+from roo.schema_file import load_schema
 from tests.models.model_cases import make_batch, make_rows
 
 SCHEMAS = sorted((Path(__file__).parents[2] / "traffic" / "schemas").glob("*.toml"))

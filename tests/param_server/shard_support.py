@@ -18,7 +18,8 @@ from param_server.server import Shard
 from param_server.table import shapes_of
 from roo.errors import CheckpointError
 from roo.lookup import Lookup, StackLookup
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from runtime.clock import Clock, FakeClock
 from runtime.transport import InMemoryTransport
 from tests.runtime.manifest_cases import a_manifest

@@ -11,7 +11,7 @@ from param_server.calls import Calls
 from param_server.initial import initial_rows
 from roo.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
 from roo.rules import Adagrad
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,

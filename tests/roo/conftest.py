@@ -12,7 +12,8 @@ import pytest
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 
 RICH = """

@@ -4,7 +4,7 @@ import numpy as np
 
 from roo.counter_seed import seed
 from roo.counters import Counters
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 
 T0 = 1_700_000_000_000
 SCHEMA = schema_from_dict(

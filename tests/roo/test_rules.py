@@ -10,7 +10,8 @@ import pytest
 
 from roo.errors import SchemaError
 from roo.rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
+from roo.schema_file import load_schema
 from roo.schema_registry import to_toml
 
 Parse = Callable[[str], Schema]

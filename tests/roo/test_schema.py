@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from roo.errors import SchemaError
-from roo.schema import Schema, load_schema, reading_plan
+from roo.schema import Schema, reading_plan
 from roo.schema_check import ONLINE
+from roo.schema_file import load_schema
 
 Parse = Callable[[str], Schema]
 TABLE = "[tables.item]\ndim = 8\n"

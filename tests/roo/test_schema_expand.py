@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from roo.errors import SchemaError
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
 from roo.schema_expand import MOST_ROWS, names_of
+from roo.schema_file import load_schema
 from roo.schema_registry import to_toml
 
 Parse = Callable[[str], Schema]

@@ -7,7 +7,8 @@ import pytest
 
 from roo import schema_registry
 from roo.errors import CheckpointError, SchemaError
-from roo.schema import Schema, load_schema
+from roo.schema import Schema
+from roo.schema_file import load_schema
 from runtime.checkpoint_store import FileStore
 
 SCHEMAS = sorted((Path(__file__).parents[2] / "traffic" / "schemas").glob("*.toml"))

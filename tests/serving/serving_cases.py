@@ -11,7 +11,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from models.config import RankerConfig
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from runtime.clock import Clock, FakeClock
 from serving.build import Parts
 from serving.config import ServingConfig

@@ -14,7 +14,8 @@ import pytest
 from roo import wire
 from roo.config import setting
 from roo.errors import ConfigError
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from traffic.config import ReplayConfig
 from traffic.datasets import DATASETS, Clicks, Dataset, DatasetOptions, EventLog, load_dataset
 from traffic.events import Event, Request

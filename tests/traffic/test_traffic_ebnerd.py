@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from roo.errors import ConfigError, SchemaError
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from traffic import ebnerd
 from traffic.events import Action, Request
 

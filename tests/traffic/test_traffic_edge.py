@@ -6,7 +6,7 @@ import pytest
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import decode_block
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
 from traffic.edge import Edge

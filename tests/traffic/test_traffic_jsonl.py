@@ -8,7 +8,7 @@ import pytest
 
 from roo.errors import ConfigError
 from roo.ids import hash64, signed
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 from traffic.events import Action, Request
 from traffic.jsonl import JsonlLog, LogError
 

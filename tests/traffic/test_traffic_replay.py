@@ -11,7 +11,7 @@ import pytest
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
-from roo.schema import schema_from_dict
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.kafka.topics import EVENTS
@@ -113,7 +113,7 @@ def example(tmp_path: Path) -> tuple[str, str]:
 
 def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
     from roo.block import decode_block
-    from roo.schema import load_schema
+    from roo.schema_file import load_schema
 
     log, toml = example(tmp_path)
     config = ReplayConfig(dataset="jsonl", options=jsonl.Options(log=(log,)), schema=toml)
@@ -133,7 +133,7 @@ def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path)
     line = {"type": "impression", "request_id": "x", "time": 5, "candidates": [{"item_id": 1, "price": "dear"}]}
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(line) + "\n")
-    from roo.schema import load_schema
+    from roo.schema_file import load_schema
 
     schema = load_schema(toml)
 

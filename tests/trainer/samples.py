@@ -10,7 +10,8 @@ from models.config import RankerConfig
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 
 T0 = 1_700_000_000_000

@@ -11,7 +11,8 @@ import pytest
 
 from models.config import RankerConfig
 from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
-from roo.schema import Schema, schema_from_dict
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.kafka.topics import Partition, flat
