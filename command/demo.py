@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from command import control, table
+from command import control
+from command import status_table as table
 from command.audit import Audit
 from command.status import Watcher
 from infra.options import StackOptions

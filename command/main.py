@@ -247,7 +247,7 @@ def topics_options(command: Any) -> Any:
 
 
 def _topics(what: str, file: Path | None, flags: dict[str, Any]) -> None:
-    module = importlib.import_module("command.topics")
+    module = importlib.import_module("command.topics_command")
     sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags)))
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from command import control, table
+from command import control
+from command import status_table as table
 from command.audit import Audit
 from command.status import Watcher
 from infra.home import Home

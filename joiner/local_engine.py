@@ -27,7 +27,7 @@ from runtime.kafka.topics import EVENTS, PARTITIONS, Partition, Progress
 _FORMAT = 2
 
 
-class Snapshot(msgspec.Struct, array_like=True):
+class EngineSnapshot(msgspec.Struct, array_like=True):
     """Everything that the engine knows; a state's bytes are `entries.encode`'s."""
 
     watermark_ms: int
@@ -103,7 +103,7 @@ class LocalEngine:
         newest = self.watermarks.newest_ms
         splits = [(t, p, self.next_offsets.get((t, p), 0), ms) for (t, p), ms in newest.items()]
         states = {key: encode(state) for key, state in self._states.items()}
-        body = msgspec.msgpack.encode((_FORMAT, Snapshot(self._watermark_ms, splits, states)))
+        body = msgspec.msgpack.encode((_FORMAT, EngineSnapshot(self._watermark_ms, splits, states)))
         return xxhash.xxh3_64_digest(body) + body
 
     def restore(self, data: bytes) -> None:
@@ -115,7 +115,7 @@ class LocalEngine:
         try:
             if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
                 raise CheckpointError(f"a snapshot of {len(data)} bytes is damaged: its checksum is wrong")
-            version, snapshot = msgspec.msgpack.decode(data[8:], type=tuple[int, Snapshot])
+            version, snapshot = msgspec.msgpack.decode(data[8:], type=tuple[int, EngineSnapshot])
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"a snapshot can't be read: {error}") from None
         if version != _FORMAT:

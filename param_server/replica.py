@@ -42,7 +42,7 @@ class Freshness:
     oldest_trained_ms: int = 0
 
 
-class _Stack(NamedTuple):
+class _StackRows(NamedTuple):
     """One stack's. Under the replica's lock."""
 
     held: HeldRows
@@ -63,7 +63,7 @@ class Replica:
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0
         self._stacks = {
-            name: _Stack(HeldRows(tables, seed=seed, num_buckets=num_buckets), [(0, 0)] * num_buckets, {})
+            name: _StackRows(HeldRows(tables, seed=seed, num_buckets=num_buckets), [(0, 0)] * num_buckets, {})
             for name, tables in schema.stacks.items()
         }
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class Replica:
                 if settles_at:
                     stack.unsettled[bucket] = (incarnation, settles_at)
 
-    def _is_newer(self, stack: _Stack, delta: pb.RowDelta) -> bool:
+    def _is_newer(self, stack: _StackRows, delta: pb.RowDelta) -> bool:
         version = (delta.incarnation, delta.sequence)
         if not delta.more and version >= stack.unsettled.get(delta.bucket, (1 << 64, 0)):
             del stack.unsettled[delta.bucket]
@@ -149,7 +149,7 @@ class Replica:
         stack.versions[delta.bucket] = version
         return True
 
-    def _barrier(self, stack: _Stack, barrier: pb.Barrier) -> bool:
+    def _barrier(self, stack: _StackRows, barrier: pb.Barrier) -> bool:
         with self._lock:
             if barrier.incarnation < stack.versions[barrier.bucket][0]:
                 return False

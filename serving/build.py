@@ -30,8 +30,8 @@ from serving.config import ServingConfig
 from serving.dense import DenseFollower
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
+from serving.feature_log.log_topics import LogTopics
 from serving.feature_log.sender import LogSender
-from serving.feature_log.topics import LogTopics
 from serving.openapi import rank_example
 from serving.parse import JsonParser
 from serving.rank import Policy, RankService

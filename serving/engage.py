@@ -29,7 +29,7 @@ from serving.request import MAX_TEXT_BYTES, id_of, text_of
 MAX_ENGAGEMENTS = 1000  # a body
 
 
-class Engagement(msgspec.Struct, forbid_unknown_fields=True):
+class EngagementBody(msgspec.Struct, forbid_unknown_fields=True):
     """What a user did to a candidate of a request, as a client tells it."""
 
     request_id: str
@@ -43,8 +43,8 @@ class Engagement(msgspec.Struct, forbid_unknown_fields=True):
     time_ms: Annotated[int | None, Meta(description="the client's clock: kept, never used")] = None
 
 
-_DECODER = msgspec.json.Decoder(Engagement | list[Engagement])
-_FIELDS = Engagement.__struct_fields__
+_DECODER = msgspec.json.Decoder(EngagementBody | list[EngagementBody])
+_FIELDS = EngagementBody.__struct_fields__
 _KNOWN = {"$": _FIELDS, "$[]": _FIELDS}
 
 
@@ -58,7 +58,7 @@ def parse_engagements(schema: Schema, body: bytes, now_ms: int) -> tuple[list[Lo
         given = _DECODER.decode(body)
     except msgspec.DecodeError as error:
         raise decode_error(error, _KNOWN) from None
-    if isinstance(given, Engagement):
+    if isinstance(given, EngagementBody):
         pairs = [_message(schema, given, now_ms, "$")]
     elif len(given) > MAX_ENGAGEMENTS:
         raise RequestError(413, f"expected at most {MAX_ENGAGEMENTS} engagements a body, got {len(given)}", "$")
@@ -67,7 +67,7 @@ def parse_engagements(schema: Schema, body: bytes, now_ms: int) -> tuple[list[Lo
     return [record for record, _ in pairs], [event_id for _, event_id in pairs]
 
 
-def _message(schema: Schema, given: Engagement, now_ms: int, path: str) -> tuple[LogRecord, int]:
+def _message(schema: Schema, given: EngagementBody, now_ms: int, path: str) -> tuple[LogRecord, int]:
     """(record, event id) of one engagement. RequestError 400 with the path of the field."""
     for name in ("request_id", "action"):
         text = getattr(given, name)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from roo.block import main_key
 from roo.schema import Feature, Schema
 from serving.body import JSON, PROTOBUF
-from serving.engage import Engagement
+from serving.engage import EngagementBody
 from serving.json_types import build_types
 
 _ERRORS = {
@@ -30,7 +30,7 @@ class Fault(msgspec.Struct):
     path: Annotated[str, Meta(description="the field, where one is at fault")] = ""
 
 
-class Refusal(msgspec.Struct):
+class ErrorAnswer(msgspec.Struct):
     """Any answer that isn't 200; nothing was logged. JSON, whatever the client accepts."""
 
     error: Fault
@@ -45,7 +45,7 @@ class Accepted(msgspec.Struct):
 
 def describe(document: dict[str, Any], schema: Schema) -> dict[str, Any]:
     """`document` with the raw routes, from the types that they use; idempotent."""
-    types = (build_types(schema).rank, Engagement | list[Engagement], _answer_type(schema), Accepted, Refusal)
+    types = (build_types(schema).rank, EngagementBody | list[EngagementBody], _answer_type(schema), Accepted, ErrorAnswer)
     (rank, engagements, answer, accepted, refusal), components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )

@@ -32,7 +32,7 @@ from serving.explore import best_order, draw_of, explore
 from serving.feature_log.format import LogRecord
 from serving.fill import Filler
 from serving.request import RankRequest
-from serving.scorer import Rows, Versions, probabilities
+from serving.scorer import RowReader, Versions, probabilities
 
 log = logging.getLogger("roostream.serving")
 
@@ -65,7 +65,7 @@ class RankService:
     """`rank` runs in one thread at a time: the decoder's and Redis' client's."""
 
     def __init__(
-        self, schema: Schema, versions: Versions, rows: Rows, hydrator: Hydration | None = None, policy: Policy | None = None
+        self, schema: Schema, versions: Versions, rows: RowReader, hydrator: Hydration | None = None, policy: Policy | None = None
     ) -> None:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
         self.policy = policy or Policy()

@@ -29,7 +29,7 @@ FIRST = "0-0"
 _VERSION = re.compile(r"^\d{1,20}-\d{1,20}$")
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Where rows are read: the row replica."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
@@ -45,7 +45,7 @@ class Version:
     model: Model
     decoder: Decoder
 
-    def score(self, rows: Rows, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> np.ndarray:
+    def score(self, rows: RowReader, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> np.ndarray:
         """float32 logits [n, T]; the same bits as training gives for this request alone (G9).
 
         Raises:

@@ -48,7 +48,7 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     return EventLog(events=log.events(), refuse=log.refuse, skipped=lambda: (log.num_skipped, log.first_skipped))
 
 
-class Impression(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True):
+class ImpressionLine(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True):
     """`candidates`: rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`."""
 
     request_id: str
@@ -63,7 +63,7 @@ class Impression(msgspec.Struct, tag_field="type", tag="impression", forbid_unkn
     weight: float = 1.0
 
 
-class Engagement(msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True):
+class EngagementLine(msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True):
     """Names its request by `request_id` and the same user and session."""
 
     request_id: str
@@ -82,7 +82,7 @@ class _Timed(msgspec.Struct):
     type: str = ""
 
 
-_DECODER = msgspec.json.Decoder(Impression | Engagement)
+_DECODER = msgspec.json.Decoder(ImpressionLine | EngagementLine)
 _TIMES = msgspec.json.Decoder(_Timed)
 
 
@@ -142,7 +142,7 @@ class JsonlLog:
     def _event(self, raw: bytes, where: str) -> Event | None:
         try:
             line = _DECODER.decode(raw)
-            return self._request(line, where) if isinstance(line, Impression) else _action(line, where)
+            return self._request(line, where) if isinstance(line, ImpressionLine) else _action(line, where)
         except (msgspec.MsgspecError, ValueError) as error:
             self._refuse(where, error)
             return None
@@ -158,7 +158,7 @@ class JsonlLog:
         self.num_skipped += 1
         self.first_skipped = self.first_skipped or message
 
-    def _request(self, line: Impression, where: str) -> Request:
+    def _request(self, line: ImpressionLine, where: str) -> Request:
         """ValueError with what is wrong: an undeclared feature, columns of unequal length, an id or time of another form."""
         columns = _columns(line.candidates)
         if "item_id" not in columns:
@@ -189,7 +189,7 @@ class JsonlLog:
         )
 
 
-def _action(line: Engagement, where: str) -> Action:
+def _action(line: EngagementLine, where: str) -> Action:
     user, session, item = item_id(line.user_id), item_id(line.session_id), item_id(line.item_id)
     at_ms = _time_ms(line.time)
     event_id = item_id(line.event_id) if line.event_id else hash64(f"{user}/{line.request_id}/{item}/{line.action}/{at_ms}")

@@ -10,8 +10,8 @@ from runtime import metrics, program
 from runtime.clock import SystemClock
 from runtime.exports import Exports
 from runtime.health import Health
-from traffic.client import Client
 from traffic.config import SimulateConfig
+from traffic.http_client import HttpClient
 from traffic.report import check_report
 from traffic.simulate import Simulation
 
@@ -40,7 +40,7 @@ def run_simulate(config: SimulateConfig) -> int:
 
 async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) -> None:
     """The simulation with its metrics on show; its connections are closed however it ends."""
-    client = Client(config.serving, max_in_flight=config.max_in_flight)
+    client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
     exported = traffic_exports(simulation)
     exported.register()

@@ -17,8 +17,8 @@ import numpy as np
 
 from roo.ids import hash64
 from runtime.clock import Clock
-from traffic.client import Client
 from traffic.config import SimulateConfig
+from traffic.http_client import HttpClient
 from traffic.report import write_report
 from traffic.tally import Tally
 from traffic.visitors import Reaction, Visit, Visitors
@@ -34,7 +34,7 @@ _REPORT_S = 10.0
 class Simulation:
     """Construct, then `run` once."""
 
-    def __init__(self, config: SimulateConfig, client: Client, clock: Clock, *, delay_scale: float = 1.0) -> None:
+    def __init__(self, config: SimulateConfig, client: HttpClient, clock: Clock, *, delay_scale: float = 1.0) -> None:
         """`delay_scale` shortens every delay of the users (tests)."""
         self.config, self.client, self.clock, self.delay_scale = config, client, clock, delay_scale
         self.world = World(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-class Adam:
+class DenseAdam:
     """m = β1 m + (1-β1) g;  v = β2 v + (1-β2) g²;  w -= lr · m̂ / (√v̂ + ε), with m̂ = m/(1-β1ᵗ), v̂ = v/(1-β2ᵗ)."""
 
     def __init__(

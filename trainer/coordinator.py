@@ -26,7 +26,7 @@ from typing import Any
 from roo.errors import ConfigError
 from runtime.kafka.topics import flat
 from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
-from trainer.protocol import Claim, Command, Commit, Effect, Facts, Key, Link, Member, Retire, State
+from trainer.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State
 
 log = logging.getLogger("roostream.controller")
 
@@ -40,8 +40,8 @@ class Coordinator:
         self.reason = "start"
         self.incarnation = 0
         self.last: Restorable | None = None
-        self.members: dict[Key, Member] = {}
-        self.commit: Commit | None = None
+        self.members: dict[Key, MemberFacts] = {}
+        self.commit: CommitInHand | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
         self.commit_s = self.paused_s = 0.0  # of the last commit
         self.committed_at_s = now_s
@@ -71,7 +71,7 @@ class Coordinator:
             return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
         member = self.members.get(key)
         if member is None or member.session != session:
-            self.members[key] = member = Member(session=session, seen_s=now_s)
+            self.members[key] = member = MemberFacts(session=session, seen_s=now_s)
             self._lost(f"{key} started again")
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
@@ -177,7 +177,7 @@ class Coordinator:
     def _cut(self, now_s: float) -> None:
         """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
-        self.commit = Commit(seq=self._next_seq, started_s=now_s)
+        self.commit = CommitInHand(seq=self._next_seq, started_s=now_s)
         self._next_seq += 1
         self._ask("cut", self.facts.workers, now_s, seq=self.commit.seq)
 
@@ -229,7 +229,7 @@ class Coordinator:
         """1. Workers train."""
         self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
 
-    def _manifest(self, commit: Commit) -> Manifest:
+    def _manifest(self, commit: CommitInHand) -> Manifest:
         shards = {key.index: self._results["write", key] for key in self.facts.shards}
         rows_end: dict[int, int] = {}
         for shard in shards.values():  # the smallest: a restore that reads more republishes more, which harms nobody
@@ -262,7 +262,7 @@ class Coordinator:
     def _complete(self) -> bool:
         return len(self.members) == self.facts.num_shards + self.facts.num_workers
 
-    def _running_commit(self) -> Commit:
+    def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state
         return self.commit
 
@@ -283,7 +283,7 @@ class Coordinator:
             self._waiting[id_] = key
             self._results.pop((kind, key), None)
 
-    def _take_result(self, key: Key, member: Member, result: dict[str, Any]) -> None:
+    def _take_result(self, key: Key, member: MemberFacts, result: dict[str, Any]) -> None:
         command = member.outbox.pop(result.get("id", 0), None)
         if command is None or self._waiting.pop(command["id"], None) is None:
             return  # of an earlier incarnation, or given twice

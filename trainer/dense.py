@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from roo.errors import CheckpointError
-from trainer.adam import Adam
+from trainer.adam import DenseAdam
 
 log = logging.getLogger("roostream.dense")
 
 
-def take(model: nn.Module, optimizer: Adam) -> dict[str, np.ndarray]:
+def take(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
     """Copies of weights and optimizer state, on the host: later steps don't change them."""
     out = {f"model.{name}": _copy(value) for name, value in model.state_dict().items()}
     for name, slots in optimizer.slots.items():
@@ -27,7 +27,7 @@ def take(model: nn.Module, optimizer: Adam) -> dict[str, np.ndarray]:
     return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
 
 
-def put(tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: Adam, *, same_schema: bool) -> None:
+def put(tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool) -> None:
     """Make `model` and `optimizer` what `take` saw.
 
     With another, readable schema a weight whose shape changed (a feature came or went) keeps its fresh initial value.

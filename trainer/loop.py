@@ -26,12 +26,12 @@ from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
 from trainer import dense
-from trainer.adam import Adam
+from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk
 from trainer.config import LoopConfig
-from trainer.metrics import Report
 from trainer.partitions import PartitionCut, Partitions
 from trainer.predictions import Outputs, dead_letter, predictions_of
+from trainer.quality import Report
 from trainer.rows import PushTimes, Rows
 
 log = logging.getLogger("roostream.worker")
@@ -80,7 +80,7 @@ class Snapshot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class Pulled:
     """Requests of a chunk that are treated alike, with their rows."""
 
     batch: Batch
@@ -96,7 +96,7 @@ class Prepared:
 
     chunk: Chunk
     new_R: np.ndarray  # of the chunk's requests
-    first: Part | None
+    first: Pulled | None
     later: tuple[tuple[Batch, bool], ...]  # parts that must see what the first one changes
 
 
@@ -155,7 +155,7 @@ class TrainLoop:
 
     def _build(self) -> None:
         self.model = build_model(self.schema, self.model_config, self.config.seed).to(self.config.device)
-        self.optimizer = Adam(self.model.named_parameters(), learning_rate=self.config.learning_rate)
+        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=self.config.learning_rate)
         self.num_steps = self.watermark_ms = 0
         self._own_at(self.source.positions())
 
@@ -226,15 +226,15 @@ class TrainLoop:
             return [(batch, False)]
         return [(batch.take_requests(np.flatnonzero(~frozen_R)), True), (batch.take_requests(np.flatnonzero(frozen_R)), False)]
 
-    def _pull(self, batch: Batch, trains: bool) -> Part:
+    def _pull(self, batch: Batch, trains: bool) -> Pulled:
         lookup = build_lookup(batch)
         asked_s = self.clock.monotonic_s()
         rows = self.rows.pull(lookup)
         self.counts.waiting_s += self.clock.monotonic_s() - asked_s
         inputs = build_inputs(batch, lookup, rows, self.config.device, train=trains)
-        return Part(batch=batch, trains=trains, lookup=lookup, inputs=inputs)
+        return Pulled(batch=batch, trains=trains, lookup=lookup, inputs=inputs)
 
-    def _learn(self, part: Part) -> None:
+    def _learn(self, part: Pulled) -> None:
         batch = part.batch
         with torch.set_grad_enabled(part.trains):
             logits_BT = self.model(part.inputs)
@@ -253,7 +253,7 @@ class TrainLoop:
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
 
-    def _descend(self, part: Part, logits_BT: torch.Tensor) -> bool:
+    def _descend(self, part: Pulled, logits_BT: torch.Tensor) -> bool:
         """Gradients, and the dense step. False: they aren't finite; the part is skipped, its offsets move on."""
         self.optimizer.zero_grad()
         device, batch = self.config.device, part.batch
@@ -273,7 +273,7 @@ class TrainLoop:
         self.optimizer.step()
         return True
 
-    def _push(self, part: Part) -> None:
+    def _push(self, part: Pulled) -> None:
         batch = part.batch
         engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
         times = PushTimes(

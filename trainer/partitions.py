@@ -16,7 +16,7 @@ import numpy as np
 from roo.batch import Batch
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from trainer.dedupe import Dedupe
-from trainer.metrics import Metrics, Report
+from trainer.quality import Metrics, Report
 
 MAX_SCORES = 1 << 16  # a partition and task, 20 bytes each in memory and in every commit
 
@@ -29,7 +29,7 @@ class PartitionCut:
     tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, metrics.<name>
 
 
-class _State:
+class _PartitionState:
     def __init__(self, tasks: Sequence[str], horizon_ms: int) -> None:
         self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics(tasks, MAX_SCORES)
 
@@ -47,7 +47,7 @@ class _State:
 
 def report_of(cuts: Collection[PartitionCut], tasks: Sequence[str]) -> Report:
     """What `Partitions.report` said when these were cut."""
-    states = [_State(tasks, 0) for _ in cuts]
+    states = [_PartitionState(tasks, 0) for _ in cuts]
     for state, cut in zip(states, cuts, strict=True):
         state.load(cut.tensors)
     return _merged([state.metrics for state in states], tasks)
@@ -66,7 +66,7 @@ class Partitions:
     def __init__(self, at: Progress, tasks: Sequence[str], horizon_ms: int) -> None:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
-        self._states = {partition: _State(self.tasks, horizon_ms) for partition in at}
+        self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
         """bool [R]: which requests are trained; the others' ids were trained or claimed before. See `Dedupe`."""

@@ -81,7 +81,7 @@ class Facts:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Member:
+class MemberFacts:
     """One process behind a key, as far as it has told."""
 
     session: int
@@ -92,7 +92,7 @@ class Member:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Commit:
+class CommitInHand:
     """The commit under way; dropped whole when it fails."""
 
     seq: int

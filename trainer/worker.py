@@ -29,8 +29,8 @@ from runtime.manifest import Manifest
 from trainer import worker_file
 from trainer.identity import Identity
 from trainer.loop import Snapshot, TrainLoop
-from trainer.metrics import summary
 from trainer.partitions import PartitionCut, report_of
+from trainer.quality import summary
 
 log = logging.getLogger("roostream.worker")
 

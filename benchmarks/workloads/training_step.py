@@ -27,7 +27,7 @@ from runtime.clock import SystemClock
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
-from trainer.adam import Adam
+from trainer.adam import DenseAdam
 from trainer.batches import Chunk
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
@@ -111,7 +111,7 @@ class Case:
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
         self.model = build_model(self.schema, RankerConfig(), 0)
-        self.optimizer = Adam(self.model.named_parameters(), learning_rate=2e-3)
+        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=2e-3)
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
         self.label_BT, self.weight_BT = torch.from_numpy(self.batch.label_BT), torch.from_numpy(self.batch.weight_BT)

@@ -11,7 +11,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.kafka.topics import PREDICTIONS
-from trainer.metrics import DailyMetrics
+from trainer.quality import DailyMetrics
 
 _AT_ONCE = 512
 

@@ -22,7 +22,7 @@ from traffic.config import ReplayConfig
 from traffic.log import Log, open_log
 from traffic.replay import paced
 from traffic.report import check_report, write_report
-from trainer.metrics import QUALITY
+from trainer.quality import QUALITY
 
 _SHOWN = ("requests", *QUALITY)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from command import topics
+from command import topics_command as topics
 from command.main import cli
 from roo.config import load
 from roo.errors import ConfigError

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (
-    "roo",
-    "runtime",
-    "joiner",
-    "models",
-    "trainer",
-    "param_server",
-    "features",
-    "serving",
-    "traffic",
-    "infra",
-    "command",
-    "benchmarks",
-)
+from tests.contract.house import FOLDERS, place, sources
+
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "telnetlib"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "os.system", "os.popen", "yaml.load", "numpy.fromregex"}
 SILENT = "silently swallowed exception"
@@ -57,10 +43,10 @@ def _is_silent(node: ast.ExceptHandler) -> bool:
     return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_the_product_calls_nothing_forbidden(folder: str) -> None:
-    paths = [p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts]
-    wrong = [f"{p.relative_to(ROOT)}:{line}: {what}" for p in paths for line, what in complaints(p.read_text(encoding="utf-8"))]
+    paths = sources(folder)
+    wrong = [f"{place(p)}:{line}: {what}" for p in paths for line, what in complaints(p.read_text(encoding="utf-8"))]
     assert not wrong
 
 

@@ -1,15 +1,15 @@
-"""Imports go one way: roo ← runtime ← everyone; trainer sees param_server.client, serving the replica; only command sees all."""
+"""Imports go one way, a floor below may not know the floor above, and no file imports itself round a corner.
+
+roo ← runtime ← {joiner, models, param_server, traffic, features, infra} ← {trainer, serving} ← command
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
+import sys
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("roo", "runtime", "joiner", "models", "param_server", "features", "traffic", "infra", "trainer", "serving", "command")
+from tests.contract.house import FOLDERS, imports, module_of, place, sources
 
 MAY_IMPORT: dict[str, set[str]] = {
     "roo": set(),
@@ -17,11 +17,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "joiner": {"roo", "runtime"},
     "models": {"roo", "runtime"},
     "param_server": {"roo", "runtime"},
-    "trainer": {"roo", "runtime", "models", "param_server.client"},
     "features": {"roo", "runtime"},
-    "serving": {"roo", "runtime", "models", "param_server.replica", "features"},
     "traffic": {"roo", "runtime"},
     "infra": {"roo", "runtime"},
+    "trainer": {"roo", "runtime", "models", "param_server.client"},
+    "serving": {"roo", "runtime", "models", "features", "param_server.replica"},
     "command": set(FOLDERS),
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -44,28 +44,56 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 ROO_MAY_USE = {"numpy", "numba", "xxhash", "google"}
 
 
-def sources(folder: str) -> list[Path]:
-    return sorted(p for p in (ROOT / folder).rglob("*.py") if "__pycache__" not in p.parts)
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, those in functions too; `from a import b` gives a.b."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-
-
 def is_below(name: str, allowed: str) -> bool:
     return name == allowed or name.startswith(f"{allowed}.")
+
+
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (Tarjan's strongly connected components of two or more)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for other in sorted(imported.get(module, ())):
+            if other not in number:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], number[other])
+        if low[module] == number[module]:
+            at = stack.index(module)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in imported:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Module → the product's modules that it imports anywhere."""
+    modules = {module_of(path): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found[module] = set()
+        for _, name in imports(path):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found[module].add(name)
+    return found
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_what_lies_below_it(folder: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
+        f"{place(path)}:{line}: {name}"
         for path in sources(folder)
         for line, name in imports(path)
         if name.split(".")[0] in FOLDERS
@@ -75,23 +103,28 @@ def test_a_folder_imports_only_what_lies_below_it(folder: str) -> None:
     assert not wrong
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(imported_modules()) == []
+
+
+def test_a_circle_would_be_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_heavy_package_is_imported_only_where_it_belongs(package: str) -> None:
     wrong = [
-        f"{place}:{line}"
-        for folder in FOLDERS
-        for path in sources(folder)
+        f"{place(path)}:{line}"
+        for path in sources()
         for line, name in imports(path)
         if is_below(name, package)
-        for place in [path.relative_to(ROOT).as_posix()]
-        if not any(place == allowed or place.startswith(f"{allowed}/") for allowed in ONLY_IN[package])
+        and not any(place(path) == allowed or place(path).startswith(f"{allowed}/") for allowed in ONLY_IN[package])
     ]
     assert not wrong
 
 
 def test_roo_uses_numpy_and_numba_at_most() -> None:
-    import sys
-
     known = ROO_MAY_USE | {"roo"} | sys.stdlib_module_names
     wrong = [f"{p.name}:{line}: {name}" for p in sources("roo") for line, name in imports(p) if name.split(".")[0] not in known]
     assert not wrong

@@ -19,7 +19,7 @@ from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.rank import Hydration, Policy, RankService
-from serving.scorer import Rows, Versions, first_version
+from serving.scorer import RowReader, Versions, first_version
 from serving.stamps import Stamps
 
 SCHEMA: Schema = schema_from_dict(
@@ -95,7 +95,7 @@ class Built:
 
 def build(
     home: Path,
-    rows: Rows,
+    rows: RowReader,
     hydrator: Hydration | None = None,
     *,
     policy: Policy | None = None,

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from serving.feature_log.format import LogRecord
-from serving.feature_log.topics import LogTopics
+from serving.feature_log.log_topics import LogTopics
 from serving.row_follower import rows_reading
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from roo.errors import ConfigError
 from runtime.clock import SystemClock
-from traffic.client import Client
 from traffic.config import SimulateConfig
+from traffic.http_client import HttpClient
 from traffic.main import traffic_exports
 from traffic.simulate import Simulation
 
@@ -45,11 +45,11 @@ class Serving:
         return httpx.Response(200, json={"order": self.order or list(range(n)), "scores": []})
 
 
-def simulate(serving: Serving, report: str = "", **settings: Any) -> tuple[Simulation, Client]:
+def simulate(serving: Serving, report: str = "", **settings: Any) -> tuple[Simulation, HttpClient]:
     config = SimulateConfig(**{"rate": 200.0, "seconds": 0.6, "users": 50, "items": 60, "report": report, **settings})
 
-    async def run() -> tuple[Simulation, Client]:
-        client = Client(config.serving, transport=httpx.MockTransport(serving))
+    async def run() -> tuple[Simulation, HttpClient]:
+        client = HttpClient(config.serving, transport=httpx.MockTransport(serving))
         simulation = Simulation(config, client, SystemClock(), delay_scale=0.01)
         await simulation.run(threading.Event())
         await client.close()

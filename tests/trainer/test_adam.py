@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import nn
 
-from trainer.adam import Adam
+from trainer.adam import DenseAdam
 
 
 def test_steps_are_those_of_torch_optim() -> None:
@@ -16,7 +16,7 @@ def test_steps_are_those_of_torch_optim() -> None:
     mine = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
     theirs = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
     theirs.load_state_dict(mine.state_dict())
-    ours, reference = Adam(mine.named_parameters(), learning_rate=2e-3), torch.optim.Adam(theirs.parameters(), lr=2e-3)
+    ours, reference = DenseAdam(mine.named_parameters(), learning_rate=2e-3), torch.optim.Adam(theirs.parameters(), lr=2e-3)
     for _ in range(50):
         x, y = torch.randn(16, 5), torch.randn(16, 1)
         for model, optimizer in ((mine, ours), (theirs, reference)):
@@ -29,7 +29,7 @@ def test_steps_are_those_of_torch_optim() -> None:
 
 def test_a_weight_without_a_gradient_stays() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = Adam([("used", used), ("unused", unused)], learning_rate=0.1)
+    optimizer = DenseAdam([("used", used), ("unused", unused)], learning_rate=0.1)
     optimizer.step()
     used.sum().backward()
     optimizer.step()

@@ -12,13 +12,13 @@ from torch import nn
 from roo.errors import CheckpointError
 from runtime import tensor_file
 from trainer import dense
-from trainer.adam import Adam
+from trainer.adam import DenseAdam
 
 
-def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, Adam]:
+def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 2), nn.Linear(2, 1))
-    optimizer = Adam(model.named_parameters(), learning_rate=0.01)
+    optimizer = DenseAdam(model.named_parameters(), learning_rate=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(4, width)).sum().backward()

@@ -15,7 +15,7 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _SAY_EVERY_S = 30.0
 
 
-class Client:
+class HttpClient:
     """POSTs JSON. Used from one event loop. Every call may be made again by whoever lost its answer: requests carry their
     request id, engagements their event id, and the joiner counts each once."""
 

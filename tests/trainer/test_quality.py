@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.auc import ScoreCounts
-from trainer.metrics import DailyMetrics, Metrics
+from trainer.quality import DailyMetrics, Metrics
 
 DAY_MS = 86_400_000
 

@@ -1,0 +1,43 @@
+"""What the contract tests read: the product's folders, files and imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("roo", "runtime", "joiner", "models", "param_server", "features", "traffic", "infra", "trainer", "serving", "command")
+GENERATED = {"roo_pb2.py"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file of these folders (all of the product's by default) and of their inner rooms, but generated ones."""
+    found = [p for folder in folders or FOLDERS for p in (ROOT / folder).rglob("*.py")]
+    return sorted(p for p in found if p.name not in GENERATED and "__pycache__" not in p.parts)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those in functions too; `from a import b` gives a.b."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def module_of(path: Path) -> str:
+    """`trainer/loop.py` → `trainer.loop`; a folder's `__init__.py` is the folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
