@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from command import scrape, status, table
+from command import scrape, status
+from command import status_table as table
 from command.scrape import Scraped
 
 WORKER = """# TYPE roostream_worker_state gauge
