@@ -11,6 +11,7 @@ from command.auditor import Auditor
 from roo.errors import RoostreamError
 from roo.schema_file import load_schema
 from runtime.kafka.broker import Broker
+from runtime.kafka.topics import DEFAULT_PARTITIONS
 
 _REMEMBERED_MS = 4 * 3_600_000  # a demo runs for days: settled ids are forgotten after this much event time
 
@@ -24,6 +25,7 @@ class Audit:
             Broker(str(stack["kafka"])),
             str(stack["prefix"]),
             schema,
+            num_partitions=int(stack.get("partitions", DEFAULT_PARTITIONS)),
             settle_ms=settle_ms,
             horizon_ms=max(_REMEMBERED_MS, 20 * settle_ms),
         )

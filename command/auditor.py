@@ -17,9 +17,9 @@ from runtime.kafka.record_reader import RecordReader
 from runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,
+    DEFAULT_PARTITIONS,
     ENGAGEMENTS,
     IMPRESSIONS,
-    PARTITIONS,
     PREDICTIONS,
     SAMPLES,
     all_partitions,
@@ -38,6 +38,7 @@ class Auditor:
         prefix: str,
         schema: Schema,
         *,
+        num_partitions: int = DEFAULT_PARTITIONS,
         settle_ms: int = 600_000,
         horizon_ms: int = 0,
         on_record: Callable[[Record], None] | None = None,
@@ -45,6 +46,7 @@ class Auditor:
     ) -> None:
         """`settle_ms`, `horizon_ms`: see Accounts; `on_record` sees every record too, after the accounts."""
         self.broker, self.prefix, self.schema = broker, prefix, schema
+        self.num_partitions = num_partitions
         self.accounts = Accounts(prefix=prefix, settle_ms=settle_ms, horizon_ms=horizon_ms)
         self._on_record = on_record
         self._clock = clock or SystemClock()
@@ -85,7 +87,7 @@ class Auditor:
             self._reader = None
 
     def _open(self) -> RecordReader:
-        partitions = all_partitions(AUDITED, PARTITIONS[SAMPLES])
+        partitions = all_partitions(AUDITED, self.num_partitions)
         group = f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}"
         reader = KafkaReader.open(self.broker, group, Reading(partitions=partitions, prefix=self.prefix))
         try:

@@ -17,7 +17,7 @@ from roo.errors import RoostreamError, UnavailableError
 from runtime.flink_rest import FlinkRest
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import PARTITIONS, name_of
+from runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from runtime.rpc_client import SocketTransport
 from trainer.quality import QUALITY
 
@@ -31,6 +31,7 @@ class Watcher:
     def __init__(self, stack: Mapping[str, Any]) -> None:
         self.kafka, self.prefix = str(stack["kafka"]), str(stack["prefix"])
         self.flink, self.controller = str(stack["flink"]), str(stack["controller"])
+        self.partitions = int(stack.get("partitions", DEFAULT_PARTITIONS))
         self._consumer: Consumer | None = None
         self._ends: tuple[float, dict[str, int]] | None = None
 
@@ -64,13 +65,15 @@ class Watcher:
         """Topic → records ever written; empty if Kafka is away."""
         try:
             self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
-            return {t: self._end(t) for t in PARTITIONS}
+            return {t: self._end(t) for t in TOPICS}
         except KafkaException:
             return {}
 
     def _end(self, topic: str) -> int:
         assert self._consumer is not None
-        ends = clients.end_offsets(self._consumer, name_of(self.prefix, topic), range(PARTITIONS[topic]), timeout_s=1.0)
+        ends = clients.end_offsets(
+            self._consumer, name_of(self.prefix, topic), range(partitions_of(topic, self.partitions)), timeout_s=1.0
+        )
         return sum(ends.values())
 
     def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:
@@ -79,7 +82,7 @@ class Watcher:
         if ends:
             self._ends = now_s, ends
         if before is None or not ends or now_s <= before[0]:
-            return {t: None for t in PARTITIONS}
+            return {t: None for t in TOPICS}
         return {t: max(ends[t] - before[1].get(t, 0), 0) / (now_s - before[0]) for t in ends}
 
     def _joiner_job(self) -> dict[str, Any] | None:

@@ -17,10 +17,9 @@ import redis
 
 from roo.counters import Counters, as_int64
 from roo.schema import Schema
-from runtime.kafka.topics import EVENTS, PARTITIONS, Partition, Progress
+from runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from runtime.redis_client import told
 
-EVENT_PARTITIONS = tuple((topic, p) for topic in EVENTS for p in range(PARTITIONS[topic]))
 _KEEP_S = 30 * 86_400  # an item or user without events for so long is forgotten; memory stays bounded
 _COMMIT = """
 local n = tonumber(ARGV[1])
@@ -38,8 +37,9 @@ return 1
 class FeatureStore:
     """Raises UnavailableError while Redis is away. Thread-safe, but commits are one program's (`FeatureUpdater`)."""
 
-    def __init__(self, connection: redis.Redis, url: str, prefix: str) -> None:
+    def __init__(self, connection: redis.Redis, url: str, prefix: str, num_partitions: int = DEFAULT_PARTITIONS) -> None:
         self.connection, self.url = connection, url
+        self.partitions = all_partitions(EVENTS, num_partitions)
         self._prefix = f"{prefix}features:".encode()
         self._commit: Any = connection.register_script(_COMMIT)
 
@@ -75,11 +75,11 @@ class FeatureStore:
         written or nothing; the offsets tell.
         """
         moves: list[Any] = ["cluster", cluster, ""]
-        for partition in EVENT_PARTITIONS:
+        for partition in self.partitions:
             moves += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
         with told(self.url):
             keys = [self._prefix + b"at", *states]
-            return bool(self._commit(keys=keys, args=[len(EVENT_PARTITIONS) + 1, *moves, *states.values(), _KEEP_S]))
+            return bool(self._commit(keys=keys, args=[len(self.partitions) + 1, *moves, *states.values(), _KEEP_S]))
 
     def item_key(self, item_id: int) -> bytes:
         return self._prefix + b"i:" + item_id.to_bytes(8, "little", signed=item_id < 0)

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from features.config import FeaturesConfig
-from features.store import EVENT_PARTITIONS, FeatureStore
+from features.store import FeatureStore
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.counters import Counters
@@ -33,7 +33,7 @@ from runtime.kafka import clients
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import RecordReader
-from runtime.kafka.topics import Progress
+from runtime.kafka.topics import EVENTS, Progress, all_partitions
 
 log = logging.getLogger("roostream.features")
 
@@ -170,11 +170,12 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
     log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
-    reading = Reading(partitions=EVENT_PARTITIONS, prefix=config.prefix, merged=True)
+    reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix, merged=True)
     source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
-    store = FeatureStore(connection, config.redis, config.prefix)
+    store = FeatureStore(connection, config.redis, config.prefix, config.partitions)
     try:
         cluster = clients.wait_for_broker(config.broker, stop)
+        clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
         updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
         waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roo.config import Settings, refusal, setting
+from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_HOME = Path(".roostream")
@@ -25,8 +26,8 @@ class StackOptions(Settings):
     replay: bool = setting(False, "topics keep and accept old event times")
     num_shards: int = setting(2, "shard processes", least=1)
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
-    partitions: int = setting(4, "of each topic; dead_letters has one", least=1, most=1024)
-    buckets: int = setting(64, "that the rows of a stack are divided into", least=1, most=1 << 16)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
+    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
     seed: int = setting(0, "of initial rows, model and exploration")
     retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", least=1)
     retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", least=1)

@@ -26,8 +26,14 @@ def site_of(name: str, home: Home, options: StackOptions, places: Places) -> Sit
 def settings(site: Site) -> dict[str, Any]:
     """The TOML of a program, overrides included: of its kind first, then its own."""
     kind, options = kinds.kind_of(site.name), site.options
-    shared = {"bootstrap": site.at.kafka, "prefix": options.prefix, "schema": options.schema.resolve()} if kind.shared else {}
-    table = {**shared, **kind.own(site)}
+    shared = {
+        "bootstrap": site.at.kafka,
+        "prefix": options.prefix,
+        "schema": options.schema.resolve(),
+        "partitions": options.partitions,
+        "buckets": options.buckets,
+    }
+    table = {**(shared if kind.shared else {}), **kind.own(site)}
     if site.metrics:
         table["metrics_port"] = int(site.metrics.rpartition(":")[2])
     return {**table, **options.overrides.get(kind.name, {}), **options.overrides.get(site.name, {})}

@@ -22,7 +22,7 @@ from joiner.turn import Turn
 from roo.errors import CheckpointError
 from roo.schema import Registry, Schema
 from roo.wire import Record
-from runtime.kafka.topics import EVENTS, PARTITIONS, Partition, Progress
+from runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 
 _FORMAT = 2
 
@@ -41,7 +41,7 @@ class LocalEngine:
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
         self.reader = Reader(registry, schema.limits)
         self.join = Join(config.rules, registry, schema.limits.max_candidates)
-        partitions = [(topic, number) for topic in EVENTS for number in range(PARTITIONS[topic])]
+        partitions = all_partitions(EVENTS, config.partitions)
         self.watermarks = Watermarks(partitions, config.lateness_ms)
         self.next_offsets: Progress = {}
         self._states: dict[bytes, MemoryState] = {}

@@ -9,6 +9,7 @@ from typing import TypeVar
 from prometheus_client import REGISTRY
 
 from joiner.config import JoinerConfig
+from joiner.envelope import OUTPUTS
 from joiner.meters import Meters
 from joiner.submit import submit
 from roo.errors import UnavailableError
@@ -21,6 +22,8 @@ from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.flink_rest import ENDED, FlinkRest
 from runtime.health import Health
+from runtime.kafka.clients import wait_for_topics
+from runtime.kafka.topics import EVENTS
 from runtime.program import Stop
 from runtime.program import run as run_program
 
@@ -51,11 +54,10 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from joiner.local_engine import LocalEngine
     from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
-    from runtime.kafka.clients import wait_for_broker
     from runtime.kafka.reader import KafkaReader
     from runtime.kafka.reading import Reading
 
-    wait_for_broker(config.broker, stop)
+    wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
     reading = Reading(partitions=tuple(engine.watermarks.newest_ms), prefix=config.prefix)
     source = KafkaReader.open(config.broker, f"{config.prefix}roostream-joiner", reading)
@@ -78,7 +80,10 @@ def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) 
     found = ask(rest, rest.live_job, stop)
     if found:
         log.info("the job is there already (%s); watching it", found["state"])
-    job = found["jid"] if found else submit(config, stop)
+        job = str(found["jid"])
+    else:
+        wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
+        job = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
     watch(rest, job, meters, health, stop)
 

@@ -22,7 +22,7 @@ from roo.lookup import Lookup
 from roo.schema import Schema
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
-from runtime.kafka.topics import NUM_BUCKETS
+from runtime.kafka.topics import DEFAULT_BUCKETS
 from runtime.transport import Answer, Arrays, Header, Transport
 
 _TIMEOUT_S = 30.0  # of one call
@@ -46,7 +46,7 @@ class Client:
         transports: Sequence[Transport],
         *,
         worker: int,
-        num_buckets: int = NUM_BUCKETS,
+        num_buckets: int = DEFAULT_BUCKETS,
         resend_for_s: float | None = 5.0,
         clock: Clock | None = None,
         stop: threading.Event | None = None,

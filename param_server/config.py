@@ -9,7 +9,7 @@ from roo.config import refusal, setting
 from roo.schema import Schema
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import Deployment
-from runtime.kafka.topics import NUM_BUCKETS, PARTITIONS, ROWS
+from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class ShardIdentity:
     schema: Schema
     index: int = 0
     num_shards: int = 1
-    num_buckets: int = NUM_BUCKETS
-    num_partitions: int = PARTITIONS[ROWS]
+    num_buckets: int = DEFAULT_BUCKETS
+    num_partitions: int = DEFAULT_PARTITIONS
     seed: int = 0
     publishing: bool = True
     max_publish_norm: float = 100.0

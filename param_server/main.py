@@ -33,6 +33,8 @@ from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.crew import Crew
 from runtime.health import Health
+from runtime.kafka import clients
+from runtime.kafka.topics import ROWS
 from runtime.member import Member
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
@@ -76,6 +78,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         if publisher and topic:
             opened.callback(topic.close)
             opened.callback(crew.join, _JOIN_S)
+            crew.start("topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop)
             crew.start("publisher", publisher.run, stop)  # 4
         _start_member(config, shard, stop, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)

@@ -24,7 +24,7 @@ from roo import roo_pb2 as pb
 from roo.errors import SchemaError, UnavailableError
 from roo.lookup import Lookup
 from roo.schema import Schema
-from runtime.kafka.topics import NUM_BUCKETS
+from runtime.kafka.topics import DEFAULT_BUCKETS
 from runtime.transport import Transport
 
 Version: TypeAlias = tuple[int, int]
@@ -57,7 +57,7 @@ class _StackRows(NamedTuple):
 class Replica:
     """One writer, several readers; a reader sees whole rows, and all of one `gather` between two messages."""
 
-    def __init__(self, schema: Schema, seed: int, *, num_buckets: int = NUM_BUCKETS) -> None:
+    def __init__(self, schema: Schema, seed: int, *, num_buckets: int = DEFAULT_BUCKETS) -> None:
         self.schema, self.num_buckets = schema, num_buckets
         self.needs_bootstrap = True
         self.freshness = Freshness()

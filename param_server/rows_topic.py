@@ -17,7 +17,7 @@ from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import RecordsGoneError
-from runtime.kafka.topics import PARTITIONS, ROWS, name_of
+from runtime.kafka.topics import DEFAULT_PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
 _READ_RECORDS = 500
@@ -26,7 +26,7 @@ _READ_RECORDS = 500
 class InMemoryRows:
     """Lists. `down` makes every call fail; `fail_after(n)` appends n more messages, then fails once; `trim` is retention."""
 
-    def __init__(self, num_partitions: int = PARTITIONS[ROWS]) -> None:
+    def __init__(self, num_partitions: int = DEFAULT_PARTITIONS) -> None:
         self.values: list[list[bytes]] = [[] for _ in range(num_partitions)]
         self.first = [0] * num_partitions
         self.down = False

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from roo.errors import RoostreamError
+
 log = logging.getLogger("roostream")
 
 
@@ -25,18 +27,31 @@ class Crew:
         def body() -> None:
             try:
                 target(*args)
+            except RoostreamError as error:
+                log.error("thread %s: %s; the process ends", name, error)
+                self._fail(name, error)
             except Exception as error:
-                self._error = self._error or error
                 log.exception("thread %s failed: this is a defect of Roostream; the process ends", name)
-                self.failed.append(name)
-                self.stop.set()
+                self._fail(name, error)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
+    def _fail(self, name: str, error: Exception) -> None:
+        self._error = self._error or error
+        self.failed.append(name)
+        self.stop.set()
+
     def check(self) -> None:
-        """After `join`. RuntimeError: a thread failed; the first one's error is its cause."""
+        """After `join`.
+
+        Raises:
+            RoostreamError: the first thread that failed raised it.
+            RuntimeError: a thread failed otherwise; the first one's error is its cause.
+        """
+        if isinstance(self._error, RoostreamError):
+            raise self._error
         if self.failed:
             raise RuntimeError(f"threads failed: {', '.join(self.failed)}") from self._error
 

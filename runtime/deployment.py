@@ -10,6 +10,7 @@ from typing import ClassVar
 from roo.config import Refusal, Settings, refusal, setting
 from runtime.address import check_addresses, check_listen
 from runtime.kafka.broker import Broker, KafkaSecurity
+from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class Deployment(Watched):
     prefix: str = setting("", "of topic names and Redis keys")
     schema: str = setting("", "schema TOML")
     store: str = setting("", "checkpoint store: a directory, or its URL")
-    partitions: int = setting(4, "of each topic; dead_letters has one", least=1, most=1024)
-    buckets: int = setting(64, "that the rows of a stack are divided into", least=1, most=1 << 16)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
+    buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -19,6 +20,7 @@ from roo import schema_registry
 from roo.errors import ConfigError, SetupError, nearest
 from roo.schema import Schema
 from roo.schema_file import load_schema
+from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
@@ -111,7 +113,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,
-        KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix)),
+        KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)),
         [SocketTransport(address) for address in config.shards],
         freshness().observe,
         clock,
@@ -136,7 +138,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     process = Process(
         parts=parts,
         sender=sender,
-        dense=DenseFollower(store, schema, versions, config.seed, installed),
+        dense=DenseFollower(store, schema, versions, config.seed, installed, partial(_check_shape, config)),
         rows=rows,
         clock=clock,
         producer=f"serving-{socket.gethostname()}-{os.getpid()}",
@@ -149,6 +151,17 @@ def warm(parts: Parts) -> None:
     """Score one made-up request and forget it: kernels are loaded before the first real one."""
     request = JsonParser(parts.schema).parse(msgspec.json.encode(rank_example(parts.schema)))
     parts.service.rank(request, parts.stamps.clock.now_ms())
+
+
+def _check_shape(config: ServingConfig, manifest: Manifest) -> None:
+    """Raises ConfigError: rows are in other buckets, shards or partitions than this process was told."""
+    manifests.check_shape(
+        manifest,
+        num_shards=len(config.shards) or manifest.num_shards,  # none: a process without rows
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
+        seed=config.seed,
+    )
 
 
 def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:

@@ -55,7 +55,10 @@ class DenseFollower:
         versions: Versions,
         seed: int,
         installed: Callable[[Version, Manifest], None] = lambda version, manifest: None,
+        check: Callable[[Manifest], None] = lambda manifest: None,
     ) -> None:
+        """`installed` is told of every version; `check` raises ConfigError for a manifest of a deployment of another shape."""
+        self.check = check
         self.store, self.schema, self.versions, self.seed, self.installed = store, schema, versions, seed, installed
         self._seq = 0  # of the version in use
         self._bad: set[str] = set()  # manifests that can't be served
@@ -68,7 +71,11 @@ class DenseFollower:
             clock.sleep(POLL_S, stop)
 
     def poll(self) -> bool:
-        """Install the newest good version if it is newer than the one in use; True if it did."""
+        """Install the newest good version if it is newer than the one in use; True if it did.
+
+        Raises:
+            ConfigError: what is committed belongs to a deployment of another shape (`check`).
+        """
         try:
             names = self.store.list("manifests")
         except OSError as error:
@@ -84,6 +91,7 @@ class DenseFollower:
     def _install(self, name: str) -> bool:
         try:
             manifest = manifests.load(self.store, name).manifest
+            self.check(manifest)
             version = self._load(manifest)
         except CheckpointError as error:
             log.warning("dense version not taken: %s", error)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from roo import roo_pb2 as pb
 from roo import wire
 from runtime.clock import Clock
-from runtime.kafka.topics import PARTITIONS
+from runtime.kafka.topics import all_partitions
 from serving.feature_log.format import TOPICS, LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
 from serving.stamps import Stamps
@@ -20,21 +21,20 @@ from serving.stamps import Stamps
 logger = logging.getLogger("roostream.serving.log")
 
 
-def beat(log: FeatureLog, stamps: Stamps, producer: str) -> None:
+def beat(log: FeatureLog, stamps: Stamps, producer: str, num_partitions: int) -> None:
     """Raises LogFullError: some partitions had theirs; the next beat makes up for it."""
     time_ms = stamps.horizon_ms()
     value = wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms, producer=producer))
-    for topic in TOPICS:
-        for partition in range(PARTITIONS[topic]):
-            log.append(LogRecord(topic, partition, time_ms, b"", value))
+    for topic, partition in all_partitions(TOPICS, num_partitions):
+        log.append(LogRecord(topic, partition, time_ms, b"", value))
 
 
-def run(log: FeatureLog, stamps: Stamps, producer: str, interval_ms: int, clock: Clock, stop: threading.Event) -> None:
-    """Every `interval_ms` until `stop`. A full log is said once; heartbeats come again when it has room."""
+def run(beat_once: Callable[[], None], interval_ms: int, clock: Clock, stop: threading.Event) -> None:
+    """`beat_once` every `interval_ms` until `stop`. A full log is said once; heartbeats come again when it has room."""
     full = False
     while not stop.is_set():
         try:
-            beat(log, stamps, producer)
+            beat_once()
             full = False
         except LogFullError as error:
             if not full:

@@ -6,12 +6,15 @@ import contextlib
 import logging
 import sys
 import threading
+from functools import partial
 
 import torch
 
 from runtime import metrics, program
 from runtime.crew import Crew
 from runtime.health import Health
+from runtime.kafka import clients
+from runtime.kafka.topics import EVENTS, ROWS
 from serving import heartbeat, http_server
 from serving.app import build_app
 from serving.build import Process, build_process, warm
@@ -62,9 +65,11 @@ def _missing(process: Process) -> str:
 
 
 def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
-    parts = process.parts
-    beat = (parts.log, parts.stamps, process.producer, parts.config.heartbeat_ms, process.clock, halt)
-    crew.start("heartbeat", heartbeat.run, *beat)
+    parts, config = process.parts, process.parts.config
+    beat = partial(heartbeat.beat, parts.log, parts.stamps, process.producer, config.partitions)
+    crew.start("heartbeat", heartbeat.run, beat, config.heartbeat_ms, process.clock, halt)
+    topics = (*EVENTS, ROWS)
+    crew.start("topics", clients.check_topics, config.broker, config.prefix, topics, config.partitions, halt)
     crew.start("log", process.sender.run, halt)
     crew.start("rows", process.rows.run, halt)
     crew.start("dense", process.dense.run, process.clock, halt)

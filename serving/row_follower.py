@@ -24,7 +24,7 @@ from runtime.backoff import Backoff
 from runtime.clock import Clock
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import RecordReader, RecordsGoneError
-from runtime.kafka.topics import PARTITIONS, ROWS
+from runtime.kafka.topics import ROWS, all_partitions
 from runtime.transport import Transport
 
 log = logging.getLogger("roostream.serving.rows")
@@ -51,10 +51,9 @@ class RowReplica(Protocol):
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
 
-def rows_reading(prefix: str) -> Reading:
+def rows_reading(prefix: str, num_partitions: int) -> Reading:
     """All of the topic; what it lost can't be skipped."""
-    partitions = tuple((ROWS, p) for p in range(PARTITIONS[ROWS]))
-    return Reading(partitions=partitions, prefix=prefix, skips_lost=False, follows_ends=True)
+    return Reading(partitions=all_partitions((ROWS,), num_partitions), prefix=prefix, skips_lost=False, follows_ends=True)
 
 
 class RowFollower:

@@ -20,7 +20,7 @@ from roo.counters import Counters, of_request, sources_of
 from roo.ids import key_bytes, unsigned
 from roo.schema import Schema
 from roo.wire import Record
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS
+from runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
 from traffic.events import Action, Event, Request
 from traffic.partition import partition_of
 
@@ -28,8 +28,10 @@ from traffic.partition import partition_of
 class Edge:
     """Not thread-safe; feed events in time order. One state: the counters."""
 
-    def __init__(self, schema: Schema, *, label_delay_ms: int = 0, freeze_at_ms: int = 0) -> None:
-        self.schema = schema
+    def __init__(
+        self, schema: Schema, *, label_delay_ms: int = 0, freeze_at_ms: int = 0, num_partitions: int = DEFAULT_PARTITIONS
+    ) -> None:
+        self.schema, self.num_partitions = schema, num_partitions
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters = Counters(schema)
         self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
@@ -43,7 +45,7 @@ class Edge:
         heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
         key = key_bytes(event.user_id, event.session_id)
-        return Record(topic, partition_of(key, PARTITIONS[topic]), -1, event.time_ms, key, value)
+        return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
 
     def _impression(self, request: Request) -> bytes:
         """What serving would have logged for this request at its time."""

@@ -76,5 +76,5 @@ def traffic_exports(simulation: Simulation) -> Exports:
             "dropped": simulation.num_dropped,
         }
 
-    labels = {"click_rate": ("order", "window"), "http": "outcome"}
+    labels: dict[str, str | tuple[str, ...]] = {"click_rate": ("order", "window"), "http": "outcome"}
     return Exports("traffic", read, labels, helps=_HELPS, counters=_COUNTS)

@@ -16,7 +16,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.clock import Clock
-from runtime.kafka.topics import EVENTS, PARTITIONS
+from runtime.kafka.topics import EVENTS, all_partitions
 from traffic.edge import Edge
 from traffic.events import Event
 
@@ -48,7 +48,9 @@ def records(
         last_ms = event.time_ms
         if last_ms >= beat_ms:
             if beat_ms:
-                yield from _everywhere(wire.HEARTBEAT, pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER), last_ms)
+                yield from _everywhere(
+                    wire.HEARTBEAT, pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER), last_ms, edge.num_partitions
+                )
             beat_ms = last_ms + heartbeat_ms
         try:
             yield edge.record(event)
@@ -57,15 +59,16 @@ def records(
                 raise WireError(error.reason, f"request {event.request_id!r}: {error}") from None
             refuse(event, error)
     if last_ms:
-        yield from _everywhere(wire.END_MARKER, pb.EndMarker(time_ms=last_ms + settle_ms), last_ms + settle_ms)
+        yield from _everywhere(
+            wire.END_MARKER, pb.EndMarker(time_ms=last_ms + settle_ms), last_ms + settle_ms, edge.num_partitions
+        )
 
 
-def _everywhere(kind: int, message: Message, time_ms: int) -> Iterator[Record]:
+def _everywhere(kind: int, message: Message, time_ms: int, num_partitions: int) -> Iterator[Record]:
     """The message on every partition of both topics; its key is the partition's number."""
     value = wire.encode(kind, message)
-    for topic in EVENTS:
-        for partition in range(PARTITIONS[topic]):
-            yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
+    for topic, partition in all_partitions(EVENTS, num_partitions):
+        yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
 
 
 def paced(stream: Iterable[Record], factor: float, clock: Clock, stop: threading.Event | None = None) -> Iterator[Record]:

@@ -38,7 +38,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()
     register(store, schema)
-    kafka = kafka_identity(config.broker, config.prefix, stop)
+    kafka = kafka_identity(config.broker, config.prefix, config.partitions, stop)
     identity = Identity(
         schema=schema,
         registry=open_registry(store),

@@ -7,33 +7,24 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from confluent_kafka import KafkaException
-
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Registry, Schema, reading_plan
 from runtime import manifest as manifests
-from runtime.backoff import Backoff
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import ROWS, SAMPLES, name_of
+from runtime.kafka.topics import ROWS, SAMPLES
 from runtime.manifest import Manifest
 
 
-def kafka_identity(broker: Broker, prefix: str, stop: threading.Event | None = None) -> dict[str, Any]:
+def kafka_identity(broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None) -> dict[str, Any]:
     """`{"cluster_id", "topics": {name: id}}` of the topics that a manifest has offsets of; waits for broker and topics.
 
     Raises:
+        ConfigError: they have other partitions than the settings say.
         UnavailableError: `stop` was set meanwhile.
     """
     cluster_id = clients.wait_for_broker(broker, stop)
-    backoff = Backoff(what=f"topics {name_of(prefix, SAMPLES)} and {name_of(prefix, ROWS)} at {broker}")
-    while True:
-        try:
-            ids = clients.topic_ids(broker, [name_of(prefix, t) for t in (SAMPLES, ROWS)])
-            backoff.reached()
-            return {"cluster_id": cluster_id, "topics": ids}
-        except KafkaException as error:
-            backoff.wait(error.args[0].str() if error.args else error, stop)
+    return {"cluster_id": cluster_id, "topics": clients.wait_for_topics(broker, prefix, (SAMPLES, ROWS), partitions, stop)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

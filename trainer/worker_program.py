@@ -57,7 +57,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     identity = Identity(
         schema=schema,
         registry=open_registry(store),
-        kafka=kafka_identity(config.broker, config.prefix, stop),
+        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
         num_shards=len(config.shards),
         num_buckets=config.buckets,
         num_partitions=config.partitions,

@@ -34,7 +34,16 @@ from roo.wire import Record
 from runtime.checkpoint_store import FileStore
 from runtime.clock import Clock, SystemClock
 from runtime.kafka.record_reader import PartitionLag
-from runtime.kafka.topics import DEAD_LETTERS, PARTITIONS, PREDICTIONS, SAMPLES, Partition, Progress
+from runtime.kafka.topics import (
+    DEAD_LETTERS,
+    DEFAULT_PARTITIONS,
+    PREDICTIONS,
+    SAMPLES,
+    Partition,
+    Progress,
+    all_partitions,
+    partitions_of,
+)
 from runtime.program import Stop
 from runtime.transport import InMemoryTransport
 from traffic.config import ReplayConfig
@@ -60,7 +69,7 @@ class ReadySamples:
     def __init__(self, decoder: Decoder, clock: Clock) -> None:
         self.decoder, self.clock = decoder, clock
         self._waiting: list[tuple[int, int, int, Record]] = []
-        self._given: Progress = {(SAMPLES, p): 0 for p in range(PARTITIONS[SAMPLES])}
+        self._given: Progress = dict.fromkeys(all_partitions((SAMPLES,), DEFAULT_PARTITIONS), 0)
         self._count = 0
 
     def __len__(self) -> int:
@@ -157,7 +166,7 @@ class _Local:
 
     def _add(self, topic: str, key: bytes, value: bytes, time_ms: int) -> Record:
         """A record of an output topic, at the place that Kafka would give it, counted."""
-        partition = partition_of(key, PARTITIONS[topic])
+        partition = partition_of(key, partitions_of(topic, DEFAULT_PARTITIONS))
         record = Record(topic, partition, self._next_offset(topic, partition), time_ms, key, value)
         self.accounts.add(record)
         return record

@@ -89,7 +89,13 @@ class _Replay:
     def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
         self.stack, self.stage, self.stop = stack, stage, stop
         self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
-        self.auditor = Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, on_record=self.metrics.add)
+        self.auditor = Auditor(
+            Broker(stack.endpoints.kafka),
+            stack.prefix,
+            schema,
+            num_partitions=stack.options.partitions,
+            on_record=self.metrics.add,
+        )
         self.accounts = self.auditor.accounts
         self.sent: Counter[str] = Counter()
         self._moved_s = time.monotonic()

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from roo.errors import UnavailableError
+from roo.errors import ConfigError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.kafka.broker import Broker
+from runtime.kafka.topics import name_of, partitions_of
 
 log = logging.getLogger("roostream.kafka")
 
@@ -87,13 +88,38 @@ def wait_for_broker(broker: Broker, stop: threading.Event | None = None, timeout
             backoff.wait(error, stop)
 
 
-def topic_ids(broker: Broker, topics: Iterable[str]) -> dict[str, str]:
-    """Topic → the broker's id of it (changes when a topic is deleted and made again)."""
-    from confluent_kafka import TopicCollection
+def wait_for_topics(
+    broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event | None = None
+) -> dict[str, str]:
+    """Block until the topics are there; full name → the broker's id of it (changes when a topic is deleted and made again).
 
-    client = admin(broker)
-    described = client.describe_topics(TopicCollection(list(topics)), request_timeout=10)
-    return {name: str(future.result().topic_id) for name, future in described.items()}
+    Raises:
+        ConfigError: one has other partitions than the deployment says.
+        UnavailableError: `stop` was set. Says once a minute that it waits.
+    """
+    client, expected = admin(broker), {name_of(prefix, topic): partitions_of(topic, partitions) for topic in topics}
+
+    def describe() -> dict[str, Any]:
+        try:
+            described = client.describe_topics(TopicCollection(list(expected)), request_timeout=2)
+            return {name: future.result() for name, future in described.items()}
+        except KafkaException as error:
+            raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
+
+    found = Backoff(what=f"topics {', '.join(expected)} at {broker}").until(describe, (UnavailableError,), stop)
+    for name, number in expected.items():
+        if number != (got := len(found[name].partitions)):
+            raise ConfigError(f"topic {name} at {broker}: expected {number} partitions, got {got}; set partitions to what it has")
+    return {name: str(topic.topic_id) for name, topic in found.items()}
+
+
+def check_topics(broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event) -> None:
+    """`wait_for_topics` for a thread of its own beside a program that needn't wait. Raises ConfigError; returns on `stop`."""
+    try:
+        wait_for_topics(broker, prefix, topics, partitions, stop)
+    except UnavailableError:
+        if not stop.is_set():
+            raise
 
 
 def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:

@@ -18,10 +18,10 @@ IMPRESSIONS, ENGAGEMENTS, SAMPLES = "impressions", "engagements", "samples"
 CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS = "corrections", "rows", "predictions", "dead_letters"
 EVENTS = (IMPRESSIONS, ENGAGEMENTS)  # what the joiner reads; in its envelopes a topic's place is its byte
 
-PARTITIONS = {IMPRESSIONS: 4, ENGAGEMENTS: 4, SAMPLES: 4, CORRECTIONS: 4, ROWS: 4, PREDICTIONS: 4, DEAD_LETTERS: 1}
-NUM_BUCKETS = 64  # a stack; `rows` partition of a bucket = bucket mod 4
+TOPICS = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, ROWS, PREDICTIONS, DEAD_LETTERS)
 
-TOPICS = tuple(PARTITIONS)
+# Of a deployment that chooses none. A bucket's rows are in partition `bucket mod partitions` of `rows`.
+DEFAULT_PARTITIONS, DEFAULT_BUCKETS = 4, 64
 
 _HOUR_MS = 3_600_000
 

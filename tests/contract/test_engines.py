@@ -21,7 +21,7 @@ from roo.schema_registry import to_toml
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.topic_admin import TopicAdmin
-from runtime.kafka.topics import TopicSettings
+from runtime.kafka.topics import DEFAULT_PARTITIONS, TopicSettings
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
 from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
@@ -76,7 +76,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the local engine wrote, killed in the middle."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
-    TopicAdmin(clients.admin(Broker(bootstrap)), LOCAL, 4, TopicSettings(replay=True)).create()
+    TopicAdmin(clients.admin(Broker(bootstrap)), LOCAL, DEFAULT_PARTITIONS, TopicSettings(replay=True)).create()
     produce(bootstrap, LOCAL, RECORDS[:HALF])
     first = start_local(stack, home)
     wait("a first sample and a snapshot", lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")))

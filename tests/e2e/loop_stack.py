@@ -16,7 +16,7 @@ from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, PARTITIONS, SAMPLES, name_of, nested
+from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES, name_of, nested
 from runtime.manifest import Manifest
 
 
@@ -118,7 +118,7 @@ def produce_garbage(stack: Stack) -> int:
     client = clients.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):
-        for partition in range(PARTITIONS[topic]):
+        for partition in range(stack.options.partitions):
             for value in (b"", b"no record", b"\x01\x01\xff\xff\xff"):
                 clients.send(
                     client, name_of(stack.prefix, topic), key=b"\0" * 8, value=value, timestamp_ms=now_ms, partition=partition

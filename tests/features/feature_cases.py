@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from features.store import EVENT_PARTITIONS
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.wire import Record
 from runtime.kafka.record_reader import MemoryReader
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
+from runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, EVENTS, IMPRESSIONS, Partition, all_partitions
+
+EVENT_PARTITIONS = all_partitions(EVENTS, DEFAULT_PARTITIONS)
 
 T0 = 1_700_000_000_000
 

@@ -11,7 +11,7 @@ from roo.errors import SetupError
 from runtime.flink_rest import FlinkRest
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import PARTITIONS, SAMPLES
+from runtime.kafka.topics import DEFAULT_PARTITIONS, SAMPLES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 WAIT_S = 120.0
@@ -27,8 +27,8 @@ def consume(stack: Stack) -> list[bytes]:
     from confluent_kafka import TopicPartition
 
     client = clients.consumer(Broker(stack.endpoints.kafka), "test")
-    client.assign([TopicPartition(SAMPLES, p, 0) for p in range(PARTITIONS[SAMPLES])])
-    expected = sum(clients.end_offsets(client, SAMPLES, range(PARTITIONS[SAMPLES])).values())
+    client.assign([TopicPartition(SAMPLES, p, 0) for p in range(DEFAULT_PARTITIONS)])
+    expected = sum(clients.end_offsets(client, SAMPLES, range(DEFAULT_PARTITIONS)).values())
     found: list[bytes] = []
     for _ in range(int(WAIT_S)):
         found += [m.value() for m in client.consume(100, timeout=1.0) if m.error() is None]

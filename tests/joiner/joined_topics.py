@@ -10,7 +10,7 @@ from roo import wire
 from roo.wire import Record
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import PARTITIONS, name_of
+from runtime.kafka.topics import DEFAULT_PARTITIONS, name_of, partitions_of
 from tests.joiner import generated
 
 SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
@@ -32,7 +32,7 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
     from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
     client = clients.consumer(Broker(bootstrap), "test")
-    name, partitions = name_of(prefix, topic), range(PARTITIONS[topic])
+    name, partitions = name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))
     client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
     left = sum(clients.end_offsets(client, name, partitions).values())
     messages: list[Any] = []
@@ -70,6 +70,6 @@ def wait(what: str, reached: Callable[[], bool]) -> None:
 def count(bootstrap: str, prefix: str, topic: str) -> int:
     client = clients.consumer(Broker(bootstrap), "count")
     try:
-        return sum(clients.end_offsets(client, name_of(prefix, topic), range(PARTITIONS[topic])).values())
+        return sum(clients.end_offsets(client, name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))).values())
     finally:
         client.close()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import MODEL, SCHEMA
+from serving_cases import MODEL, SCHEMA, config_of
 
 from models.build import build_model
+from roo.errors import ConfigError
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.manifest import Manifest, dense_name, store_file
+from serving.build import _check_shape
 from serving.dense import DenseFollower
 from serving.scorer import Versions, first_version
 from tests.runtime.manifest_cases import a_manifest, encoded
@@ -188,3 +191,13 @@ def test_the_thread_polls_until_it_is_told_to_stop(commits: Commits) -> None:
 
     commits.follower.run(Rounds(), stop)
     assert commits.installed == ["1-1"]
+
+
+def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:
+    config = config_of(tmp_path, shards=("127.0.0.1:1", "127.0.0.1:2"), buckets=128)
+    commits = Commits(tmp_path / "store")
+    commits.follower.check = partial(_check_shape, config)
+    commits.commit(1)
+    with pytest.raises(ConfigError, match="expected num_buckets = 64, got 128; use the committed value"):
+        commits.follower.poll()
+    assert commits.installed == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def beats(log: FeatureLog) -> list[LogRecord]:
 
 def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
-    heartbeat.beat(feature_log, Stamps(clock), "serving-1")
+    heartbeat.beat(feature_log, Stamps(clock), "serving-1", 4)
     records = beats(feature_log)
     assert [(r.topic, r.partition) for r in records] == [
         *(("impressions", p) for p in range(4)),
@@ -78,6 +79,6 @@ def test_a_full_log_pauses_heartbeats_and_says_so_once(feature_log: FeatureLog, 
                 stop.set()
             return super().sleep(seconds, stop)
 
-    heartbeat.run(feature_log, Stamps(Rounds()), "serving-1", 1000, Rounds(), threading.Event())
+    heartbeat.run(partial(heartbeat.beat, feature_log, Stamps(Rounds()), "serving-1", 4), 1000, Rounds(), threading.Event())
     assert caplog.text.count("no heartbeats for now") == 1
     assert feature_log.end.sequence > 8

@@ -300,10 +300,10 @@ def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
             working = asyncio.create_task(http.post("/v1/rank", json=BODY))
             await asyncio.to_thread(service.begun.acquire)
             clock.advance(5.0)  # type: ignore[attr-defined]
-            beat(built.parts.log, built.parts.stamps, "p")
+            beat(built.parts.log, built.parts.stamps, "p", 4)
             service.go.set()
             await working
-            beat(built.parts.log, built.parts.stamps, "p")
+            beat(built.parts.log, built.parts.stamps, "p", 4)
 
     asyncio.run(go())
     times = [(r.partition, r.timestamp_ms) for r in built.records() if r.topic == "impressions"]

@@ -19,7 +19,7 @@ from roo.ids import bucket_of
 from roo.lookup import Lookup, StackLookup
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import RecordsGoneError
-from runtime.kafka.topics import NUM_BUCKETS
+from runtime.kafka.topics import DEFAULT_BUCKETS
 from runtime.transport import Answer, InMemoryTransport
 from serving.row_follower import RowFollower
 
@@ -37,7 +37,7 @@ class Shard:
         self.num_scans += 1
         ids = np.array(sorted(self.rows) if header["stack"] == ITEM.stack else [], np.int64)
         rows = np.array([[self.rows[i]] * self._dim(header["stack"]) for i in ids.tolist()], np.float32)
-        buckets = [[b, *self.version, 0] for b in range(NUM_BUCKETS)]
+        buckets = [[b, *self.version, 0] for b in range(DEFAULT_BUCKETS)]
         columns = [np.full(len(ids), ITEM.id, np.uint32), ids, rows.reshape(len(ids), self._dim(header["stack"]))]
         return {"cursor": -1, "incarnation": self.version[0], "buckets": buckets}, columns
 
@@ -49,7 +49,7 @@ def delta(item: int, value: float, sequence: int, incarnation: int = 1, **times:
     message = pb.RowDelta(
         schema=SCHEMA.fingerprint,
         stack=ITEM.stack,
-        bucket=bucket_of(item, ITEM.id, NUM_BUCKETS),
+        bucket=bucket_of(item, ITEM.id, DEFAULT_BUCKETS),
         incarnation=incarnation,
         sequence=sequence,
         table_id=ITEM.id,
@@ -62,7 +62,7 @@ def delta(item: int, value: float, sequence: int, incarnation: int = 1, **times:
 
 
 def barrier(item: int, incarnation: int, rebootstrap: bool) -> bytes:
-    bucket = bucket_of(item, ITEM.id, NUM_BUCKETS)
+    bucket = bucket_of(item, ITEM.id, DEFAULT_BUCKETS)
     message = pb.Barrier(stack=ITEM.stack, bucket=bucket, incarnation=incarnation, rebootstrap=rebootstrap)
     return wire.encode(wire.BARRIER, message)
 

@@ -68,11 +68,11 @@ def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
 
 
 def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
-    reading = rows_reading("p-")
+    reading = rows_reading("p-", 4)
     assert reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3)) and reading.named() == "p-rows"
     assert not reading.skips_lost and reading.follows_ends
 
 
 def test_opening_connects_to_nobody() -> None:
-    KafkaReader.open(Broker("127.0.0.1:1"), "g", rows_reading("")).close()
+    KafkaReader.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4)).close()
     LogTopics.open(Broker("127.0.0.1:1"), "").close()

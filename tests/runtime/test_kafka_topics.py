@@ -1,0 +1,62 @@
+"""Waiting for topics, and refusing those that are divided otherwise; the brokers are a fake."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from roo.errors import ConfigError, UnavailableError
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES
+
+
+class FakeAdmin:
+    """Answers `describe_topics`; the first `num_failures` times it is away."""
+
+    def __init__(self, partitions: dict[str, int], num_failures: int = 0) -> None:
+        self.partitions, self.num_failures = partitions, num_failures
+
+    def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "away"))
+        out = {}
+        for name, number in self.partitions.items():
+            found: Future[Any] = Future()
+            found.set_result(type("Described", (), {"partitions": [None] * number, "topic_id": f"id-of-{name}"})())
+            out[name] = found
+        return out
+
+
+def brokers(monkeypatch: pytest.MonkeyPatch, partitions: dict[str, int], num_failures: int = 0) -> Broker:
+    monkeypatch.setattr(clients, "admin", lambda broker: FakeAdmin(partitions, num_failures))
+    return Broker("k:1")
+
+
+def test_topics_are_waited_for_and_told_with_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = brokers(monkeypatch, {"p.samples": 8, "p.dead_letters": 1}, num_failures=1)
+    found = clients.wait_for_topics(broker, "p.", (SAMPLES, DEAD_LETTERS), 8)
+    assert found == {"p.samples": "id-of-p.samples", "p.dead_letters": "id-of-p.dead_letters"}
+
+
+@pytest.mark.parametrize("got", [4, 16])
+def test_other_partitions_than_the_deployments_are_refused(monkeypatch: pytest.MonkeyPatch, got: int) -> None:
+    broker = brokers(monkeypatch, {"rows": got})
+    with pytest.raises(ConfigError, match=f"topic rows at k:1: expected 8 partitions, got {got}; set partitions to what it has"):
+        clients.wait_for_topics(broker, "", (ROWS,), 8)
+    with pytest.raises(ConfigError):
+        clients.check_topics(broker, "", (ROWS,), 8, threading.Event())
+
+
+def test_a_check_beside_a_program_ends_quietly_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, stop = brokers(monkeypatch, {"rows": 8}, num_failures=10**6), threading.Event()
+    stop.set()
+    with pytest.raises(UnavailableError):
+        clients.wait_for_topics(broker, "", (ROWS,), 8, stop)
+    clients.check_topics(broker, "", (ROWS,), 8, stop)
+    assert stop.is_set()
