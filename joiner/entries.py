@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from joiner.state import Engagement, Head, Impression, MemoryState, Request, Scope, Tally
+from joiner.state import Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
 from roo.errors import CheckpointError
 
 VERSION = 2
@@ -71,6 +71,24 @@ class _Table(Generic[K, V]):
             self.changed.clear()
 
 
+class _Events:
+    """The engagements of one request."""
+
+    __slots__ = ("request_id", "table")
+
+    def __init__(self, table: _Table[tuple[str, int], Engagement | Trace], request_id: str) -> None:
+        self.table, self.request_id = table, request_id
+
+    def get(self, event_id: int, /) -> Engagement | Trace | None:
+        return self.table.get((self.request_id, event_id))
+
+    def __setitem__(self, event_id: int, event: Engagement | Trace, /) -> None:
+        self.table[self.request_id, event_id] = event
+
+    def __delitem__(self, event_id: int, /) -> None:
+        del self.table[self.request_id, event_id]
+
+
 class Entries:
     """Of one key at a time: `forget`, then a call of the join, then `flush`. A call that raised is undone by `forget`."""
 
@@ -80,14 +98,14 @@ class Entries:
         self._head_was: bytes | None = None
         self.requests: _Table[str, Request] = _Table(store, Request, "r{}".format)
         self.impressions: _Table[tuple[str, int], Impression] = _Table(store, Impression, _named("i"))
-        self.events: _Table[tuple[str, int], Engagement] = _Table(store, Engagement, _named("e"))
+        self._events: _Table[tuple[str, int], Engagement | Trace] = _Table(store, Engagement | Trace, _named("e"))  # type: ignore[arg-type]
         self.tallies: _Table[tuple[str, int], Tally] = _Table(store, Tally, _named("t"))
         self.scopes: _Table[int, Scope] = _Table(store, Scope, "s{}".format)
         self.due: _Table[int, list[tuple[str, int]]] = _Table(store, list[tuple[str, int]], "d{}".format)
         self._tables: list[_Table[Any, Any]] = [
             self.requests,
             self.impressions,
-            self.events,
+            self._events,
             self.tallies,
             self.scopes,
             self.due,
@@ -99,6 +117,23 @@ class Entries:
             self._head_was = self.store.get("h")
             self._head = Head() if self._head_was is None else _decode_head(self._head_was)
         return self._head
+
+    def events_of(self, request_id: str, /) -> _Events:
+        return _Events(self._events, request_id)
+
+    def chain(self, request_id: str, request: Request, /) -> list[Engagement | Trace]:
+        """Each names the one before it, so that one more is written without a look at the others."""
+        found, event_id = [], request.last_event
+        while event_id:
+            event = self._events.get((request_id, event_id))
+            assert event is not None, f"engagement {event_id} of {request_id} is missing"
+            found.append(event)
+            event_id = event.previous
+        return found
+
+    def forget_events(self, request_id: str, request: Request, /) -> None:
+        for event in self.chain(request_id, request):
+            del self._events[request_id, event.event_id]
 
     def flush(self) -> None:
         """Write what has changed."""

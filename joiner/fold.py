@@ -12,7 +12,7 @@ import struct
 from typing import TypeAlias
 
 from joiner.state import Tally
-from roo.schema import Label, Schema
+from roo.schema import Schema
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -26,9 +26,9 @@ class Labels:
 
     def __init__(self, schema: Schema) -> None:
         self.count = len(schema.labels)
-        self._of_action: dict[str, list[tuple[int, Label]]] = {}
+        self._of_action: dict[str, list[tuple[int, str, int, float]]] = {}  # place, fold, own window, threshold
         for n, label in enumerate(schema.labels):
-            self._of_action.setdefault(label.action, []).append((n, label))
+            self._of_action.setdefault(label.action, []).append((n, label.fold, label.window_ms, label.threshold))
         self._pack = struct.Struct(f"<{self.count}f").pack
 
     def nothing(self) -> Tally:
@@ -39,11 +39,22 @@ class Labels:
         """Count an engagement that follows those in `tally`; one that comes out of order is no `last` one. The times: the
         request's, and its window."""
         at_ms, event_id, action, value = fact
-        for n, label in self._of_action.get(action, ()):
-            if at_ms > request_ms + (label.window_ms or window_ms) or (label.threshold and value < label.threshold):
+        for n, fold, own_ms, threshold in self._of_action.get(action, ()):
+            if at_ms > request_ms + (own_ms or window_ms) or (threshold and value < threshold):
                 continue
             newest, this = tally.newest[n], (at_ms, event_id)
-            tally.values[n] = _fold(label.fold, tally.values[n], value, first=newest == (0, 0), last=this >= newest)
+            if fold == "any":
+                tally.values[n] = 1.0
+            elif fold == "count":
+                tally.values[n] += 1.0
+            elif fold == "sum":
+                tally.values[n] += value
+            elif newest == (0, 0):
+                tally.values[n] = value
+            elif fold == "max":
+                tally.values[n] = max(tally.values[n], value)
+            elif this >= newest:
+                tally.values[n] = value
             if this > newest:
                 tally.newest[n] = this
 
@@ -53,17 +64,3 @@ class Labels:
             return self._pack(*tally.values)
         except OverflowError:
             return self._pack(*[min(max(value, -_FLOAT32_MAX), _FLOAT32_MAX) for value in tally.values])
-
-
-def _fold(fold: str, before: float, value: float, *, first: bool, last: bool) -> float:
-    if fold == "any":
-        return 1.0
-    if fold == "count":
-        return before + 1.0
-    if fold == "sum":
-        return before + value
-    if first:
-        return value
-    if fold == "max":
-        return max(before, value)
-    return value if last else before

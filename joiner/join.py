@@ -25,22 +25,8 @@ from msgspec import structs
 from joiner import scopes
 from joiner.build import dead_event
 from joiner.passage import Passage
-from joiner.rules import Rules, close_at, joins_at, note_joined, shown_at, window_of
-from joiner.state import (
-    CLOSED,
-    GONE,
-    NEVER,
-    OPEN,
-    PENDING,
-    WAITING,
-    Engagement,
-    Impression,
-    JoinState,
-    Page,
-    Request,
-    chain,
-    index_of,
-)
+from joiner.rules import Rules, close_at, note_joined, set_joins, shown_at, window_of
+from joiner.state import NEVER, OPEN, WAITING, Engagement, Impression, JoinState, Page, Request, Trace, index_of
 from joiner.turn import Turn
 from roo.schema import Registry
 
@@ -114,7 +100,7 @@ class Join:
             request.pages.append(page)
         if request.pages[0] is page:
             self._open(turn, request_id, request, page)
-        if request.num_events:
+        if request.num_pending:
             self._meet_page(turn, request_id, request, page)
         self._set_close(turn, request_id, request)
         state.requests[request_id] = request
@@ -175,18 +161,20 @@ class Join:
         sooner by it, or perhaps no longer (its schema)."""
         state, rules = turn.state, self.rules
         waited = set(request.waiting)
+        held = state.events_of(request_id)
         if request.pages[-1] is page:
-            events: Iterable[Engagement | None] = [state.events.get((request_id, event_id)) for event_id in request.waiting]
+            events = [held.get(event_id) for event_id in request.waiting]
         else:
-            events = [e for e in chain(state, request_id, request) if e.status == PENDING]
+            events = [*state.chain(request_id, request)]
             request.joined_ms, request.terminal_ms = [], NEVER
         num_orphans, request.waiting = 0, []
         for event in events:
-            assert event is not None
-            shown_ms = shown_at(request, event.item_id)
-            num_orphans += shown_ms is None
-            event.joins_ms = joins_at(event, shown_ms, rules)
-            state.events[request_id, event.event_id] = event
+            if not isinstance(event, Engagement):
+                continue
+            shown = shown_at(request, event.item_id)
+            num_orphans += shown is None
+            set_joins(event, shown, rules)
+            held[event.event_id] = event
             if event.joins_ms != NEVER:
                 note_joined(rules, request, event.action, event.joins_ms)
                 continue
@@ -207,15 +195,15 @@ class Join:
                 turn.outputs.append(dead_event(turn.key, event, "too_late", error))
                 return
             request = Request()
-        else:
-            known = state.events.get((request_id, event.event_id))
-            if known is not None and known.status != GONE:
-                if known.status == PENDING:
+        elif request.last_event:
+            known = state.events_of(request_id).get(event.event_id)
+            if known is not None and not (type(known) is Trace and known.gone):
+                if type(known) is Engagement:
                     known.copies += 1
-                    state.events[request_id, event.event_id] = known
+                    state.events_of(request_id)[event.event_id] = known
                 return
-        shown_ms = shown_at(request, event.item_id) if request.phase == OPEN else None
-        is_orphan = request.phase <= OPEN and shown_ms is None
+        shown = shown_at(request, event.item_id) if request.phase == OPEN else None
+        is_orphan = shown is None and request.phase <= OPEN
         if request.num_events >= rules.max_engagements or (is_orphan and state.head.num_orphans >= rules.max_orphans):
             error = f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request"
             turn.outputs.append(dead_event(turn.key, event, "overflow", error))
@@ -227,19 +215,20 @@ class Join:
         else:
             event.previous, request.last_event = request.last_event, event.event_id
         request.num_events += 1
-        if request.phase >= CLOSED:
-            self._passage.plan_event(turn, request_id, request, event)
+        request.num_pending += 1
+        if request.phase <= OPEN:
+            self._hold(turn, request, event, shown)
         else:
-            self._hold(turn, request, event, shown_ms)
-        state.events[request_id, event.event_id] = event
+            self._passage.plan_event(turn, request_id, request, event)
+        state.events_of(request_id)[event.event_id] = event
         state.requests[request_id] = request
 
-    def _hold(self, turn: Turn, request: Request, event: Engagement, shown_ms: int | None) -> None:
+    def _hold(self, turn: Turn, request: Request, event: Engagement, shown: tuple[int, int] | None) -> None:
         """Before the close: an engagement joins or waits."""
-        event.joins_ms = joins_at(event, shown_ms, self.rules)
+        set_joins(event, shown, self.rules)
         if event.joins_ms == NEVER:
             request.waiting.append(event.event_id)
-            if shown_ms is None:
+            if shown is None:
                 request.num_orphans += 1
                 turn.state.head.num_orphans += 1
             turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, event.request_id, event.event_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from joiner import build, scopes
 from joiner.build import Change, Content, dead_event
@@ -10,12 +10,8 @@ from joiner.fold import Fact, Labels
 from joiner.rules import Rules, shown_at
 from joiner.state import (
     CLOSED,
-    DONE,
-    GONE,
     NEVER,
-    NOWHERE,
     OPEN,
-    PENDING,
     THIN,
     WAITING,
     Engagement,
@@ -24,7 +20,7 @@ from joiner.state import (
     Page,
     Request,
     Tally,
-    chain,
+    Trace,
     index_of,
 )
 from joiner.turn import Turn
@@ -71,8 +67,8 @@ class Passage:
 
     def event(self, turn: Turn, request_id: str, request: Request, event_id: int) -> None:
         """An engagement that was to be looked at now; nothing if it has joined, or was dealt with."""
-        event = turn.state.events.get((request_id, event_id))
-        if event is None or event.status != PENDING:
+        event = turn.state.events_of(request_id).get(event_id) if request.num_pending else None
+        if type(event) is not Engagement:
             return
         if request.phase == CLOSED:
             self._settle(turn, request_id, request, event)
@@ -102,7 +98,7 @@ class Passage:
         state, pages = turn.state, request.pages
         if request.late:
             request.close_ms, request.reason = min(request.close_ms, turn.watermark_ms), pb.CLOSE_LATE
-        folded, left = self._divide(turn, request_id, request)
+        folded, left = self._divide(turn, request_id, request) if request.num_pending else ((), ())
         if request.scope is not None:
             scopes.close(state, request_id, request)
         state.head.num_open -= 1
@@ -117,12 +113,12 @@ class Passage:
         request.phase, request.items, request.header = CLOSED, rows.items, build.header_of(shown[0])
         request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
         request.waiting, request.joined_ms, request.num_orphans = [], [], 0
+        facts, labels, num_labels = self._fold(state, request_id, request, folded, one=len(pages) == 1 and not rows.num_repeats)
         num_duplicates = rows.num_repeats - len(used) - len(folded)
         for page in used:
             num_duplicates += page.copies
         for _, _, event in folded:
             num_duplicates += event.copies
-        facts, labels, num_labels = self._fold(state, request_id, request, folded)
         content = Content(shown, rows.of_page, num_labels, labels, facts, num_duplicates)
         turn.outputs.append(build.sample(turn.key, request_id, request, content))
         self._drop_unused(turn, request_id, request, impressions, used)
@@ -144,15 +140,15 @@ class Passage:
 
     def _divide(
         self, turn: Turn, request_id: str, request: Request
-    ) -> tuple[list[tuple[int, int, Engagement]], list[Engagement]]:
+    ) -> tuple[Sequence[tuple[int, int, Engagement]], Sequence[Engagement]]:
         """Of the pending engagements: those that are folded, in order, with (time, event id), and those that stay. Those whose
         time was over before the close are given up."""
         folded: list[tuple[int, int, Engagement]] = []
         left: list[Engagement] = []
         over: list[Engagement] = []
         close_ms = request.close_ms
-        for event in chain(turn.state, request_id, request):
-            if event.status != PENDING:
+        for event in turn.state.chain(request_id, request):
+            if type(event) is not Engagement:
                 continue
             if event.joins_ms <= close_ms:
                 folded.append((event.joins_ms, event.event_id, event))
@@ -166,24 +162,27 @@ class Passage:
         return folded, left
 
     def _fold(
-        self, state: JoinState, request_id: str, request: Request, folded: list[tuple[int, int, Engagement]]
+        self, state: JoinState, request_id: str, request: Request, folded: Sequence[tuple[int, int, Engagement]], *, one: bool
     ) -> tuple[list[tuple[int, Fact]], bytes, int]:
-        """(facts, labels f4 [candidates, labels], number of labels) of a request that closes."""
+        """(facts, labels f4 [candidates, labels], number of labels) of a request that closes. `one`: it has one page, and an
+        item's row there is its candidate."""
         of = self._labels_of(request.schema)
         size = 4 * of.count
         if not folded:
             return [], bytes(size * (len(request.items) >> 3)), of.count
+        events, time_ms, window_ms = state.events_of(request_id), request.time_ms, request.window_ms
         facts: list[tuple[int, Fact]] = []
         tallies: dict[int, Tally] = {}
         for at_ms, event_id, event in folded:
-            candidate = index_of(request.items, event.item_id.to_bytes(8, "little"))
+            candidate = event.row if one else index_of(request.items, event.item_id.to_bytes(8, "little"))
             fact = (at_ms, event_id, event.action, event.value)
             facts.append((candidate, fact))
             tally = tallies.get(candidate)
             if tally is None:
                 tally = tallies[candidate] = of.nothing()
-            of.add(tally, fact, request.time_ms, request.window_ms)
-            _end(state, request_id, event, DONE)
+            of.add(tally, fact, time_ms, window_ms)
+            events[event_id] = Trace(event_id, event.previous)
+        request.num_pending -= len(folded)
         labels = bytearray(size * (len(request.items) >> 3))
         for candidate, tally in tallies.items():
             labels[size * candidate : size * (candidate + 1)] = of.pack(tally)
@@ -216,7 +215,7 @@ class Passage:
         used = [_known(state.impressions.get((request_id, p.digest))) for p in request.pages] if with_features else []
         change = Change(candidate, fact, before, of.pack(tally))
         turn.outputs.append(build.correction(turn.key, request_id, request, change, used, of.count))
-        _end(state, request_id, event, DONE)
+        _end(state, request_id, request, event)
 
     def _give_up(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
         """An orphan's time is over."""
@@ -227,20 +226,19 @@ class Passage:
                 request.num_orphans -= 1
                 turn.state.head.num_orphans -= 1
         if request.time_ms > event.time_ms + timeout_ms:
-            error, status = f"no impression of it came within {timeout_ms} ms", GONE
-            request.num_events -= 1
+            error = f"no impression of it came within {timeout_ms} ms"
             turn.outputs.append(dead_event(turn.key, event, "no_request", error))
+            _end(turn.state, request_id, request, event, gone=True)
         else:
-            error, status = f"its request did not show item {event.item_id}", DONE
+            error = f"its request did not show item {event.item_id}"
             turn.outputs.append(dead_event(turn.key, event, "item_not_shown", error))
-        _end(turn.state, request_id, event, status)
+            _end(turn.state, request_id, request, event)
 
     def _refuse_late(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
         """THIN: what comes up to the end of it is too late."""
         error = f"its request closed at {request.close_ms}, more than {self.rules.late_horizon_ms} ms before"
         turn.outputs.append(dead_event(turn.key, event, "too_late", error))
-        request.num_events -= 1
-        _end(turn.state, request_id, event, GONE)
+        _end(turn.state, request_id, request, event, gone=True)
 
     def _drop_pages(self, state: JoinState, request_id: str, request: Request) -> None:
         """Corrections carry no features from here on."""
@@ -251,10 +249,9 @@ class Passage:
     def _thin(self, turn: Turn, request_id: str, request: Request) -> None:
         """Corrections end here; only what is beyond the late horizon still waits."""
         state, horizon_ms = turn.state, request.close_ms + self.rules.late_horizon_ms
-        if request.num_events:
-            for event in _pending(state, request_id, request):
-                if event.time_ms <= horizon_ms:
-                    self._settle(turn, request_id, request, event)
+        for event in _pending(state, request_id, request):
+            if event.time_ms <= horizon_ms:
+                self._settle(turn, request_id, request, event)
         for candidate in request.tallied:
             del state.tallies[request_id, candidate]
         request.phase, request.header, request.items, request.tallied = THIN, b"", b"", []
@@ -273,11 +270,11 @@ class Passage:
         if not waiting:
             self._remove(state, request_id, request)
             return
-        ids = [e.event_id for e in waiting]
+        n = len(waiting)
         state.requests[request_id] = Request(
-            waiting=ids, num_orphans=len(ids), num_events=len(ids), last_event=request.last_event
+            waiting=[e.event_id for e in waiting], num_orphans=n, num_events=n, num_pending=n, last_event=request.last_event
         )
-        state.head.num_orphans += len(ids)
+        state.head.num_orphans += n
         for event in waiting:
             turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, request_id, event.event_id)
 
@@ -301,30 +298,28 @@ def _in_order(events: Iterable[Engagement]) -> list[Engagement]:
 
 
 def _pending(state: JoinState, request_id: str, request: Request) -> list[Engagement]:
-    found = [e for e in chain(state, request_id, request) if e.status == PENDING]
-    return _in_order(found) if found else found
+    """In (time, event id) order."""
+    if not request.num_pending:
+        return []
+    return _in_order([e for e in state.chain(request_id, request) if isinstance(e, Engagement)])
 
 
-def _end(state: JoinState, request_id: str, event: Engagement, status: int) -> None:
-    """Of an engagement that has come to its end, only what tells copies of it is left."""
-    event.status, event.raw, event.origin, event.action, event.request_id = status, b"", NOWHERE, "", ""
-    state.events[request_id, event.event_id] = event
+def _end(state: JoinState, request_id: str, request: Request, event: Engagement, *, gone: bool = False) -> None:
+    """Of an engagement that has come to its end, only what tells copies of it is left; of one that is forgotten, its place."""
+    request.num_pending -= 1
+    request.num_events -= gone
+    state.events_of(request_id)[event.event_id] = Trace(event.event_id, event.previous, gone)
 
 
 def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[Engagement]:
     """Forget all engagements of a request but those that are pending, which are returned and make up its chain."""
-    kept: list[Engagement] = []
-    if not request.last_event:
-        return kept
-    for event in list(chain(state, request_id, request)):
-        if event.status == PENDING:
-            kept.append(event)
-        else:
-            del state.events[request_id, event.event_id]
+    kept = _pending(state, request_id, request)
+    if request.last_event:
+        state.forget_events(request_id, request)
     request.last_event, request.num_events = 0, len(kept)
     for event in kept:
         event.previous, request.last_event = request.last_event, event.event_id
-        state.events[request_id, event.event_id] = event
+        state.events_of(request_id)[event.event_id] = event
     return kept
 
 

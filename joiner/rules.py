@@ -80,22 +80,25 @@ def _window_ms(surface: str, window: Any) -> int:
     return ms
 
 
-def shown_at(request: Request, item_id: int) -> int | None:
-    """When the item was first shown, by the pages of the request's own schema; None if it was not."""
+def shown_at(request: Request, item_id: int) -> tuple[int, int] | None:
+    """(when an item was first shown, its row on that page), by the pages of the request's own schema; None if it was not."""
     entry = item_id.to_bytes(8, "little")
     for page in request.pages:  # by time
-        if entry in page.items and page.schema == request.schema and index_of(page.items, entry) >= 0:
-            return page.time_ms
+        if page.schema == request.schema:
+            row = index_of(page.items, entry)
+            if row >= 0:
+                return page.time_ms, row
     return None
 
 
-def joins_at(engagement: Engagement, shown_ms: int | None, rules: Rules) -> int:
+def set_joins(engagement: Engagement, shown: tuple[int, int] | None, rules: Rules) -> None:
     """When an engagement takes effect: at its time, but no sooner than its item was shown. NEVER: it doesn't join, since its
     item isn't shown, or only after the engagement was given up."""
     time_ms = engagement.time_ms
-    if shown_ms is None or shown_ms > time_ms + rules.orphan_timeout_ms:
-        return NEVER
-    return time_ms if time_ms > shown_ms else shown_ms
+    if shown is None or shown[0] > time_ms + rules.orphan_timeout_ms:
+        engagement.joins_ms = NEVER
+    else:
+        engagement.joins_ms, engagement.row = max(time_ms, shown[0]), shown[1]
 
 
 def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:

@@ -12,7 +12,7 @@ A request goes through four phases:
 | `Head` | – | the key's last request is forgotten |
 | `Request` | request id | it is forgotten |
 | `Impression` | request id, digest | the close, or the end of the correction horizon |
-| `Engagement` | request id, event id | the request is THIN; afterwards only what is pending |
+| `Engagement`, then `Trace` | request id, event id | the request is THIN; afterwards only what is pending |
 | `Tally` | request id, candidate | the request is THIN |
 | `Scope` | session, or 0 for the user | its last request is forgotten; only with the next-request rule |
 | due list | time in ms | that time |
@@ -23,7 +23,7 @@ engagements of a request are a chain, each naming the one before, so that one mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from msgspec import Struct, field  # gc=False: no entry can refer to itself, and many are remembered
@@ -35,10 +35,6 @@ START = -(1 << 63)
 
 WAITING, OPEN, CLOSED, THIN = range(4)
 
-PENDING, DONE, GONE = range(3)
-"""Of an engagement: neither folded, corrected nor refused yet · one of these, a copy is a duplicate · given up and forgotten,
-a copy is a new engagement."""
-
 
 class Origin(Struct, array_like=True, frozen=True, gc=False):
     """Where a record came from."""
@@ -46,9 +42,6 @@ class Origin(Struct, array_like=True, frozen=True, gc=False):
     topic: str
     partition: int
     offset: int
-
-
-NOWHERE = Origin("", 0, 0)
 
 
 class Page(Struct, array_like=True, frozen=True, gc=False):
@@ -84,8 +77,8 @@ class Impression(Struct, array_like=True, gc=False):
         return self.canonical or self.raw
 
 
-class Engagement(Struct, array_like=True, gc=False):
-    """An engagement event on an item of a request. Once it is DONE or GONE only what tells copies is left of it."""
+class Engagement(Struct, array_like=True, gc=False, tag=0):
+    """An engagement event on an item of a request; as an entry: neither folded, corrected nor refused yet."""
 
     origin: Origin
     request_id: str
@@ -96,9 +89,17 @@ class Engagement(Struct, array_like=True, gc=False):
     time_ms: int
     raw: bytes
     copies: int = 1
-    status: int = PENDING
     joins_ms: int = NEVER  # before the close: when it takes effect; NEVER = it does not, as things are
+    row: int = -1  # of its item on the page that first showed it
     previous: int = 0  # event id of the engagement of the same request that came before; 0 = the first
+
+
+class Trace(Struct, array_like=True, gc=False, tag=1):
+    """What is left of an engagement that was folded, corrected or refused, so that a copy of it is known."""
+
+    event_id: int
+    previous: int
+    gone: bool = False  # given up and forgotten: a copy is a new engagement
 
 
 class Request(Struct, array_like=True, gc=False):
@@ -120,6 +121,7 @@ class Request(Struct, array_like=True, gc=False):
     waiting: list[int] = field(default_factory=list)  # WAITING, OPEN: ids of engagements that do not join as things are
     num_orphans: int = 0  # those of them whose item is not shown
     num_events: int = 0  # distinct engagements
+    num_pending: int = 0  # of them
     last_event: int = 0  # id of the newest: the beginning of the chain
     scope: int | None = None  # the `Scope` that it stands in
     header: bytes = b""  # CLOSED: the sample's, with its length in front
@@ -174,8 +176,6 @@ class JoinState(Protocol):
     @property
     def impressions(self) -> Table[tuple[str, int], Impression]: ...
     @property
-    def events(self) -> Table[tuple[str, int], Engagement]: ...
-    @property
     def tallies(self) -> Table[tuple[str, int], Tally]: ...
     @property
     def scopes(self) -> Table[int, Scope]: ...
@@ -185,6 +185,15 @@ class JoinState(Protocol):
         """What is to be looked at when the watermark reaches a time: (request id, event id), event id 0 = the request itself.
         What has moved since is passed over then."""
 
+    def events_of(self, request_id: str, /) -> Table[int, Engagement | Trace]:
+        """A request's, by event id. Asked for where there is one, or is about to be."""
+
+    def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
+        """All of them, in any order."""
+
+    def forget_events(self, request_id: str, request: Request, /) -> None:
+        """None of them is left."""
+
 
 class MemoryState(Struct, array_like=True, gc=False):
     """A `JoinState` of dicts: the local engine's, and that of tests."""
@@ -192,20 +201,22 @@ class MemoryState(Struct, array_like=True, gc=False):
     head: Head = field(default_factory=Head)
     requests: dict[str, Request] = field(default_factory=dict)
     impressions: dict[tuple[str, int], Impression] = field(default_factory=dict)
-    events: dict[tuple[str, int], Engagement] = field(default_factory=dict)
+    events: dict[str, dict[int, Engagement | Trace]] = field(default_factory=dict)
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
     scopes: dict[int, Scope] = field(default_factory=dict)
     due: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
+    def events_of(self, request_id: str, /) -> dict[int, Engagement | Trace]:
+        events = self.events.get(request_id)
+        if events is None:
+            events = self.events[request_id] = {}
+        return events
 
-def chain(state: JoinState, request_id: str, request: Request) -> Iterator[Engagement]:
-    """The engagements of a request, newest first."""
-    event_id = request.last_event
-    while event_id:
-        event = state.events.get((request_id, event_id))
-        assert event is not None, f"engagement {event_id} of {request_id} is missing"
-        event_id = event.previous
-        yield event
+    def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
+        return list(self.events[request_id].values()) if request.last_event else ()
+
+    def forget_events(self, request_id: str, request: Request, /) -> None:
+        self.events.pop(request_id, None)
 
 
 def index_of(packed: bytes, entry: bytes) -> int:

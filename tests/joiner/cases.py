@@ -13,7 +13,7 @@ from joiner.entries import Entries, decode, decoder, encode
 from joiner.ingest import Event, Reader
 from joiner.join import Join
 from joiner.rules import Rules
-from joiner.state import END, START, Engagement, Head, Impression, MemoryState, Request, Scope, Tally
+from joiner.state import END, START, Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo import wire
@@ -135,7 +135,6 @@ class DictStore(dict[str, bytes]):
         state = MemoryState()
         numbered: dict[str, tuple[Any, dict[Any, Any]]] = {
             "i": (Impression, state.impressions),
-            "e": (Engagement, state.events),
             "t": (Tally, state.tallies),
         }
         for name, data in self.items():
@@ -150,6 +149,10 @@ class DictStore(dict[str, bytes]):
                 state.due[int(rest)] = decoder(list[tuple[str, int]])(data)
             else:
                 number, request_id = rest.split(".", 1)
+                if kind == "e":
+                    held: Any = decoder(Engagement | Trace)(data)  # type: ignore[arg-type]
+                    state.events_of(request_id)[int(number, 16)] = held
+                    continue
                 entry, table = numbered[kind]
                 table[request_id, int(number, 16)] = decoder(entry)(data)
         return state

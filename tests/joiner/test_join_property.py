@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joiner.rules import Rules
-from joiner.state import PENDING, MemoryState
+from joiner.state import Engagement, MemoryState
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
 from tests.joiner.cases import KEY, KINDS, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
@@ -172,7 +172,7 @@ def _ended(driver: Driver) -> set[int]:
 
 
 def _pending(driver: Driver) -> set[int]:
-    return {event_id for (_, event_id), e in driver.state.events.items() if e.status == PENDING}
+    return {e.event_id for held in driver.state.events.values() for e in held.values() if isinstance(e, Engagement)}
 
 
 @settings(max_examples=100, deadline=None)
