@@ -6,6 +6,7 @@ message is parsed or made on the way. tests/joiner/test_build.py holds the bytes
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,8 +28,6 @@ _SAMPLE, _CORRECTION = bytes((wire.SAMPLE, wire.VERSION)), bytes((wire.CORRECTIO
 _HEADER, _RO, _ITEMS, _PARTS, _LABELS = (_TAG[name] for name in ("header", "ro", "item_ids", "parts", "labels"))
 _SCORES, _POSITIONS, _PROPENSITIES = _TAG["scores"], _TAG["positions"], _TAG["propensities"]
 _WEIGHT, _NRO, _NUM_ROWS, _ACTIONS = _TAG["weight"], _PART_TAG["nro"], _PART_TAG["num_rows"], _TAG["actions"]
-_EVENT_IDS, _EVENT_CANDIDATES, _EVENT_ACTIONS = _TAG["event_ids"], _TAG["event_candidates"], _TAG["event_actions"]
-_EVENT_VALUES, _EVENT_TIMES = _TAG["event_values"], _TAG["event_times"]
 _IDS = struct.Struct(f"<{len(_TAG['sample_id'])}sQ{len(_TAG['close_reason'])}sB{len(_TAG['close_ms'])}sq")
 _NO_SCORE, _NO_PROPENSITY = struct.pack("<f", float("nan")), struct.pack("<f", 1.0)
 _u4 = struct.Struct("<I").pack
@@ -59,7 +58,8 @@ class Content(NamedTuple):
     rows: Sequence[Sequence[int]]  # of each of them
     num_labels: int  # of the schema
     labels: bytes  # f4 [candidates, labels]
-    facts: Sequence[tuple[int, Fact]]  # (candidate, engagement), in (time, event id) order
+    candidates: Sequence[int]  # of each engagement
+    facts: Sequence[Fact]  # in (time, event id) order
     num_duplicates: int
 
 
@@ -118,7 +118,7 @@ def sample(key: bytes, request_id: str, request: Request, content: Content) -> O
         features = _features(used, rows, content.num_labels)
         fields += (features.ro, column(_ITEMS, request.items), features.parts, column(_LABELS, content.labels), features.served)
     if content.facts:
-        _add_events(fields, content.facts)
+        _add_events(fields, content.candidates, content.facts)
     if content.num_duplicates:
         fields += (_TAG["num_duplicates"], varint(content.num_duplicates))
     return Output(SAMPLES, key, b"".join(fields), request.close_ms, _REASON[request.reason])
@@ -135,7 +135,7 @@ def correction(
         features = _features(used, _only(rows, change.candidate), num_labels)
     at = 8 * change.candidate
     events: list[bytes] = []
-    _add_events(events, [(0, change.fact)])
+    _add_events(events, (0,), (change.fact,))
     value = b"".join(
         (
             _CORRECTION,
@@ -256,15 +256,21 @@ def _only(rows: Sequence[Sequence[int]], candidate: int) -> list[list[int]]:
     return [[row] if i == impression else [] for i in range(len(rows))]
 
 
-def _add_events(fields: list[bytes], facts: Sequence[tuple[int, Fact]]) -> None:
-    n, actions = len(facts), dict[str, int]()
-    candidates, columns = zip(*facts, strict=True)
-    times, ids, names, values = zip(*columns, strict=True)
+def _add_events(fields: list[bytes], candidates: Sequence[int], facts: Sequence[Fact]) -> None:
+    columns = _event_columns(len(facts))
+    times, ids, names, values = zip(*facts, strict=True)
+    actions: dict[str, int] = {}
     numbers = [actions.setdefault(name, len(actions)) for name in names]
-    long, short = varint(8 * n), varint(4 * n)
-    fields += (_EVENT_IDS, long, struct.pack(f"<{n}Q", *ids), _EVENT_CANDIDATES, short, struct.pack(f"<{n}I", *candidates))
-    fields += (_EVENT_ACTIONS, short, struct.pack(f"<{n}I", *numbers), _EVENT_VALUES, short, struct.pack(f"<{n}f", *values))
-    fields += (_EVENT_TIMES, long, struct.pack(f"<{n}q", *times))
+    for (head, pack), column_ in zip(columns, (ids, candidates, numbers, values, times), strict=True):
+        fields += (head, pack(*column_))
     for name in actions:
         text = name.encode()
         fields += (_ACTIONS, varint(len(text)), text)
+
+
+@functools.lru_cache(maxsize=256)
+def _event_columns(n: int) -> list[tuple[bytes, Callable[..., bytes]]]:
+    """Of `n` events, field by field: tag and length, and what packs the values."""
+    kinds = (("event_ids", "Q"), ("event_candidates", "I"), ("event_actions", "I"), ("event_values", "f"), ("event_times", "q"))
+    packers = [(name, struct.Struct(f"<{n}{kind}")) for name, kind in kinds]
+    return [(_TAG[name] + varint(packer.size), packer.pack) for name, packer in packers]

@@ -42,21 +42,19 @@ class Labels:
         for n, fold, own_ms, threshold in self._of_action.get(action, ()):
             if at_ms > request_ms + (own_ms or window_ms) or (threshold and value < threshold):
                 continue
-            newest, this = tally.newest[n], (at_ms, event_id)
             if fold == "any":
                 tally.values[n] = 1.0
             elif fold == "count":
                 tally.values[n] += 1.0
             elif fold == "sum":
                 tally.values[n] += value
-            elif newest == (0, 0):
-                tally.values[n] = value
-            elif fold == "max":
-                tally.values[n] = max(tally.values[n], value)
-            elif this >= newest:
-                tally.values[n] = value
-            if this > newest:
-                tally.newest[n] = this
+            else:
+                newest, this = tally.newest[n], (at_ms, event_id)
+                if newest == (0, 0) or (fold == "last" and this >= newest):
+                    tally.values[n] = value
+                elif fold == "max":
+                    tally.values[n] = max(tally.values[n], value)
+                tally.newest[n] = max(newest, this)
 
     def pack(self, tally: Tally) -> bytes:
         """f4 [T], little-endian; what is too large for it is the largest."""

@@ -188,39 +188,40 @@ class Join:
     def _engagement(self, turn: Turn, event: Engagement) -> None:
         state, rules, request_id = turn.state, self.rules, event.request_id
         request = state.requests.get(request_id)
-        known, is_new = None, request is None
         if request is None:
             if event.time_ms + rules.late_horizon_ms <= turn.watermark_ms:
                 error = f"came {turn.watermark_ms - event.time_ms} ms behind the watermark"
                 turn.outputs.append(dead_event(turn.key, event, "too_late", error))
                 return
             request = Request()
-        elif request.last_event:
-            known = state.events_of(request_id).get(event.event_id)
-            if known is not None and not (type(known) is Trace and known.gone):
-                if type(known) is Engagement:
-                    known.copies += 1
-                    state.events_of(request_id)[event.event_id] = known
-                return
+        held = state.events_of(request_id) if request.last_event else None
+        known = None if held is None else held.get(event.event_id)
+        if known is not None and not (type(known) is Trace and known.gone):
+            if type(known) is Engagement:
+                known.copies += 1
+                state.events_of(request_id)[event.event_id] = known
+            return
         shown = shown_at(request, event.item_id) if request.phase == OPEN else None
         is_orphan = shown is None and request.phase <= OPEN
         if request.num_events >= rules.max_engagements or (is_orphan and state.head.num_orphans >= rules.max_orphans):
             error = f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request"
             turn.outputs.append(dead_event(turn.key, event, "overflow", error))
             return
-        if is_new:
-            state.head.num_requests += 1
         if known is not None:
             event.previous = known.previous  # its place in the chain
         else:
             event.previous, request.last_event = request.last_event, event.event_id
+        if not request.num_events and request.phase == WAITING:
+            state.head.num_requests += 1
         request.num_events += 1
         request.num_pending += 1
         if request.phase <= OPEN:
             self._hold(turn, request, event, shown)
         else:
             self._passage.plan_event(turn, request_id, request, event)
-        state.events_of(request_id)[event.event_id] = event
+        if held is None:
+            held = state.events_of(request_id)
+        held[event.event_id] = event
         state.requests[request_id] = request
 
     def _hold(self, turn: Turn, request: Request, event: Engagement, shown: tuple[int, int] | None) -> None:
@@ -247,4 +248,4 @@ def _order(page: Page) -> tuple[int, int]:
 
 
 def _num_shown(pages: Iterable[Page]) -> int:
-    return len({page.items[at : at + 8] for page in pages for at in range(0, len(page.items), 8)})
+    return len(set().union(*[struct.unpack(f"<{len(page.items) >> 3}Q", page.items) for page in pages]))

@@ -113,13 +113,14 @@ class Passage:
         request.phase, request.items, request.header = CLOSED, rows.items, build.header_of(shown[0])
         request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
         request.waiting, request.joined_ms, request.num_orphans = [], [], 0
-        facts, labels, num_labels = self._fold(state, request_id, request, folded, one=len(pages) == 1 and not rows.num_repeats)
+        one = len(pages) == 1 and not rows.num_repeats
+        candidates, facts, labels = self._fold(state, request_id, request, folded, one=one)
         num_duplicates = rows.num_repeats - len(used) - len(folded)
         for page in used:
             num_duplicates += page.copies
         for _, _, event in folded:
             num_duplicates += event.copies
-        content = Content(shown, rows.of_page, num_labels, labels, facts, num_duplicates)
+        content = Content(shown, rows.of_page, self._labels_of(request.schema).count, labels, candidates, facts, num_duplicates)
         turn.outputs.append(build.sample(turn.key, request_id, request, content))
         self._drop_unused(turn, request_id, request, impressions, used)
         for event in left:
@@ -132,11 +133,11 @@ class Passage:
         if len(used) < len(impressions):
             digests = {page.digest for page in used}
             turn.outputs += [_unused(turn.key, i, request) for i in impressions if i.page.digest not in digests]
-        request.pages = used if self.rules.correction_horizon_ms else []
-        kept = {page.digest for page in request.pages}
-        for impression in impressions:
-            if impression.page.digest not in kept:
-                del turn.state.impressions[request_id, impression.page.digest]
+        keeps = self.rules.correction_horizon_ms > 0
+        for page in request.pages:
+            if not keeps or page not in used:
+                del turn.state.impressions[request_id, page.digest]
+        request.pages = used if keeps else []
 
     def _divide(
         self, turn: Turn, request_id: str, request: Request
@@ -163,32 +164,34 @@ class Passage:
 
     def _fold(
         self, state: JoinState, request_id: str, request: Request, folded: Sequence[tuple[int, int, Engagement]], *, one: bool
-    ) -> tuple[list[tuple[int, Fact]], bytes, int]:
-        """(facts, labels f4 [candidates, labels], number of labels) of a request that closes. `one`: it has one page, and an
-        item's row there is its candidate."""
+    ) -> tuple[list[int], list[Fact], bytes]:
+        """(candidate of each, engagements, labels f4 [candidates, labels]) of a request that closes. `one`: it has one page, and
+        an item's row there is its candidate."""
         of = self._labels_of(request.schema)
         size = 4 * of.count
         if not folded:
-            return [], bytes(size * (len(request.items) >> 3)), of.count
-        events, time_ms, window_ms = state.events_of(request_id), request.time_ms, request.window_ms
-        facts: list[tuple[int, Fact]] = []
+            return [], [], bytes(size * (len(request.items) >> 3))
+        held, time_ms, window_ms = state.events_of(request_id), request.time_ms, request.window_ms
+        candidates: list[int] = []
+        facts: list[Fact] = []
         tallies: dict[int, Tally] = {}
         for at_ms, event_id, event in folded:
             candidate = event.row if one else index_of(request.items, event.item_id.to_bytes(8, "little"))
             fact = (at_ms, event_id, event.action, event.value)
-            facts.append((candidate, fact))
+            candidates.append(candidate)
+            facts.append(fact)
             tally = tallies.get(candidate)
             if tally is None:
                 tally = tallies[candidate] = of.nothing()
             of.add(tally, fact, time_ms, window_ms)
-            events[event_id] = Trace(event_id, event.previous)
+            held[event_id] = Trace(event_id, event.previous)
         request.num_pending -= len(folded)
         labels = bytearray(size * (len(request.items) >> 3))
         for candidate, tally in tallies.items():
             labels[size * candidate : size * (candidate + 1)] = of.pack(tally)
             state.tallies[request_id, candidate] = tally
         request.tallied = list(tallies)
-        return facts, bytes(labels), of.count
+        return candidates, facts, bytes(labels)
 
     def _settle(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
         """CLOSED: an engagement becomes a correction at its own time, or is given up at its own."""

@@ -16,8 +16,10 @@ _VARINTS = {Fd.TYPE_UINT32, Fd.TYPE_ENUM, Fd.TYPE_BOOL}
 
 def varint(n: int) -> bytes:
     """An unsigned integer as protobuf writes it."""
-    if n < 128:
-        return _SMALL[n]
+    return _SMALL[n] if n < len(_SMALL) else _varint(n)
+
+
+def _varint(n: int) -> bytes:
     out = bytearray()
     while n > 127:
         out.append(n & 127 | 128)
@@ -26,7 +28,7 @@ def varint(n: int) -> bytes:
     return bytes(out)
 
 
-_SMALL = [bytes((n,)) for n in range(128)]
+_SMALL = [_varint(n) for n in range(1 << 12)]
 
 
 def tags_of(message: type) -> dict[str, bytes]:

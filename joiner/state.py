@@ -134,7 +134,7 @@ class Tally(Struct, array_like=True, gc=False):
     """The labels of one candidate so far, one of each per label of the schema."""
 
     values: list[float]
-    newest: list[tuple[int, int]]  # (time, event id) of the newest engagement that counts; (0, 0) = none does
+    newest: list[tuple[int, int]]  # max, last: (time, event id) of the newest engagement that counts; (0, 0) = none does
 
 
 class Scope(Struct, array_like=True, gc=False):
