@@ -189,7 +189,7 @@ class JoinState(Protocol):
         """A request's, by event id. Asked for where there is one, or is about to be."""
 
     def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
-        """All of them, in any order."""
+        """All of them, newest first; one that comes again after it was forgotten keeps its place."""
 
     def forget_events(self, request_id: str, request: Request, /) -> None:
         """None of them is left."""
@@ -213,7 +213,7 @@ class MemoryState(Struct, array_like=True, gc=False):
         return events
 
     def chain(self, request_id: str, request: Request, /) -> Sequence[Engagement | Trace]:
-        return list(self.events[request_id].values()) if request.last_event else ()
+        return [*reversed(self.events[request_id].values())] if request.last_event else ()
 
     def forget_events(self, request_id: str, request: Request, /) -> None:
         self.events.pop(request_id, None)
