@@ -78,7 +78,8 @@ def table(row: Mapping[str, Any]) -> str:
     for subject in row["subjects"]:
         name = subject["name"] if subject["role"] in ("ours", "stage") else f"{subject['name']} ({subject['role']})"
         if "unavailable" in subject:
-            lines.append(f"| {name} | peer unavailable: {subject['unavailable']} | | | |")
+            why = "was not there" if subject["role"] == "before" else f"peer unavailable: {subject['unavailable']}"
+            lines.append(f"| {name} | {why} | | | |")
             continue
         cost = subject[f"{row['clock']}_us"]
         ends = sorted(_shown(cost[end], rate) for end in ("least", "most"))

@@ -46,6 +46,9 @@ QUESTION = Question(
         *(_one_event(f"{n} engagements of its request", 1, n) for n in (10, 400, 4000)),
     ),
     means="""\
+An event costs the same whether 10 or 500 requests of its user are remembered, and whether its request has 10 or 4 000
+engagements: about twice what reading it costs. With one value a user, as it was before, it cost what was remembered.
+
 One process, no Kafka, no Flink. The rows of one engagement are what the Flink operator does for it: take the state's bytes, join,
 give bytes back. They say whether an event costs what it touches or what is remembered.""",
 )

@@ -31,6 +31,9 @@ QUESTION = Question(
     asks="Where does the time of one rank request go, in process?",
     rows=(_request(20), _request(200)),
     means="""\
+The model's forward pass is the largest part and grows least with candidates; completing and encoding the blocks comes next, since
+they are logged. Reading those blocks back into a batch costs a third of what it did when a sample was made of them first.
+
 The demo schema; HTTP, Redis and Kafka left out, rows in the replica. "whole" is the body's bytes to the answer's bytes and the
 record for the log. The stages are timed alone and don't add up to the whole: ordering, the impression and the answer are not
 among them. The limit is the model's forward pass on inputs that are there already.""",

@@ -75,7 +75,7 @@ def _serve(listener: socket.socket) -> None:
     head, space, answer = memoryview(bytearray(_LENGTHS.size)), memoryview(bytearray(1 << 26)), memoryview(bytearray(1 << 26))
     while True:
         connection, _ = listener.accept()
-        with connection:
+        with connection, contextlib.suppress(ConnectionError):
             _tune(connection)
             while _fill(connection, head):
                 follows, wanted = _LENGTHS.unpack(head)
