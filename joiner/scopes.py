@@ -11,7 +11,7 @@ import struct
 
 from joiner.state import NEVER, JoinState, Request, Scope
 
-_time = struct.Struct("<q")
+_time = struct.Struct("=q")
 
 
 def next_after(state: JoinState, scope_id: int, time_ms: int) -> int:
@@ -23,7 +23,7 @@ def next_after(state: JoinState, scope_id: int, time_ms: int) -> int:
 def enter(state: JoinState, scope_id: int, request_id: str, request: Request) -> list[str]:
     """An open request stands at its time. Returns the open requests whose next one this may be."""
     scope = state.scopes.get(scope_id) or Scope()
-    at = bisect.bisect_left(_times(scope), request.time_ms)
+    at = _place(scope, request.time_ms)
     scope.times[8 * at : 8 * at] = _time.pack(request.time_ms)
     bisect.insort(scope.open, (request.time_ms, request_id))
     request.scope = scope_id
@@ -45,7 +45,7 @@ def leave(state: JoinState, request_id: str, request: Request) -> list[str]:
     scope = None if scope_id is None else state.scopes.get(scope_id)
     if scope is None or scope_id is None:
         return []
-    at = bisect.bisect_left(_times(scope), request.time_ms)
+    at = _place(scope, request.time_ms)
     del scope.times[8 * at : 8 * at + 8]
     if (request.time_ms, request_id) in scope.open:
         scope.open.remove((request.time_ms, request_id))
@@ -68,22 +68,12 @@ def _before(scope: Scope, time_ms: int) -> list[str]:
 
 
 def _next(scope: Scope, time_ms: int) -> int:
-    at = bisect.bisect_right(_times(scope), time_ms)
-    return _time.unpack_from(scope.times, 8 * at)[0] if 8 * at < len(scope.times) else NEVER
+    with memoryview(scope.times).cast("q") as times:
+        at = bisect.bisect_right(times, time_ms)
+        return times[at] if at < len(times) else NEVER
 
 
-def _times(scope: Scope) -> _Times:
-    return _Times(scope.times)
-
-
-class _Times:
-    """Packed times as a sequence that can be bisected."""
-
-    def __init__(self, packed: bytearray) -> None:
-        self.packed = packed
-
-    def __len__(self) -> int:
-        return len(self.packed) >> 3
-
-    def __getitem__(self, at: int) -> int:
-        return _time.unpack_from(self.packed, 8 * at)[0]
+def _place(scope: Scope, time_ms: int) -> int:
+    """Of the first time that is not smaller."""
+    with memoryview(scope.times).cast("q") as times:
+        return bisect.bisect_left(times, time_ms)
