@@ -15,7 +15,7 @@ from joiner.state import Engagement, Head, Impression, MemoryState, Request, Sco
 from roo.errors import CheckpointError
 
 VERSION = 2
-"""1 was one value a key; its savepoints are refused (docs/decisions/0013)."""
+"""1 was one value a key; its savepoints are refused (docs/decisions/0012)."""
 
 _VERSION = bytes((VERSION,))
 _encode = msgspec.msgpack.Encoder().encode
