@@ -87,12 +87,7 @@ class Member:
         try:
             while not self.stop.is_set():
                 began_s = self.clock.monotonic_s()
-                try:
-                    is_news = self.beat(transport)
-                    backoff.reached()
-                except RoostreamError as error:
-                    backoff.wait(error, self.stop)
-                    continue
+                is_news = backoff.until(lambda: self.beat(transport), (RoostreamError,), self.stop)
                 if not is_news and self.clock.monotonic_s() - began_s < _LEAST_BETWEEN_S:
                     self.clock.sleep(_LEAST_BETWEEN_S, self.stop)  # a command in hand is given again at once: don't spin
         except RoostreamError:

@@ -41,10 +41,4 @@ def wait_for_redis(
     Raises:
         UnavailableError: the time limit of `backoff` passed, or `stop` was set.
     """
-    backoff = backoff or Backoff(what=f"Redis at {url}")
-    while True:
-        try:
-            connection.ping()
-            return backoff.reached()
-        except redis.RedisError as error:
-            backoff.wait(error, stop)
+    (backoff or Backoff(what=f"Redis at {url}")).until(connection.ping, (redis.RedisError,), stop)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -74,17 +75,10 @@ class RowFollower:
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
-        while not stop.is_set():
-            try:
-                self.bootstrap()
-                self._backoff.reached()
-                while not stop.is_set():
-                    self.step()
-            except RecordsGoneError as error:
-                log.warning("rows are read from the shards again: %s", error)
-            except UnavailableError as error:
-                if self._stopped_while_waiting(error, stop):
-                    return
+        with contextlib.suppress(UnavailableError):  # stopped while waiting for shards or topic
+            while not stop.is_set():
+                self._backoff.until(self.bootstrap, (UnavailableError,), stop)
+                self._follow(stop)
 
     def bootstrap(self) -> None:
         """Steps 1 to 3. UnavailableError: the rows that came are used; call again."""
@@ -107,6 +101,13 @@ class RowFollower:
         if self.replica.needs_bootstrap:
             raise RecordsGoneError("deltas alone can't bring the replica up to date any more")
         return len(records)
+
+    def _follow(self, stop: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                self.step()
+        except RecordsGoneError as error:  # step 4
+            log.warning("rows are read from the shards again: %s", error)
 
     def _take(self, record: Record) -> None:
         try:
@@ -131,10 +132,3 @@ class RowFollower:
         ):
             if since_ms > 0:
                 self.observe(stage, float(max(now_ms - since_ms, 0)))
-
-    def _stopped_while_waiting(self, error: UnavailableError, stop: threading.Event) -> bool:
-        try:
-            self._backoff.wait(error, stop)
-        except UnavailableError:
-            return True
-        return False

@@ -77,15 +77,9 @@ def wait_for_broker(broker: Broker, stop: threading.Event | None = None, timeout
     Raises:
         UnavailableError: `timeout_s` passed, or `stop` was set. Says once a minute that it waits.
     """
-    backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
     client = admin(broker)
-    while True:
-        try:
-            metadata = client.list_topics(timeout=2)
-            backoff.reached()
-            return str(metadata.cluster_id)
-        except KafkaException as error:
-            backoff.wait(error, stop)
+    backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
+    return str(backoff.until(lambda: client.list_topics(timeout=2), (KafkaException,), stop).cluster_id)
 
 
 def wait_for_topics(
