@@ -18,6 +18,7 @@ from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
+from runtime.kafka.topic_admin import TopicAdmin
 from runtime.kafka.topics import Partition, TopicSettings, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,8 +71,8 @@ class KafkaLog:
 
     def __init__(self, broker: Broker) -> None:
         self.broker, self.prefix = broker, f"readers{next(self._numbers)}."
-        clients.create_topics(broker, self.prefix, TopicSettings(replay=True), ["impressions", "engagements"])
         self.client, self.admin = clients.producer(broker), clients.admin(broker)
+        TopicAdmin(self.admin, self.prefix, 4, TopicSettings(replay=True), ["impressions", "engagements"]).create()
         self.readers: list[KafkaReader] = []
 
     def reader(self, *, skips_lost: bool = True) -> KafkaReader:
