@@ -236,7 +236,7 @@ def test_the_documented_answers_are_those_that_are_given(client: Client) -> None
     assert list(answer) == list(schemas["RankAnswer"]["properties"]) == schemas["RankAnswer"]["required"]
     assert set(answer["scores"][0]) == set(schemas["Scores"]["properties"]) == set(SCHEMA.tasks)
     refused = http.post("/v1/rank", content=b"{").json()
-    assert set(refused) == set(schemas["Refusal"]["properties"])
+    assert set(refused) == set(schemas["ErrorAnswer"]["properties"])
     assert set(refused["error"]) == set(schemas["Fault"]["properties"])
 
 
