@@ -33,6 +33,10 @@ QUESTION = Question(
     ),
     slice_s=0.2,
     means="""\
+Large arrays move at about the speed of a plain socket, twice that of gRPC and more; on a machine with other work the socket's own
+figure varies by half, so that it can come out below ours. A small call costs five times what two switches between
+processes cost: it is Python around them, in both processes.
+
 One connection over loopback, client and server in a process each, blocking calls. A bulk call is bound by the kernel's copies:
 the plain socket moves the same bytes with nothing around them. A small call is bound by two switches between processes and the
 Python around them.""",
