@@ -122,19 +122,10 @@ def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout
     Raises:
         KafkaException: the broker refused, or is away. UnavailableError: no answer in time.
     """
-    return {p: _offsets_of(client, topic, p, timeout_s)[1] for p in partitions}
-
-
-def start_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
-    """Partition → oldest offset still there. As `end_offsets`."""
-    return {p: _offsets_of(client, topic, p, timeout_s)[0] for p in partitions}
-
-
-def _offsets_of(client: Consumer, topic: str, partition: int, timeout_s: float) -> tuple[int, int]:
-    found = client.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s)
-    if found is None:
-        raise UnavailableError(f"topic {topic}: the broker has not told the offsets of partition {partition} in {timeout_s:g} s")
-    return int(found[0]), int(found[1])
+    found = {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s) for p in partitions}
+    if late := [p for p, bounds in found.items() if bounds is None]:
+        raise UnavailableError(f"topic {topic}: the broker has not told the offsets of partition {late[0]} in {timeout_s:g} s")
+    return {p: int(bounds[1]) for p, bounds in found.items()}
 
 
 def send(

@@ -56,6 +56,7 @@ class KafkaReader:
         return cls(consumer, reading, ends, what=f"Kafka at {broker}")
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
+        """See RecordReader. The broker is asked for every oldest offset first, so that nothing is changed where it is away."""
         oldest = {p: self.bounds(p)[0] for p in self.partitions}
         wanted = {p: progress.get(p, oldest[p]) for p in self.partitions}
         for p, at in wanted.items():
@@ -68,6 +69,7 @@ class KafkaReader:
         self._assign()
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        """See RecordReader. Looks at the broker at least once where nothing is buffered, also with `timeout_s` 0."""
         deadline_s = time.monotonic() + timeout_s
         out = self._take(max_records, partition)
         left_s = timeout_s
@@ -101,6 +103,7 @@ class KafkaReader:
         return all(self._merge.is_drained(p) for p in self.partitions)
 
     def lag(self) -> dict[Partition, PartitionLag]:
+        """See RecordReader; {} unless `Reading.follows_ends`."""
         return {
             p: PartitionLag(
                 position=self.passed(p),
