@@ -3,7 +3,7 @@
 from benchmarks.question import Question, Row, Subject
 
 _HERE = "benchmarks.workloads.join_events"
-_SIZE = (2_000, 500)
+_SIZE, _SMALL = (2_000, 500), (300, 75)
 
 
 def _one_event(what: str, remembered: int, engagements: int) -> Row:
@@ -34,6 +34,15 @@ QUESTION = Question(
             ),
         ),
         Row(
+            name="a stream of 3,000 events, 10 a request, 75 users: what is remembered stays in a core's cache",
+            unit="events",
+            clock="cpu",
+            subjects=(
+                Subject("state machine", f"{_HERE}:joined", _SMALL),
+                Subject("reading alone", f"{_HERE}:parsed", _SMALL, "limit"),
+            ),
+        ),
+        Row(
             name="the demo's events, 3.4 a request, 20 candidates, 500 users",
             unit="events",
             clock="cpu",
@@ -48,6 +57,11 @@ QUESTION = Question(
     means="""\
 An event costs the same whether 10 or 500 requests of its user are remembered, and whether its request has 10 or 4 000
 engagements: about twice what reading it costs. With one value a user, as it was before, it cost what was remembered.
+
+The state machine alone was to take 150 thousand events a second. It does while what it remembers fits a core's cache, and three
+quarters of that with 2,000 requests open at once. By profile no step is above a tenth of an event (storing an engagement 10 %, labels
+9 %, finding its item 6 %, due times 5 %, the sample's bytes 4 %, the rest below); without Python's garbage collector it is 9 % faster.
+What separates the two sizes is waiting for memory: an event's objects are spread over it.
 
 One process, no Kafka, no Flink. The rows of one engagement are what the Flink operator does for it: take the state's bytes, join,
 give bytes back. They say whether an event costs what it touches or what is remembered.""",
