@@ -59,9 +59,9 @@ An event costs the same whether 10 or 500 requests of its user are remembered, a
 engagements: about twice what reading it costs. With one value a user, as it was before, it cost what was remembered.
 
 The state machine alone was to take 150 thousand events a second. It does while what it remembers fits a core's cache, and three
-quarters of that with 2,000 requests open at once. By profile no step is above a tenth of an event (storing an engagement 10 %, labels
-9 %, finding its item 6 %, due times 5 %, the sample's bytes 4 %, the rest below); without Python's garbage collector it is 9 % faster.
-What separates the two sizes is waiting for memory: an event's objects are spread over it.
+quarters of that with 2,000 requests open at once. By profile no step is above a tenth of an event (storing an engagement 10 %,
+labels 9 %, finding its item 6 %, due times 5 %, the sample's bytes 4 %, the rest below); without Python's garbage collector it is
+9 % faster. What separates the two sizes is waiting for memory: an event's objects are spread over it.
 
 One process, no Kafka, no Flink. The rows of one engagement are what the Flink operator does for it: take the state's bytes, join,
 give bytes back. They say whether an event costs what it touches or what is remembered.""",
