@@ -8,6 +8,7 @@ Letters: D width of a row, A numbers of state that a rule keeps beside it.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,16 +22,16 @@ FLAT = ("learning_rate", "initial_accumulator")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule(Settings):
+class Rule(Settings, abc.ABC):
     """How gradients change the rows of a table. Its fields are its parameters: numbers that the tables of one stack may set
     differently, given to the kernel as float64 in the order of declaration."""
 
     name: ClassVar[str]
 
     @classmethod
+    @abc.abstractmethod
     def state_width(cls, dim: int) -> int:
         """A, for rows of width `dim`; all tables of a stack have the same, so it may not depend on parameters."""
-        raise NotImplementedError
 
     @property
     def first_state(self) -> float:
