@@ -120,6 +120,7 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     stop = Stop()
     stop.set()
     main.run_flink(JoinerConfig(flink=rest.url), Meters(CollectorRegistry()), Health(60), stop)
+    assert flink.asked == {}  # neither submitted again nor stopped
 
 
 def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
