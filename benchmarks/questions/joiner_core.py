@@ -59,7 +59,7 @@ An event costs the same whether 10 or 500 requests of its user are remembered, a
 engagements: about twice what reading it costs. With one value a user, as it was before, it cost what was remembered.
 
 The state machine alone was to take 150 thousand events a second. It does not over 20,000 events, and over 3,000 only at times:
-on a shared machine the same code was seen at 97 to 191 thousand. By one profile (cProfile, own time) storing an engagement takes
+on a shared machine the same code was seen at 92 to 191 thousand. By one profile (cProfile, own time) storing an engagement takes
 10 % of an event, labels 9 %, dictionary lookups 8 %, finding its item 6 %, due times 5 %, closing 4 %, the rest less each. Why the
 longer stream is slower is not established: the garbage collector and waiting for memory are candidates, and neither was isolated.
 
