@@ -21,6 +21,7 @@ from roo.columns import Columns, Side, check_columns, columns_of, missing_bits, 
 from roo.errors import WireError, nearest
 from roo.ids import MASK64, item_id
 from roo.schema import Feature, Limits, Schema
+from roo.wire import MAX_WEIGHT
 
 
 def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
@@ -31,8 +32,8 @@ def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
     float are missing.
 
     Raises:
-        WireError: `bad_shape`: an unknown name, a value of another kind, or columns of unequal length; `oversized` or
-            `non_finite`: what `check_block` would refuse.
+        WireError: `bad_shape`: an unknown name, a value of another kind, or columns of unequal length; `oversized`,
+            `non_finite` or `bad_number`: what `check_block` would refuse.
     """
     _known(schema, "ro", values)
     floats = _float32(np.array([_float(f, values.get(f.name)) for f in schema.floats("ro")], dtype=np.float64))
@@ -98,7 +99,8 @@ def check_block(schema: Schema, side: Side, data: bytes, num_rows: int, limits: 
 
     Raises:
         WireError: `undecodable`, `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized`
-            (rows or a list beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`).
+            (rows or a list beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`),
+            `bad_number` (a weight beyond `wire.MAX_WEIGHT`).
     """
     check_columns(schema, side, columns_of(data), num_rows, limits)
 
@@ -208,6 +210,8 @@ def _weights(f: Feature, values: Any) -> list[float]:
         raise _bad(f, "weights (numbers)", repr(values)) from None
     if any(v != v for v in out):
         raise WireError("non_finite", f"feature {f.name!r}: expected finite weights, got NaN")
+    if far := [v for v in out if abs(v) > MAX_WEIGHT]:
+        raise WireError("bad_number", f"feature {f.name!r}: expected weights within ±{MAX_WEIGHT:.0f}, got {far[0]:g}")
     return out
 
 

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from roo import roo_pb2 as pb
 from roo.errors import WireError
 from roo.schema import Limits, Schema
+from roo.wire import MAX_WEIGHT
 from roo.wire_fields import BLOCK, BYTES
 
 Side = Literal["ro", "nro"]
@@ -110,6 +111,8 @@ def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, l
         raise WireError("non_finite", f"expected finite {side} floats (or NaN for missing), got an infinity")
     if not np.isfinite(columns.weights).all():
         raise WireError("non_finite", f"expected finite {side} weights, got an infinity or NaN")
+    if len(columns.weights) and (largest := float(np.abs(columns.weights).max())) > MAX_WEIGHT:
+        raise WireError("bad_number", f"expected {side} weights within ±{MAX_WEIGHT:.0f}, got one of magnitude {largest:g}")
 
 
 def _check_shape(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:

@@ -32,6 +32,11 @@ from roo.wire_fields import SAMPLE
 _WRONG = {
     k.BAD_SHAPE: ("bad_shape", "expected columns whose lengths agree with candidates, features and each other; got others"),
     k.NON_FINITE: ("non_finite", "expected finite numbers (NaN only for a missing float); got an infinity or NaN"),
+    k.BAD_NUMBER: (
+        "bad_number",
+        f"expected weights of lists within ±{wire.MAX_WEIGHT:.0f}, the sample's in 0..{wire.MAX_WEIGHT:.0f} and propensities "
+        "in (0, 1]; got others",
+    ),
     k.OVERSIZED: ("oversized", "expected candidates and lists within the schema's limits; got more"),
 }
 
@@ -90,7 +95,7 @@ class Decoder:
         training will read.
 
         Raises:
-            WireError: `undecodable`, `bad_shape`, `non_finite` or `oversized`.
+            WireError: `undecodable`, `bad_shape`, `non_finite`, `bad_number` or `oversized`.
         """
         limits, n = self.schema.limits, len(item_ids)
         if n > limits.max_candidates:

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from roo.wire import MAX_WEIGHT
 from roo.wire_fields import BLOCK, SAMPLE
-from roo.wire_kernels import any_infinite, i64, u32
+from roo.wire_kernels import any_beyond, any_infinite, any_not_above_zero, i64, u32
 
-OK, BAD_SHAPE, NON_FINITE, OVERSIZED = range(4)
+OK, BAD_SHAPE, NON_FINITE, OVERSIZED, BAD_NUMBER = range(5)
+MOST = int(np.float32(MAX_WEIGHT).view(np.uint32))  # non-negative floats are ordered as their bits are
+ONE = int(np.float32(1).view(np.uint32))
 _FINITE_FLOATS = (SAMPLE.labels, SAMPLE.propensities, SAMPLE.weight, SAMPLE.event_values, SAMPLE.labels_before)
 
 
@@ -62,7 +65,7 @@ def check_parts(
 
 @njit(cache=True, nogil=True)
 def check_sample(buf: np.ndarray, spans: np.ndarray, labels: int, used: int, max_candidates: int) -> int:
-    """A status: column lengths agree with the candidates, events with each other, numbers are finite."""
+    """A status: column lengths agree with the candidates, events with each other, numbers are finite and in bounds."""
     size = spans[:, 1] - spans[:, 0]
     n = size[SAMPLE.item_ids] // 8
     if n > max_candidates:
@@ -84,7 +87,18 @@ def check_sample(buf: np.ndarray, spans: np.ndarray, labels: int, used: int, max
     for number in _FINITE_FLOATS:
         if any_infinite(buf, spans[number], True):
             return NON_FINITE
-    return NON_FINITE if any_infinite(buf, spans[SAMPLE.scores], False) else OK
+    if any_infinite(buf, spans[SAMPLE.scores], False):
+        return NON_FINITE
+    return OK if has_bounds(buf, spans) else BAD_NUMBER
+
+
+@njit(cache=True, nogil=True)
+def has_bounds(buf: np.ndarray, spans: np.ndarray) -> bool:
+    """Whether the weight lies in 0..MAX_WEIGHT, 0 being none given, and propensities in (0, 1]; all of them are finite."""
+    weight, propensities = spans[SAMPLE.weight], spans[SAMPLE.propensities]
+    if weight[1] > weight[0] and u32(buf, weight[0]) & 0x7FFFFFFF and any_not_above_zero(buf, weight):
+        return False
+    return not (any_beyond(buf, weight, MOST) or any_beyond(buf, propensities, ONE) or any_not_above_zero(buf, propensities))
 
 
 @njit(cache=True, nogil=True)
@@ -157,7 +171,9 @@ def check_block(buf: np.ndarray, spans: np.ndarray, rows: int, plan: Plan, s: in
         times += length * streams[2]
     if conflict or size[BLOCK.ids] != 8 * ids or size[BLOCK.weights] != 4 * weights or size[BLOCK.times] != 8 * times:
         return BAD_SHAPE
-    return NON_FINITE if any_infinite(buf, spans[BLOCK.floats], False) or any_infinite(buf, spans[BLOCK.weights], True) else OK
+    if any_infinite(buf, spans[BLOCK.floats], False) or any_infinite(buf, spans[BLOCK.weights], True):
+        return NON_FINITE
+    return BAD_NUMBER if any_beyond(buf, spans[BLOCK.weights], MOST) else OK
 
 
 @njit(cache=True, nogil=True)

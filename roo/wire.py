@@ -14,6 +14,10 @@ from roo import roo_pb2 as pb
 from roo.errors import WireError
 
 VERSION = 1
+MAX_WEIGHT = 1e6
+"""Weights of list entries lie in ±MAX_WEIGHT, weights of samples in 0..MAX_WEIGHT; a propensity is above 0, at most 1. Checked
+wherever they enter: one value beyond would be all that a model learns from. Kernels are cached with it (wire_fields.py)."""
+
 IMPRESSION, ENGAGEMENT, SAMPLE, CORRECTION, DEAD_LETTER, HEARTBEAT, END_MARKER, ROW_DELTA, BARRIER, PREDICTION = range(1, 11)
 
 TYPES: dict[int, type[Message]] = {
@@ -36,6 +40,7 @@ REASONS = (
     "unknown_schema",  # a fingerprint that no registered schema has
     "bad_shape",  # columns whose lengths disagree
     "non_finite",  # an infinity, or a NaN where NaN doesn't mean missing
+    "bad_number",  # a weight or propensity out of its bounds
     "oversized",  # more bytes, candidates or list entries than the hard caps
     "bad_time",  # an event time that can't be
     "no_request",  # an engagement whose request never came

@@ -54,6 +54,25 @@ def any_infinite(buf: np.ndarray, span: np.ndarray, nan_too: bool) -> bool:
 
 
 @njit(cache=True, nogil=True)
+def any_beyond(buf: np.ndarray, span: np.ndarray, most_bits: int) -> bool:
+    """Whether the float32s in `span` hold one of a larger magnitude than that of the bits `most_bits`, or a NaN."""
+    for at in range(span[0], span[1], 4):  # noqa: SIM110 (a generator can't be compiled)
+        if u32(buf, at) & 0x7FFFFFFF > most_bits:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def any_not_above_zero(buf: np.ndarray, span: np.ndarray) -> bool:
+    """Whether the float32s in `span` hold a zero or a negative one."""
+    for at in range(span[0], span[1], 4):
+        bits = u32(buf, at)
+        if bits == 0 or bits >> 31:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
 def skip(buf: np.ndarray, at: int, end: int, wire: int) -> tuple[int, int | np.int64]:
     """(start, end) of the field's content at `at`; end -1 if it doesn't fit in `end`."""
     if wire == VARINT:

@@ -15,9 +15,11 @@ from roo.block import check_block, decode_block, encode_nro, encode_ro
 from roo.columns import canonical, columns_of
 from roo.errors import WireError
 from roo.schema import Limits, Schema
+from roo.wire import MAX_WEIGHT
 
 ID = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False, width=32)
+WEIGHT = st.floats(-MAX_WEIGHT, MAX_WEIGHT, width=32)
 
 
 def sequence(*columns: str) -> st.SearchStrategy[dict[str, list[int]]]:
@@ -26,7 +28,7 @@ def sequence(*columns: str) -> st.SearchStrategy[dict[str, list[int]]]:
 
 WEIGHTED = st.integers(0, 4).flatmap(
     lambda n: st.fixed_dictionaries(
-        {"ids": st.lists(ID, min_size=n, max_size=n), "weights": st.lists(FLOAT, min_size=n, max_size=n)}
+        {"ids": st.lists(ID, min_size=n, max_size=n), "weights": st.lists(WEIGHT, min_size=n, max_size=n)}
     )
 )
 RO = st.fixed_dictionaries(
@@ -101,7 +103,7 @@ TWO = {"item": [1, 2], "action": [1, 2], "kind": [1, 2], "time": [1, 2]}
         ({"tags": {}}, "got a table with nothing"),
         ({"tags": {"ids": [1], "weights": ["x"]}}, "expected weights (numbers)"),
         ({"tags": {"ids": [1], "weights": [float("nan")]}}, "expected finite weights, got NaN"),
-        ({"tags": {"ids": [1], "weights": [1e39]}}, "expected finite 32-bit floats"),
+        ({"tags": {"ids": [1], "weights": [1.0, 1e39]}}, "feature 'tags': expected weights within ±1000000, got 1e+39"),
         ({"tags": {"ids": [1, 2], "weights": [1.0]}}, "expected columns of equal length, got lengths [1, 2]"),
         ({"tags": {"ids": [1.5], "weights": [1.0]}}, "expected ids (integers or strings), got [1.5]"),
         ({"tags": {"ids": [True], "weights": [1.0]}}, "expected ids"),
@@ -161,6 +163,7 @@ def test_a_sequences_own_ids_may_be_called_ids(schema: Schema) -> None:
         (pb.Block(floats=[1, 2], lengths=[0, 31], ids=range(31), weights=[1] * 31).SerializeToString(), "oversized"),
         (pb.Block(floats=[1, float("inf")], lengths=[0, 0]).SerializeToString(), "non_finite"),
         (pb.Block(floats=[1, 2], lengths=[0, 1], ids=[1], weights=[float("nan")]).SerializeToString(), "non_finite"),
+        (pb.Block(floats=[1, 2], lengths=[0, 1], ids=[1], weights=[-1.1e6]).SerializeToString(), "bad_number"),
     ],
 )
 def test_bytes_that_are_no_block_of_the_schema(schema: Schema, data: bytes, reason: str) -> None:

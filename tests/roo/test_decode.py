@@ -78,6 +78,8 @@ def check_columns_of(schema: Schema, s: pb.Sample) -> None:
     numbers = [*s.labels, *s.propensities, s.weight, *s.event_values, *s.labels_before]
     if not np.isfinite(numbers).all() or np.isinf(list(s.scores)).any():
         raise WireError("non_finite", "numbers")
+    if not 0 <= s.weight <= wire.MAX_WEIGHT or not all(0 < p <= 1 for p in s.propensities):
+        raise WireError("bad_number", "weights")
 
 
 def same_floats(got: np.ndarray, present: np.ndarray, wanted: list[float | None], default: float) -> None:
@@ -255,6 +257,15 @@ def damaged_nro(**changes: Any) -> Callable[[pb.Sample], None]:
     return change
 
 
+def damaged_ro(weights: list[float]) -> Callable[[pb.Sample], None]:
+    def change(s: pb.Sample) -> None:
+        block = pb.Block.FromString(s.ro)
+        block.weights[:] = weights
+        s.ro = block.SerializeToString()
+
+    return change
+
+
 def setter(**changes: Any) -> Callable[[pb.Sample], None]:
     def change(s: pb.Sample) -> None:
         for name, value in changes.items():
@@ -306,6 +317,15 @@ DAMAGE = [
     ("an infinite score", setter(scores=[0, 0, INF, 0]), "non_finite"),
     ("a NaN propensity", setter(propensities=[1, NAN]), "non_finite"),
     ("a NaN weight", setter(weight=NAN), "non_finite"),
+    ("a negative weight", setter(weight=-1.0), "bad_number"),
+    ("a weight beyond its bound", setter(weight=1.1e6), "bad_number"),
+    ("a propensity of 0", setter(propensities=[1, 0]), "bad_number"),
+    ("a propensity of minus 0", setter(propensities=[1, -0.0]), "bad_number"),
+    ("a negative propensity", setter(propensities=[-0.5, 1]), "bad_number"),
+    ("a propensity above 1", setter(propensities=[1, 1.001]), "bad_number"),
+    ("a list weight beyond its bound", damaged_ro(weights=[1.1e6]), "bad_number"),
+    ("a list weight beyond its bound below 0", damaged_ro(weights=[-3e38]), "bad_number"),
+    ("an infinite list weight", damaged_ro(weights=[INF]), "non_finite"),
     ("an infinite float", damaged_nro(floats=[1.0, INF]), "non_finite"),
     ("a float too few", damaged_nro(floats=[1.0]), "bad_shape"),
     ("a length too few", damaged_nro(lengths=[1, 0, 0, 1, 0]), "bad_shape"),
@@ -336,6 +356,17 @@ def test_damage_is_a_reject_and_the_neighbours_go_on(
     with pytest.raises(WireError) as refusal:
         check_reference(schema, wire.encode(wire.SAMPLE, bad))
     assert refusal.value.reason == reason
+
+
+def test_the_bounds_of_weights_and_propensities_are_in_bounds(schema: Schema, to_record: ToRecord) -> None:
+    changes = [setter(weight=wire.MAX_WEIGHT), setter(weight=0.0), setter(weight=-0.0), setter(propensities=[1.0, 1e-30])]
+    changes += [damaged_ro(weights=[wire.MAX_WEIGHT]), damaged_ro(weights=[-wire.MAX_WEIGHT]), damaged_ro(weights=[0.0])]
+    made = [valid(schema) for _ in changes]
+    for sample, change in zip(made, changes, strict=True):
+        change(sample)
+    batch, rejects = decoder(schema).decode([to_record(sample, n) for n, sample in enumerate(made)])
+    assert rejects == []
+    same_as_reference(schema, batch, made)
 
 
 @pytest.mark.parametrize(
