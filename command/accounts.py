@@ -172,7 +172,7 @@ class Accounts:
         return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
 
     def _impression(self, message: pb.Impression, record: Record, place: Place) -> None:
-        key = record.key or key_bytes(message.header.user_id, message.header.session_id)
+        key = record.key or key_bytes(message.header.user_id, message.header.session_id, message.header.request_id)
         id_ = sample_id(key, message.header.request_id)
         self._count["requests"] += self.requests.mark(id_, SEEN, message.header.time_ms)
         if place in self._dead_at:

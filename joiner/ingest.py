@@ -16,12 +16,14 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import check_block
 from roo.errors import WireError
-from roo.ids import hash64, key_bytes
+from roo.ids import NO_KEY, hash64, key_bytes
 from roo.schema import Limits, Registry
 from roo.wire import Record
 
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 MAX_NAME_BYTES = 64
+MAX_ERROR = 512
+"""Characters of what a dead letter says is wrong."""
 
 Event: TypeAlias = Impression | Engagement
 
@@ -91,10 +93,13 @@ class Reader:
         check_block(schema, "nro", message.nro, n, self.limits)
 
     def _dead(self, record: Record, origin: Origin, found: object, reason: str, error: str) -> Output:
+        """Nothing of it is larger than we make it, whatever the record holds: no sink may ever refuse a dead letter."""
         request_id = found.header.request_id if isinstance(found, (pb.Impression, pb.Engagement)) else ""
+        if len(request_id.encode()) > MAX_NAME_BYTES:
+            request_id = ""
         event_id = found.event_id if isinstance(found, pb.Engagement) else 0
-        key = record.key or bytes(8)
-        return dead_letter(key, origin, record.value, reason, error, event_id=event_id, request_id=request_id)
+        key = record.key if record.key is not None and len(record.key) == len(NO_KEY) else NO_KEY
+        return dead_letter(key, origin, record.value, reason, error[:MAX_ERROR], event_id=event_id, request_id=request_id)
 
 
 def _check_header(record: Record, header: pb.Header) -> None:
@@ -106,10 +111,12 @@ def _check_header(record: Record, header: pb.Header) -> None:
         raise WireError("bad_time", f"expected a time in 1..{LATEST_MS} ms, got {header.time_ms}")
     if header.time_ms != record.timestamp_ms:
         raise WireError("bad_time", f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}")
-    key = key_bytes(header.user_id, header.session_id)
+    key = key_bytes(header.user_id, header.session_id, header.request_id)
     if record.key != key:
         got = "none" if record.key is None else record.key[:16].hex()
-        raise WireError("bad_shape", f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}), got {got}")
+        raise WireError(
+            "bad_shape", f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}"
+        )
 
 
 def _check_engagement(message: pb.Engagement) -> None:

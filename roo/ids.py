@@ -37,15 +37,25 @@ def table_id(name: str) -> int:
     return hash64(name) & 0xFFFFFFFF
 
 
-def key_bytes(user_id: int, session_id: int) -> bytes:
-    """Kafka key, 8 bytes little-endian: the user, or for user 0 `hash64('s' ‖ session as 8 bytes little-endian)`."""
-    key = user_id if user_id else hash64(b"s" + (session_id & MASK64).to_bytes(8, "little"))
+NO_KEY = bytes(8)
+"""Key of what belongs to no request: a dead letter of a record whose own key can't be one."""
+
+
+def key_bytes(user_id: int, session_id: int, request_id: str) -> bytes:
+    """Kafka key of a request's events, 8 bytes little-endian: the user; without one (0) `hash64('s' ‖ session as 8 bytes
+    little-endian)`; with neither, `hash64('r' ‖ request id)`, since strangers have nothing in common."""
+    if user_id:
+        key = user_id
+    elif session_id:
+        key = hash64(b"s" + (session_id & MASK64).to_bytes(8, "little"))
+    else:
+        key = hash64(b"r" + request_id.encode())
     return (key & MASK64).to_bytes(8, "little")
 
 
 def sample_id(key: bytes, request_id: str, event_id: int | None = None) -> int:
-    """`hash64(key ‖ request_id)`; a correction's adds its event id (8 bytes little-endian)."""
-    tail = b"" if event_id is None else (event_id & MASK64).to_bytes(8, "little")
+    """`hash64(key ‖ request_id)`; a correction's adds 0xFF, which no UTF-8 holds, and its event id (8 bytes little-endian)."""
+    tail = b"" if event_id is None else b"\xff" + (event_id & MASK64).to_bytes(8, "little")
     return hash64(key + request_id.encode() + tail)
 
 

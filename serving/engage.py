@@ -94,7 +94,7 @@ def _message(schema: Schema, given: EngagementBody, now_ms: int, path: str) -> t
         client_time_ms=client_ms,
     )
     header = message.header
-    key = key_bytes(header.user_id, header.session_id)
+    key = key_bytes(header.user_id, header.session_id, header.request_id)
     given_id = given.event_id
     message.event_id = _derived_id(key, message) if given_id is None else id_of(given_id, f"{path}.event_id")
     return LogRecord(ENGAGEMENTS, -1, now_ms, key, wire.encode(wire.ENGAGEMENT, message)), message.event_id

@@ -34,7 +34,7 @@ class RankRequest:
 
     @property
     def key(self) -> bytes:
-        return key_bytes(self.user_id, self.session_id)
+        return key_bytes(self.user_id, self.session_id, self.request_id)
 
 
 def request_id_of(text: str, path: str) -> str:

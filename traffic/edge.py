@@ -44,7 +44,7 @@ class Edge:
         self._arrival += 1
         heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
-        key = key_bytes(event.user_id, event.session_id)
+        key = key_bytes(event.user_id, event.session_id, event.request_id)
         return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
 
     def _impression(self, request: Request) -> bytes:

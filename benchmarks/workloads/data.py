@@ -71,7 +71,8 @@ def sample_records(schema: Schema, count: int, *, candidates: int, history: int 
     """`count` samples as the samples topic has them, in four partitions."""
     values = [wire.encode(wire.SAMPLE, sample(schema, n, candidates=candidates, history=history)) for n in range(count)]
     return [
-        Record("samples", n % 4, n // 4, T0_MS + 100 * n + 20_000, key_bytes(FIRST_USER + n, 0), v) for n, v in enumerate(values)
+        Record("samples", n % 4, n // 4, T0_MS + 100 * n + 20_000, key_bytes(FIRST_USER + n, 0, ""), v)
+        for n, v in enumerate(values)
     ]
 
 

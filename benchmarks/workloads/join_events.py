@@ -46,12 +46,12 @@ def _impression(request: int, user: int, time_ms: int, candidates: int = CANDIDA
         ro=encode_ro(schema, {"user": [user], "hour_of_day": 3.5}),
         nro=encode_nro(schema, {"item": items_n, "ctr_1h": rng.random(candidates)}, candidates),
     )
-    return Record("impressions", 0, request, time_ms, key_bytes(user, 1), wire.encode(wire.IMPRESSION, message))
+    return Record("impressions", 0, request, time_ms, key_bytes(user, 1, ""), wire.encode(wire.IMPRESSION, message))
 
 
 def _engagement(request: int, user: int, time_ms: int, event: int, item: int) -> Record:
     message = pb.Engagement(header=_header(request, user, time_ms), event_id=event, item_id=item, action="click", value=1.0)
-    return Record("engagements", 0, event, time_ms, key_bytes(user, 1), wire.encode(wire.ENGAGEMENT, message))
+    return Record("engagements", 0, event, time_ms, key_bytes(user, 1, ""), wire.encode(wire.ENGAGEMENT, message))
 
 
 def _header(request: int, user: int, time_ms: int) -> pb.Header:
@@ -212,7 +212,7 @@ class Overlay:
 
 def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
     """A user whose requests are closed but for the last; each has `engagements` engagements."""
-    store, key, event_id, timers = Overlay({}), key_bytes(1, 1), 1, list[int]()
+    store, key, event_id, timers = Overlay({}), key_bytes(1, 1, ""), 1, list[int]()
     entries = Entries(store)
 
     def keep(turn: Turn) -> None:
@@ -243,7 +243,7 @@ def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
 def one_event(remembered: int, engagements: int) -> Iterator[Work]:
     """One more engagement of the newest request, as the operator does it: stored bytes, join, stored bytes. Every step begins
     with the same bytes."""
-    join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1)
+    join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1, "")
     store = _remembering(join, remembered, engagements)
     entries = Entries(store)
     newest_ms = data.T0_MS + (remembered - 1) * WINDOW_MS

@@ -107,7 +107,7 @@ class Maker:
 
     def _event(self, topic: str, kind: int, message: pb.Impression | pb.Engagement) -> Event:
         h = message.header
-        return Event(topic, key_bytes(h.user_id, h.session_id), h.time_ms, wire.encode(kind, message))
+        return Event(topic, key_bytes(h.user_id, h.session_id, h.request_id), h.time_ms, wire.encode(kind, message))
 
     def _ro_block(self) -> bytes:
         values: dict[str, object] = {}

@@ -28,7 +28,7 @@ from param_server.table import shapes_of
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.decode import Decoder
-from roo.ids import key_bytes
+from roo.ids import NO_KEY
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.checkpoint_store import FileStore
@@ -159,7 +159,7 @@ class _Local:
         self.metrics.add(self._add(PREDICTIONS, key, prediction.value, prediction.time_ms))
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
-        self._add(DEAD_LETTERS, key_bytes(0, 0), wire.encode(wire.DEAD_LETTER, letter), 0)
+        self._add(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
 
     def flush(self) -> None:
         """Everything is counted where it is given."""

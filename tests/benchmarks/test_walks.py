@@ -10,7 +10,7 @@ from serving.request import id_of
 
 
 def test_calls_moves_and_depth_are_those_of_our_own_files() -> None:
-    walk = walks.count(lambda: (id_of(7, "$"), key_bytes(0, 3), sorted([2, 1])))
+    walk = walks.count(lambda: (id_of(7, "$"), key_bytes(0, 3, "r"), sorted([2, 1])))
     assert walk.files == ("serving/request.py", "roo/ids.py")
     # id_of → item_id (a move); key_bytes → hash64 (none)
     assert (walk.num_functions, walk.num_calls, walk.num_moves, walk.deepest) == (4, 4, 1, 2)
@@ -21,7 +21,7 @@ def test_what_raises_is_walked_too() -> None:
         try:
             item_id(None)  # type: ignore[arg-type]
         except TypeError:
-            key_bytes(1, 1)
+            key_bytes(1, 1, "r")
 
     assert walks.count(refused).deepest == 1, "a frame that raised is left"
 

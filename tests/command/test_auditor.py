@@ -24,7 +24,7 @@ SEEN = [("impressions", 0), ("impressions", 1), ("engagements", 1)]
 
 def impression(offset: int, request: str, partition: int = 1) -> Record:
     message = pb.Impression(header=pb.Header(request_id=request, user_id=5, time_ms=1000))
-    return Record("impressions", partition, offset, 1000, key_bytes(5, 0), wire.encode(wire.IMPRESSION, message))
+    return Record("impressions", partition, offset, 1000, key_bytes(5, 0, ""), wire.encode(wire.IMPRESSION, message))
 
 
 def auditor(reader: RecordReader, seen: list[Record] | None = None) -> Auditor:

@@ -12,7 +12,7 @@ from roo.ids import key_bytes, sample_id
 from roo.wire import Record
 
 T0 = 1_700_000_000_000
-KEY = key_bytes(5, 0)
+KEY = key_bytes(5, 0, "")
 _offsets = itertools.count()
 
 

@@ -12,7 +12,7 @@ from roo.counters import Counters
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 
-USER_17 = ids.key_bytes(17, 4)
+USER_17 = ids.key_bytes(17, 4, "req-1")
 ITEM = ids.table_id("item")
 SCHEMA = """
 [tables.item]
@@ -53,9 +53,10 @@ action = "click"
         (ids.item_id(-1), 0xFFFFFFFFFFFFFFFF),
         (ITEM, 0xF03F9E41),
         (USER_17, bytes.fromhex("1100000000000000")),
-        (ids.key_bytes(0, 4), bytes.fromhex("daa29c96c1dfc0e6")),
+        (ids.key_bytes(0, 4, "req-1"), bytes.fromhex("daa29c96c1dfc0e6")),
+        (ids.key_bytes(0, 0, "r1"), bytes.fromhex("c699af5ba9dd9f51")),
         (ids.sample_id(USER_17, "req-1"), 0x1B17F39579A55C65),
-        (ids.sample_id(USER_17, "req-1", 21), 0x26D0ADF01FF30462),
+        (ids.sample_id(USER_17, "req-1", 21), 0x7C16AE3E015C77AF),
         (ids.splitmix64(0), 0xE220A8397B1DCDAF),  # the generator's published first output for seed 0
         (ids.splitmix64((1 << 64) - 1), 0xE4D971771B652C20),
         ([ids.bucket_of(i, ITEM, 64) for i in (0, 1, 2, -1, 1 << 63)], [47, 2, 40, 2, 21]),

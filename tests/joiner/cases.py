@@ -46,7 +46,7 @@ OTHER_SCHEMA = schema_from_dict(
 )
 SCHEMAS = {s.fingerprint: s for s in (SCHEMA, OTHER_SCHEMA)}
 USER = 17
-KEY = key_bytes(USER, 4)
+KEY = key_bytes(USER, 4, "r")
 NOW = 1_000
 
 
@@ -108,7 +108,9 @@ def record(
         return Record("impressions", partition, offset, message.time_ms, None, wire.encode(kind, message))
     h = message.header
     kind, topic = (wire.IMPRESSION, "impressions") if isinstance(message, pb.Impression) else (wire.ENGAGEMENT, "engagements")
-    return Record(topic, partition, offset, h.time_ms, key_bytes(h.user_id, h.session_id), wire.encode(kind, message))
+    return Record(
+        topic, partition, offset, h.time_ms, key_bytes(h.user_id, h.session_id, h.request_id), wire.encode(kind, message)
+    )
 
 
 def reader() -> Reader:

@@ -54,7 +54,7 @@ def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[
 def bad_records(time_ms: int) -> list[Record]:
     """One of each kind that decoding refuses; their timestamps fit where they are put."""
     good = impression(time_ms, [1, 2])
-    key = key_bytes(good.header.user_id, good.header.session_id)
+    key = key_bytes(good.header.user_id, good.header.session_id, good.header.request_id)
     unknown = impression(time_ms, [1])
     unknown.header.schema = 99
     infinite = engagement(time_ms, event=1, value=float("inf"))

@@ -14,6 +14,7 @@ from joiner.state import Engagement, Impression
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import CheckpointError
+from roo.ids import key_bytes
 from roo.wire import Record
 from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
 
@@ -54,6 +55,11 @@ CASES: list[tuple[str, Record, str]] = [
     ("another record timestamp", GOOD._replace(timestamp_ms=T + 1), "bad_time"),
     ("no key", GOOD._replace(key=None), "bad_shape"),
     ("another key", GOOD._replace(key=bytes(8)), "bad_shape"),
+    (
+        "a request of nobody under another's key",
+        record(impression(T, user=0, session=0))._replace(key=key_bytes(0, 0, "q")),
+        "bad_shape",
+    ),
     ("scores of another length", with_columns(scores=[0.5]), "bad_shape"),
     ("positions of another length", with_columns(positions=[0]), "bad_shape"),
     ("propensities of another length", with_columns(propensities=[0.5]), "bad_shape"),
@@ -101,6 +107,35 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
     assert len(m.raw) == MAX_RAW_BYTES and m.raw_bytes == len(large.value)
     m = seen(reader().read(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (7, "r")
+
+
+@pytest.mark.parametrize("key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"])
+def test_a_key_that_is_none_of_ours_is_not_repeated(key: bytes | None) -> None:
+    dead = reader().read(GOOD._replace(key=key, value=b"\x01"))
+    assert isinstance(dead, Output) and dead.key == bytes(8)
+
+
+def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
+    """A name is as long as its record; what is wrong may be told with the bytes that are."""
+    long_name = reader().read(changed(impression(T), request_id="x" * 500_000))
+    assert (
+        isinstance(long_name, Output) and len(long_name.value) < MAX_RAW_BYTES + 1_000 and not seen(long_name).message.request_id
+    )
+
+    def wordy(fingerprint: int) -> None:
+        raise UnicodeDecodeError("utf-8", bytes(1_000_000), 0, 1, "a text of its own")
+
+    found = reader()
+    found.registry = wordy  # type: ignore[assignment]
+    dead = found.read(GOOD)
+    assert isinstance(dead, Output) and len(dead.value) < 2_000
+
+
+def test_events_with_neither_user_nor_session_are_taken_under_a_key_of_their_request() -> None:
+    nobody = {"user": 0, "session": 0}
+    shown = reader().read(record(impression(T, request="a", **nobody)))  # type: ignore[arg-type]
+    acted = reader().read(record(engagement(T, request="a", event=1, **nobody)))
+    assert isinstance(shown, Impression) and isinstance(acted, Engagement)
 
 
 def test_a_registry_that_fails_costs_the_record_and_not_the_partition() -> None:

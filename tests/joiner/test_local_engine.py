@@ -79,7 +79,7 @@ def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
     outputs = outputs_of(generated.placed(generated.arrivals(seed)))
     by_key = defaultdict(list)
     for m in generated.messages(seed):
-        by_key[key_bytes(m.header.user_id, m.header.session_id)].append(m)
+        by_key[key_bytes(m.header.user_id, m.header.session_id, m.header.request_id)].append(m)
     dead: Counter[str] = Counter()
     expected_samples, expected_corrections = {}, {}
     for messages in by_key.values():

@@ -23,14 +23,33 @@ def test_signed_and_unsigned_are_inverse(value: int) -> None:
     assert ids.signed(value) == int(np.uint64(value).view(np.int64))
 
 
-@given(user=U64, session=U64)
-def test_a_key_is_eight_bytes_and_the_user_if_there_is_one(user: int, session: int) -> None:
-    key = ids.key_bytes(user, session)
+@given(user=U64, session=U64, request=st.text(max_size=9))
+def test_a_key_is_eight_bytes_and_the_user_if_there_is_one(user: int, session: int, request: str) -> None:
+    key = ids.key_bytes(user, session, request)
     assert len(key) == 8 and (not user or key == user.to_bytes(8, "little"))
 
 
-def test_sessions_of_unknown_users_have_keys_of_their_own() -> None:
-    assert ids.key_bytes(0, 1) != ids.key_bytes(0, 2)
+def test_sessions_of_unknown_users_have_keys_of_their_own_whatever_they_request() -> None:
+    assert ids.key_bytes(0, 1, "r") != ids.key_bytes(0, 2, "r")
+    assert ids.key_bytes(0, 1, "r") == ids.key_bytes(0, 1, "q")
+
+
+def test_with_neither_user_nor_session_each_request_is_a_stranger_s() -> None:
+    keys = {ids.key_bytes(0, 0, f"r{n}") for n in range(100)}
+    assert len(keys) == 100 and ids.NO_KEY not in keys
+
+
+@given(request=st.text(min_size=1, max_size=12), event=U64)
+def test_no_sample_has_the_id_of_a_correction(request: str, event: int) -> None:
+    key, tail = ids.NO_KEY, event.to_bytes(8, "little").decode("latin-1")
+    correction = ids.sample_id(key, request, event)
+    assert correction not in (ids.sample_id(key, request), ids.sample_id(key, request + tail))
+
+
+def test_the_parts_of_a_sample_id_can_not_run_into_each_other() -> None:
+    event = int.from_bytes(b"abcdefgh", "little")
+    assert ids.sample_id(ids.NO_KEY, "r", event) != ids.sample_id(ids.NO_KEY, "rabcdefgh")
+    assert ids.sample_id(ids.NO_KEY, "r", event) != ids.sample_id(ids.NO_KEY, "rabc", int.from_bytes(b"defgh", "little"))
 
 
 def test_an_array_of_no_ids_has_no_buckets() -> None:

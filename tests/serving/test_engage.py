@@ -24,7 +24,7 @@ def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
 def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:
     ((record, kind, message),), ids = parse({**CLICK, "event_id": 77, "time_ms": 5})
     assert kind == wire.ENGAGEMENT and ids == [77] == [message.event_id]
-    assert (record.topic, record.partition, record.key) == ("engagements", -1, key_bytes(17, 4))
+    assert (record.topic, record.partition, record.key) == ("engagements", -1, key_bytes(17, 4, "r-1"))
     assert record.timestamp_ms == message.header.time_ms == NOW_MS and message.client_time_ms == 5
     header = message.header
     assert (header.request_id, header.user_id, header.session_id, header.surface) == ("r-1", 17, 4, "front")
@@ -35,7 +35,7 @@ def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:
 def test_many_come_in_one_body_and_ids_may_be_strings() -> None:
     parsed, ids = parse([CLICK, {**CLICK, "user_id": 0, "item_id": "nine", "event_id": "e"}])
     assert len(parsed) == 2 and ids[1] == hash64("e")
-    assert parsed[1][2].item_id == hash64("nine") and parsed[1][0].key == key_bytes(0, 4)
+    assert parsed[1][2].item_id == hash64("nine") and parsed[1][0].key == key_bytes(0, 4, "r-1")
     assert parse([]) == ([], [])
 
 

@@ -75,7 +75,7 @@ def test_the_answer_and_the_impression_say_the_same(built: Built) -> None:
     header = impression.header
     assert (header.request_id, header.user_id, header.time_ms) == ("r-1", 17, NOW_MS)
     assert (header.model_version, header.schema) == ("1-7", SCHEMA.fingerprint)
-    assert ranked.record[:4] == ("impressions", -1, NOW_MS, key_bytes(17, 4))
+    assert ranked.record[:4] == ("impressions", -1, NOW_MS, key_bytes(17, 4, "r-1"))
 
 
 def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same_bits(built: Built) -> None:
