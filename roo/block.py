@@ -19,7 +19,7 @@ import numpy as np
 
 from roo.columns import Columns, Side, check_columns, columns_of, missing_bits, pack
 from roo.errors import WireError, nearest
-from roo.ids import MASK64, item_id
+from roo.ids import LOWEST_ID, MASK64, item_id
 from roo.schema import Feature, Limits, Schema
 from roo.wire import MAX_WEIGHT
 
@@ -180,11 +180,13 @@ def _expected(f: Feature) -> str:
 
 def _ids(f: Feature, values: Any) -> list[int]:
     try:
-        if {int}.issuperset(map(type, values)):
+        if {int}.issuperset(map(type, values)) and (not values or (min(values) >= LOWEST_ID and max(values) <= MASK64)):
             return [v & MASK64 for v in values]
         return [item_id(v if isinstance(v, str) else _index(v)) for v in values]
     except TypeError:
         raise _bad(f, "ids (integers or strings)", repr(values)) from None
+    except ValueError as error:
+        raise WireError("bad_shape", f"feature {f.name!r}: {error}") from None
 
 
 def _integers(f: Feature, values: Any) -> list[int]:
@@ -244,7 +246,7 @@ def _flat_ids(f: Feature, column: Any) -> np.ndarray | None:
         return None
     if isinstance(column, np.ndarray):
         return column.astype(np.int64, copy=False) if column.ndim == 1 and column.dtype.kind in "iu" else None
-    if not all(type(v) is int for v in column):
+    if not all(type(v) is int and LOWEST_ID <= v <= MASK64 for v in column):
         return None
     return np.array([v & MASK64 for v in column], dtype=np.uint64).view(np.int64)
 

@@ -63,3 +63,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known name nearest to `name`, or `""` if none is near."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def printable(text: str) -> str:
+    """Text from outside, fit for a terminal, a page and a log: control and direction characters are dropped."""
+    return "".join(c for c in text if c.isprintable())

@@ -5,10 +5,13 @@ Ids are uint64 on the wire and int64 views in arrays. `hash64` is xxh3-64 with s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import xxhash
 
 MASK64 = (1 << 64) - 1
+LOWEST_ID = -(1 << 63)
 
 
 def hash64(data: bytes | str) -> int:
@@ -17,8 +20,35 @@ def hash64(data: bytes | str) -> int:
 
 
 def item_id(value: int | str) -> int:
-    """An id from outside as uint64: integers pass through (negative ones as their two's complement), strings are hashed."""
-    return hash64(value) if isinstance(value, str) else value & MASK64
+    """An id from outside as uint64: integers pass through (negative ones as their two's complement), strings are hashed.
+
+    The one check of ids, for HTTP, logs and feature values.
+
+    Raises:
+        ValueError: an empty string, which is no id, or an integer without a 64-bit form.
+    """
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("expected an id, got an empty string; leave an id out that isn't known")
+        return hash64(value)
+    if not LOWEST_ID <= value <= MASK64:
+        shown = value if abs(value) < 10**24 else f"one of {value.bit_length()} bits"
+        raise ValueError(f"expected a 64-bit integer or a string, got {shown}")
+    return value & MASK64
+
+
+def other_form(item: int, shown: Iterable[int]) -> str:
+    """Of an id (uint64) that isn't among `shown` (uint64): a sentence if its other form is, the integer 5 where the text "5"
+    was shown or the other way round; else ""."""
+    known = set(shown)
+    for number in {item, signed(item)}:
+        if hash64(str(number)) in known:
+            return f'; it did show the text "{number}", and this is the integer {number}: write an id one way everywhere'
+    for other in known:
+        for number in {other, signed(other)}:
+            if hash64(str(number)) == item:
+                return f'; it did show the integer {number}, and this is the text "{number}": write an id one way everywhere'
+    return ""
 
 
 def signed(value: int) -> int:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from roo.ids import MASK64, item_id, key_bytes
+from roo.ids import LOWEST_ID, MASK64, item_id, key_bytes
 from serving.errors import RequestError
 
 MAX_TEXT_BYTES = 64
-_LOWEST_ID = -(1 << 63)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -49,10 +48,11 @@ def text_of(text: str, path: str) -> str:
 
 
 def id_of(value: int | str, path: str) -> int:
-    """uint64: integers pass through, strings are hashed."""
-    if type(value) is int and not _LOWEST_ID <= value <= MASK64:
-        raise RequestError(400, f"expected a 64-bit integer or a string, got {value}", path)
-    return item_id(value)
+    """uint64: integers pass through, strings are hashed; the check is `roo.ids.item_id`'s."""
+    try:
+        return item_id(value)
+    except ValueError as error:
+        raise RequestError(400, str(error), path) from None
 
 
 def ids_of(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray:
@@ -63,8 +63,8 @@ def ids_of(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray
 
 
 def check_ids(values: list[int | str], path_of: Callable[[int], str]) -> None:
-    """Raises RequestError 400 with the path of the first integer that has no 64-bit form."""
+    """Raises RequestError 400 with the path of the first that is no id."""
     integers: list[int] = [v for v in values if type(v) is int]
-    if integers and not (min(integers) >= _LOWEST_ID and max(integers) <= MASK64):
+    if "" in values or (integers and not (min(integers) >= LOWEST_ID and max(integers) <= MASK64)):
         for i, value in enumerate(values):
             id_of(value, path_of(i))

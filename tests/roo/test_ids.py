@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,3 +55,17 @@ def test_the_parts_of_a_sample_id_can_not_run_into_each_other() -> None:
 
 def test_an_array_of_no_ids_has_no_buckets() -> None:
     assert ids.buckets_of(np.zeros(0, dtype=np.int64), 1, 64).dtype == np.int32
+
+
+@pytest.mark.parametrize("value", ["", 1 << 64, -(1 << 63) - 1, 10**30])
+def test_what_has_no_64_bits_and_what_is_empty_is_no_id(value: int | str) -> None:
+    with pytest.raises(ValueError, match=r"got (an empty string; leave|\d+|-\d+|one of \d+ bits)"):
+        ids.item_id(value)
+
+
+def test_an_id_that_was_shown_in_its_other_form_is_found() -> None:
+    text = ids.hash64("5")
+    assert 'did show the text "5"' in ids.other_form(5, [text, 9])
+    assert 'did show the integer 5, and this is the text "5"' in ids.other_form(text, [5, 9])
+    assert "the integer -3" in ids.other_form(ids.hash64("-3"), [ids.unsigned(-3)])
+    assert ids.other_form(6, [text, 5]) == "" == ids.other_form(5, [])

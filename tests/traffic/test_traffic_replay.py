@@ -19,7 +19,7 @@ from traffic import jsonl
 from traffic.config import ReplayConfig
 from traffic.edge import Edge
 from traffic.events import Action, Request, in_time_order
-from traffic.jsonl import LogError
+from traffic.lines import LogError
 from traffic.log import open_log, settle_ms
 from traffic.replay import paced, records
 
@@ -130,7 +130,7 @@ def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
 
 def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path) -> None:
     log, toml = example(tmp_path)
-    line = {"type": "impression", "request_id": "x", "time": 5, "candidates": [{"item_id": 1, "price": "dear"}]}
+    line = {"type": "impression", "request_id": "x", "time": T0, "candidates": [{"item_id": 1, "price": "dear"}]}
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(line) + "\n")
     from roo.schema_file import load_schema
