@@ -47,7 +47,7 @@ class Snapshots:
         self.store = store
 
     def write(self, data: bytes) -> None:
-        """Durable before the older ones go. OSError (disk full): the older ones stay."""
+        """Durable before the older ones go. UnavailableError (disk full): the older ones stay."""
         names = self.store.list("snapshots")
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
         self.store.put(f"snapshots/{number:08d}", data)

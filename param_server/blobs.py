@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -11,13 +10,14 @@ from typing import Protocol
 
 import rocksdict
 
-from roo.errors import CheckpointError, SetupError
+from roo.errors import CheckpointError, RoostreamError, SetupError, UnavailableError
 
 log = logging.getLogger("roostream.segments")
 
 
 class Blobs(Protocol):
-    """One writer at a time; reads from any thread."""
+    """One thread at a time. Every method but `close` raises UnavailableError where the store can't be read or written now (a
+    full disk, a mount that is gone; trying again can help), and CheckpointError where it answers that what it has is damaged."""
 
     def get(self, key: bytes) -> bytes | None:
         """None if absent. Checksums are the caller's."""
@@ -25,7 +25,7 @@ class Blobs(Protocol):
     def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
         """All or nothing. With `sync`, this and every earlier write outlives power loss when the call returns.
 
-        **If it fails** (CheckpointError: disk full, I/O): none of this call's keys changed; the store can be used again.
+        **If it fails:** none of this call's keys changed, and the next call finds the store usable as soon as the disk is.
         """
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
@@ -52,7 +52,7 @@ class MemoryBlobs:
         if self._until_failure:
             self._until_failure -= 1
             if not self._until_failure:
-                raise CheckpointError("segments can't be written: injected; free disk space")
+                raise UnavailableError("segments can't be written: injected; free disk space")
         self.data.update(puts)
         for key in deletes:
             self.data.pop(key, None)
@@ -70,28 +70,28 @@ class RocksBlobs:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._db: rocksdict.Rdict | None = None
+        self._in_use = False
 
     def open(self) -> RocksBlobs:
         """Open or make the directory; self.
 
         Raises:
-            SetupError: another process has it open, or it can't be read or written.
+            SetupError: another process has it open, it can't be read or written, or it is damaged; says which and what to do.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._db = rocksdict.Rdict(str(self.directory), _options())
         except Exception as error:  # rocksdict raises plain Exception
-            raise SetupError(
-                f"segments in {self.directory} can't be opened ({error}); stop the other shard that uses them, "
-                "or make the directory writable"
-            ) from None
+            raise SetupError(f"segments in {self.directory} can't be opened ({error}); {self._remedy(error)}") from None
+        self._in_use = True
         return self
 
     def get(self, key: bytes) -> bytes | None:
+        db = self._opened()
         try:
-            return self._opened().get(key)
+            return db.get(key)
         except Exception as error:
-            raise CheckpointError(f"segments in {self.directory} can't be read: {error}") from None
+            raise self._failure("read", error) from None
 
     def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
         batch = rocksdict.WriteBatch(raw_mode=True)
@@ -101,32 +101,64 @@ class RocksBlobs:
             batch.delete(key)
         options = rocksdict.WriteOptions()
         options.sync = sync
+        db = self._opened()
         try:
-            self._opened().write(batch, options)
+            db.write(batch, options)
         except Exception as error:
-            self._reopen()  # after a failed write RocksDB refuses all others until it is opened again
-            raise CheckpointError(f"segments in {self.directory} can't be written ({error}); free disk space") from None
+            del db
+            self._let_go()  # after a failed write RocksDB refuses all others until it is opened again: the next call does that
+            raise self._failure("written", error) from None
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
-        for key in self._opened().keys(from_key=prefix):
-            if not key.startswith(prefix):
-                return
-            yield key
+        db = self._opened()
+        try:
+            for key in db.keys(from_key=prefix):
+                if not key.startswith(prefix):
+                    return
+                yield key
+        except Exception as error:
+            raise self._failure("listed", error) from None
 
     def close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        self._in_use = False
+        self._let_go()
 
     def _opened(self) -> rocksdict.Rdict:
+        """The database, opened again where a failed write has closed it."""
         if self._db is None:
-            raise CheckpointError(f"segments in {self.directory} are closed")
+            if not self._in_use:
+                raise UnavailableError(f"segments in {self.directory} are closed")
+            try:
+                self.open()
+            except SetupError as error:
+                raise UnavailableError(str(error)) from None
+        assert self._db is not None
         return self._db
 
-    def _reopen(self) -> None:
-        self.close()
-        with contextlib.suppress(SetupError):  # still no room: the next call says that they are closed, and so on
-            self.open()
+    def _let_go(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            try:
+                db.close()  # it flushes first, which fails where the write before it did; it is closed all the same
+            except Exception as error:
+                log.warning("segments in %s were closed without a flush (%s); the log beside them has it", self.directory, error)
+
+    def _failure(self, what: str, error: Exception) -> RoostreamError:
+        if self._is_damage(error):
+            return CheckpointError(f"segments in {self.directory} can't be {what}: they are damaged ({error})")
+        return UnavailableError(f"segments in {self.directory} can't be {what} ({error}); {self._remedy(error)}")
+
+    def _is_damage(self, error: Exception) -> bool:
+        """A checksum that differs, or a file that is absent from a directory that is there."""
+        text = str(error)
+        return "Corruption" in text or ("No such file" in text and (self.directory / "CURRENT").exists())
+
+    def _remedy(self, error: Exception) -> str:
+        if "LOCK" in str(error):
+            return "stop the other shard that uses them"
+        if self._is_damage(error):
+            return 'they are damaged: bring them back from a backup (docs/architecture.md, "Damage")'
+        return "free disk space, or make the directory readable and writable"
 
 
 def _options() -> rocksdict.Options:

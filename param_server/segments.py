@@ -81,6 +81,7 @@ class Segments:
 
     def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]], num_buckets: int) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
+        self._restored: Commit | None = None  # since the last `commit`
 
     def write(
         self, name: str, changes: Mapping[str, RowBlock], base: Sequence[Segment], residency: Mapping[str, bytes] | None = None
@@ -138,8 +139,9 @@ class Segments:
         self._delete([name for name in names if name not in kept])
 
     def restored(self, commit: Commit) -> None:
-        """The state is this one again; later ones are abandoned, but deleted only with the next commit."""
-        self._remember(commit)
+        """The state is this one again; later ones are abandoned, but forgotten only with the next commit. Writes nothing, so
+        that a full disk can't refuse a restore."""
+        self._restored = commit
 
     def history(self) -> list[Commit]:
         """Oldest first."""
@@ -157,8 +159,12 @@ class Segments:
         except CheckpointError as error:  # it only says what may be deleted: begin a new one
             log.warning("%s", error)
             past = []
-        history = [*(c for c in past if c.seq < commit.seq), commit][-KEEP_COMMITS:]
+        for newer in (self._restored, commit):
+            if newer is not None:
+                past = [*(c for c in past if c.seq < newer.seq), newer]
+        history = [c for c in past if c.segments][-KEEP_COMMITS:]
         self.store.write([(_HISTORY, msgspec.json.encode(history))], sync=True)
+        self._restored = None
         return history
 
     def _split(self, changes: Mapping[str, RowBlock]) -> Iterator[SegmentBucket]:

@@ -191,7 +191,7 @@ class Shard:
 
         Raises:
             FencedError: the command is of an older incarnation.
-            CheckpointError: what it needs is damaged, absent or can't be written.
+            CheckpointError: what it needs is damaged or absent. UnavailableError: it can't be read or written now.
         """
         kind, incarnation = command.get("kind"), int(command.get("incarnation", 0))
         if kind == "restore":
@@ -246,7 +246,7 @@ class Shard:
             self.committed, self._frozen = Commit(frozen.seq, frozen.incarnation, frozen.segments), None
         try:
             self.segments.commit(self.committed)
-        except CheckpointError as error:
+        except (CheckpointError, UnavailableError) as error:
             log.warning("old segments could not be deleted (%s); the next commit tries again", error)
         return {}
 
@@ -267,7 +267,7 @@ class Shard:
     def restore(self, incarnation: int, name: str) -> dict[str, Any]:
         """Be at manifest `name` ("" = the beginning), in `incarnation`; older ones are fenced from here on, also if it fails.
 
-        **If it fails** (CheckpointError, OSError, ConfigError): calls answer UnavailableError until a RESTORE of a later
+        **If it fails** (CheckpointError, UnavailableError, ConfigError): calls answer UnavailableError until a RESTORE of a later
         incarnation, of this manifest or another, has worked.
         """
         with self._lock:

@@ -4,10 +4,10 @@ RoostreamError
 ├── ConfigError            a TOML key, value, flag or environment variable is wrong
 │   └── SchemaError        a schema is wrong, or can't be read with the one in hand
 ├── WireError              a record or body can't be decoded; `reason` names the dead letter
-├── UnavailableError       a peer or service is away; trying again can help
+├── UnavailableError       a peer, a service or a disk can't be used now: trying again can help
 │   └── TransportError     a call to a shard or the controller failed; its effect is unknown
 ├── FencedError            an older incarnation acted; the process must stop or rejoin
-├── CheckpointError        a manifest, segment or part is damaged or absent
+├── CheckpointError        a manifest, segment or part is damaged, or absent while the store answers
 └── SetupError             the machine lacks something (Python, port, disk, memory, package)
 
 A message says what was expected, what was got and what to do. Asserts are for our own invariants only.
@@ -40,7 +40,8 @@ class WireError(RoostreamError):
 
 
 class UnavailableError(RoostreamError):
-    """A service is away; nothing was lost, trying again can help."""
+    """Something can't be reached, read or written now (a silent peer, a full disk, a mount that is gone). It says nothing about
+    what is committed: trying again can help, an older manifest can't."""
 
 
 class TransportError(UnavailableError):
@@ -52,7 +53,7 @@ class FencedError(RoostreamError):
 
 
 class CheckpointError(RoostreamError):
-    """A committed part is damaged or absent."""
+    """What was committed is damaged, or absent while the store answers: trying again can't help, an older manifest may."""
 
 
 class SetupError(RoostreamError):

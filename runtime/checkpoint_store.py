@@ -6,27 +6,33 @@ everything: it either makes the whole object visible under its name, or, if the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from roo.errors import CheckpointError, ConfigError, nearest
+from roo.errors import CheckpointError, ConfigError, UnavailableError, nearest
 
 NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
 
 
 class CheckpointStore(Protocol):
+    """Each method raises UnavailableError where the store can't be read or written now: full, gone, refused."""
+
     def create(self, name: str, data: bytes) -> bool:
         """Durable, atomic, exclusive. True if this call created it; False if the name existed.
 
-        **If it fails** (OSError: disk full, I/O): the name does not exist, or exists whole; call again to learn which.
+        **If it fails** (UnavailableError): the name does not exist, or exists whole; call again to learn which.
         """
 
     def put(self, name: str, data: bytes) -> None:
-        """Durable and atomic; replaces. For parts that a manifest names with their checksum. OSError as in `create`."""
+        """Durable and atomic; replaces. For parts that a manifest names with their checksum.
+
+        **If it fails** (UnavailableError): the name is as it was, or has the new bytes.
+        """
 
     def get(self, name: str) -> bytes:
         """Raises CheckpointError if absent. Does not verify: checksums are the manifest's."""
@@ -37,13 +43,16 @@ class CheckpointStore(Protocol):
     def delete(self, name: str) -> None:
         """Idempotent."""
 
+    def sweep(self) -> None:
+        """Delete what writers that were killed left unfinished. A write that is under way may fail by it, as by a full disk."""
+
 
 class FileStore:
     """A directory. Files are written beside their place, fsynced, linked (link(2) is exclusive) or renamed, and then their
-    directory is fsynced."""
+    directory is fsynced, as is the one above each directory that had to be made. `fsync` is os.fsync."""
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+    def __init__(self, root: str | Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
+        self.root, self._fsync = Path(root), fsync
 
     def path(self, name: str) -> Path:
         if not NAME.fullmatch(name):
@@ -52,48 +61,85 @@ class FileStore:
 
     def create(self, name: str, data: bytes) -> bool:
         target = self.path(name)
-        temporary = self._write(target, data)
-        try:
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(temporary)
-        _sync_directory(target.parent)
+        with _unavailable(f"{target} can't be written"):
+            temporary = self._write(target, data)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._sync_directory(target.parent)
         return True
 
     def put(self, name: str, data: bytes) -> None:
         target = self.path(name)
-        os.replace(self._write(target, data), target)
-        _sync_directory(target.parent)
+        with _unavailable(f"{target} can't be written"):
+            os.replace(self._write(target, data), target)
+            self._sync_directory(target.parent)
 
     def get(self, name: str) -> bytes:
-        try:
-            return self.path(name).read_bytes()
-        except FileNotFoundError:
-            raise CheckpointError(f"{name} is absent from {self.root}") from None
+        path = self.path(name)
+        with _unavailable(f"{path} can't be read"):
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} is absent from {self.root}") from None
 
     def list(self, prefix: str) -> list[str]:
         base = self.path(prefix)
-        if not base.is_dir():
-            return []
-        return sorted(f"{prefix}/{p.name}" for p in base.iterdir() if p.is_file() and not p.name.startswith("."))
+        with _unavailable(f"{base} can't be read"):
+            if not base.is_dir():
+                return []
+            return sorted(f"{prefix}/{p.name}" for p in base.iterdir() if p.is_file() and not p.name.startswith("."))
 
     def delete(self, name: str) -> None:
-        self.path(name).unlink(missing_ok=True)
+        path = self.path(name)
+        with _unavailable(f"{path} can't be deleted"):
+            path.unlink(missing_ok=True)
 
-    def _write(self, target: Path, data: bytes) -> str:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".", dir=target.parent)
+    def sweep(self) -> None:
+        with _unavailable(f"{self.root} can't be swept"):
+            for path in list(self.root.rglob(".*")):  # no name begins with a dot
+                if path.is_file():
+                    path.unlink(missing_ok=True)
+
+    def _write(self, target: Path, data: bytes) -> Path:
+        self._make_directory(target.parent)
+        handle, name = tempfile.mkstemp(prefix=".", dir=target.parent)
+        temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                self._fsync(file.fileno())
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
         return temporary
+
+    def _make_directory(self, path: Path) -> None:
+        """A directory outlives power loss when its own entry is synced, in the directory above."""
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        self._sync_directory(path.parent)
+
+    def _sync_directory(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            self._fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _unavailable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(f"{what} ({error.strerror or error}); free space there or bring it back") from None
 
 
 STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": FileStore}
@@ -115,11 +161,3 @@ def open_store(url: str | Path) -> CheckpointStore:
     if not place.startswith("/"):
         raise ConfigError(f"expected a store like {scheme}:///a/directory, got {str(url)!r}; add the third slash")
     return STORES[scheme](place)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

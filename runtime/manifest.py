@@ -60,7 +60,7 @@ class StoredFile:
 
 
 def store_file(store: CheckpointStore, name: str, data: bytes) -> StoredFile:
-    """Put `data` under `name`; what a manifest says of it. Raises OSError: the store can't be written."""
+    """Put `data` under `name`; what a manifest says of it. Raises UnavailableError: the store can't be written."""
     store.put(name, data)
     return StoredFile(name=name, bytes=len(data), checksum=checksum_of(data))
 
@@ -242,7 +242,7 @@ def newest(store: CheckpointStore, passed_over: Collection[str] = ()) -> Restora
     if names:
         raise CheckpointError(
             f"expected a usable manifest among {len(names)} ({names[0]} … {names[-1]}), got none; "
-            "restore the store from a backup, or wipe it with `roostream reset` to begin anew"
+            'the warnings before this say what is damaged: bring it back from a backup (docs/architecture.md, "Damage")'
         )
     return None
 
@@ -257,7 +257,8 @@ def newest_incarnation(store: CheckpointStore) -> int:
 
 
 def claim_incarnation(store: CheckpointStore, time_ms: int) -> int:
-    """Claim the incarnation after the newest: from then on every controller with an older one is fenced.
+    """Claim the incarnation after the newest: from then on every controller with an older one is fenced, and what its members
+    were writing is swept away.
 
     Raises:
         FencedError: another controller claimed it first; this one must exit.
@@ -267,6 +268,7 @@ def claim_incarnation(store: CheckpointStore, time_ms: int) -> int:
     # Between the listing and the creation others may have claimed higher ones and retired the names below them.
     if not created or newest_incarnation(store) != mine:
         raise FencedError(f"incarnation {mine} belongs to another controller, which runs now; this one stops")
+    store.sweep()
     return mine
 
 

@@ -17,7 +17,7 @@ from features.hydration import Hydrator
 from models.build import load_model_config
 from param_server.replica import Replica
 from roo import schema_registry
-from roo.errors import ConfigError, SetupError, nearest
+from roo.errors import ConfigError, SetupError, UnavailableError, nearest
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from runtime import manifest as manifests
@@ -168,8 +168,8 @@ def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
     store = open_store(config.store)
     try:
         schema_registry.register(store, schema)
-    except OSError as error:
-        raise SetupError(f"checkpoint store {config.store} can't be written: {error.strerror}; choose another store") from None
+    except UnavailableError as error:
+        raise SetupError(f"checkpoint store {config.store} can't be used: {error}") from None
     return store
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from models.build import model_config_from_dict
-from roo.errors import CheckpointError, ConfigError
+from roo.errors import CheckpointError, ConfigError, UnavailableError
 from roo.schema import Schema
 from runtime import manifest as manifests
 from runtime import tensor_file
@@ -78,7 +78,7 @@ class DenseFollower:
         """
         try:
             names = self.store.list("manifests")
-        except OSError as error:
+        except UnavailableError as error:
             return self._unreadable(error)
         for name in sorted(names, reverse=True):
             number = name.rsplit("/", 1)[-1]
@@ -97,7 +97,7 @@ class DenseFollower:
             log.warning("dense version not taken: %s", error)
             self._bad.add(name)
             return False
-        except OSError as error:
+        except UnavailableError as error:
             return self._unreadable(error)
         self._seq, self._away = manifest.seq, False
         self.versions.install(version)
@@ -121,9 +121,9 @@ class DenseFollower:
         except RuntimeError as error:
             raise CheckpointError(f"{manifest.dense.name}: expected the parameters of its model: {error}") from None
 
-    def _unreadable(self, error: OSError) -> bool:
+    def _unreadable(self, error: UnavailableError) -> bool:
         """Trying again can help; said once an outage."""
         if not self._away:
-            log.warning("the checkpoint store can't be read: %s; the version in use stays", error.strerror)
+            log.warning("the checkpoint store can't be read: %s; the version in use stays", error)
         self._away = True
         return False

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError, UnavailableError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
@@ -146,7 +146,7 @@ class Controller:
             case Retire():
                 try:
                     manifests.retire(self.store)
-                except OSError as error:
+                except UnavailableError as error:
                     log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
 
     def _claim(self, passed_over: frozenset[str]) -> None:
@@ -154,8 +154,8 @@ class Controller:
             incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
             last = manifests.newest(self.store, passed_over)
             next_seq = manifests.next_seq(self.store)
-        except OSError as error:
-            raise SetupError(f"the checkpoint store can't be used ({error}); free space or mend it, then start again") from None
+        except UnavailableError as error:
+            raise SetupError(f"the checkpoint store can't be used: {error}; then start again") from None
         if last:
             self.check(last.manifest)
         with self._changed:
@@ -170,14 +170,14 @@ class Controller:
         try:
             if self.store.create(manifest.name, data):
                 return "linked"
-        except OSError as error:
+        except UnavailableError as error:
             problem = str(error)
         try:
             there = self.store.get(manifest.name)
         except CheckpointError:
             return f"failed: {problem}"
-        except OSError as error:
-            raise SetupError(f"the checkpoint store can't be read ({error}); mend it, then start again") from None
+        except UnavailableError as error:
+            raise SetupError(f"the checkpoint store can't be read: {error}; then start again") from None
         return "linked" if there == data else "exists"
 
     def _check_fence(self) -> None:

@@ -74,10 +74,7 @@ class Worker:
         }
         if command["kind"] not in kinds:
             raise RoostreamError(f"expected one of {', '.join(kinds)}, got command {command['kind']!r}")
-        try:
-            return kinds[command["kind"]](command)
-        except OSError as error:
-            raise UnavailableError(f"the checkpoint store can't be used: {error}") from None
+        return kinds[command["kind"]](command)
 
     def turn(self) -> bool:
         """Train on the next batch, if training and if there is one.

@@ -93,6 +93,9 @@ class MemoryStore:
     def delete(self, name: str) -> None:
         self.objects.pop(name, None)
 
+    def sweep(self) -> None:
+        """Nothing is ever unfinished."""
+
 
 def make_shard(
     blobs: Blobs | None = None,

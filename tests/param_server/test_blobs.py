@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from param_server.blobs import Blobs, MemoryBlobs, RocksBlobs
-from roo.errors import CheckpointError, SetupError
+from roo.errors import CheckpointError, SetupError, UnavailableError
+from tests.runtime.full_disk import room_for
 
 
 @pytest.fixture(params=["memory", "rocks"])
@@ -66,9 +67,9 @@ def test_a_place_that_is_a_file_is_told_in_one_sentence(tmp_path: Path) -> None:
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store = RocksBlobs(tmp_path).open()
     store.close()
-    with pytest.raises(CheckpointError, match="closed"):
+    with pytest.raises(UnavailableError, match="closed"):
         store.get(b"a")
-    with pytest.raises(CheckpointError, match="can't be written"):
+    with pytest.raises(UnavailableError, match="closed"):
         store.write([(b"a", b"1")])
     store.close()
 
@@ -77,7 +78,80 @@ def test_a_failed_write_of_memory_changes_nothing() -> None:
     store = MemoryBlobs()
     store.fail_at(2)
     store.write([(b"a", b"1")])
-    with pytest.raises(CheckpointError, match="free disk space"):
+    with pytest.raises(UnavailableError, match="free disk space"):
         store.write([(b"a", b"2")])
     store.write([(b"b", b"3")])
     assert store.data == {b"a": b"1", b"b": b"3"}
+
+
+def test_rocks_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    store = RocksBlobs(tmp_path).open()
+    store.write([(b"a", b"1" * 4096)], sync=True)
+    with room_for(1 << 16):
+        for _ in range(3):  # not only once: it is found closed by the second
+            with pytest.raises(UnavailableError, match=r"can't be written .*File too large.*free disk space"):
+                store.write([(b"b", bytes(1 << 20))], sync=True)
+    assert store.get(b"a") == b"1" * 4096 and store.get(b"b") is None
+    store.write([(b"b", b"2")], sync=True)
+    store.close()
+    again = RocksBlobs(tmp_path).open()
+    assert again.get(b"a") == b"1" * 4096 and again.get(b"b") == b"2"
+    again.close()
+
+
+def test_rocks_that_can_t_be_opened_again_yet_says_so_and_tries_at_each_call(tmp_path: Path) -> None:
+    store = RocksBlobs(tmp_path / "home" / "segments").open()
+    store.write([(b"a", b"1")], sync=True)
+    with room_for(1 << 12):
+        with pytest.raises(UnavailableError):
+            store.write([(b"b", bytes(1 << 20))], sync=True)
+        (tmp_path / "home").rename(tmp_path / "gone")
+        (tmp_path / "home").write_text("a file where the mount was")
+        for call in (lambda: store.get(b"a"), lambda: store.write([(b"b", b"")]), lambda: list(store.keys(b"a"))):
+            with pytest.raises(UnavailableError, match="can't be opened"):
+                call()
+    (tmp_path / "home").unlink()
+    (tmp_path / "gone").rename(tmp_path / "home")
+    assert store.get(b"a") == b"1" and list(store.keys(b"a")) == [b"a"]
+    store.close()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def stored(tmp_path: Path) -> Path:
+    """A directory whose values are in files of their own."""
+    store = RocksBlobs(tmp_path).open()
+    store.write([(b"a", bytes(100_000)), (b"b", b"small")], sync=True)
+    store.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", ["sst", "blob"])
+def test_rocks_tells_damage_from_what_can_t_be_read_now(tmp_path: Path, suffix: str) -> None:
+    (path,) = stored(tmp_path).glob(f"*.{suffix}")
+    flip(path, 40)
+    store = RocksBlobs(tmp_path).open()
+    with pytest.raises(CheckpointError, match="they are damaged"):
+        store.get(b"a")
+    store.close()
+
+
+def test_rocks_calls_an_absent_file_damage_while_its_directory_is_there(tmp_path: Path) -> None:
+    (path,) = stored(tmp_path).glob("*.blob")
+    store = RocksBlobs(tmp_path).open()
+    path.unlink()
+    with pytest.raises(CheckpointError, match="they are damaged"):
+        store.get(b"a")
+    store.close()
+
+
+def test_a_damaged_directory_is_not_blamed_on_another_shard(tmp_path: Path) -> None:
+    (path,) = stored(tmp_path).glob("MANIFEST-*")
+    flip(path, 60)
+    with pytest.raises(SetupError, match="they are damaged: bring them back from a backup") as caught:
+        RocksBlobs(tmp_path).open()
+    assert "other shard" not in str(caught.value) and "reset" not in str(caught.value)

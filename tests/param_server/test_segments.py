@@ -12,7 +12,7 @@ from param_server.blobs import MemoryBlobs, RocksBlobs
 from param_server.index import Keys
 from param_server.row_block import RowBlock
 from param_server.segments import KEEP_COMMITS, MIN_MERGE, Commit, Segment, Segments
-from roo.errors import CheckpointError
+from roo.errors import CheckpointError, UnavailableError
 
 STACK = "d2-adagrad"
 
@@ -134,8 +134,22 @@ def test_going_back_forgets_the_commits_after() -> None:
         commits.append(Commit(seq, 1, live))
         segments.commit(commits[-1])
     segments.restored(commits[1])
-    assert segments.history() == commits[:2]
+    assert segments.history() == commits, "a restore writes nothing"
     assert state(segments, commits[1].segments) == {1: 1.0, 2: 1.0}
+    live = segments.write("3-2", changes({9: 1.0}), commits[1].segments)
+    segments.commit(Commit(3, 2, live))
+    assert segments.history() == [*commits[:2], Commit(3, 2, live)]
+
+
+def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> None:
+    """The process that wrote it was killed before it heard of the commit."""
+    store = MemoryBlobs()
+    live = make_segments(store).write("1-1", changes({1: 1.0}), ())
+    again = make_segments(store)
+    again.restored(Commit(1, 1, live))
+    second = again.write("2-2", changes({n: 1.0 for n in range(50)}), live)
+    again.commit(Commit(2, 2, second))
+    assert [c.seq for c in again.history()] == [1, 2] and state(again, live) == {1: 1.0}
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -144,7 +158,7 @@ def test_a_full_disk_leaves_the_committed_state_as_it_was_and_the_next_try_works
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
     store.fail_at(nth)
-    with pytest.raises(CheckpointError, match="free disk space"):
+    with pytest.raises(UnavailableError, match="free disk space"):
         segments.write("2-1", changes({1: 2.0}), live)
     assert state(segments, live) == {1: 1.0}
     assert state(segments, segments.write("2-1", changes({1: 2.0}), live)) == {1: 2.0}

@@ -189,7 +189,7 @@ def test_a_failed_write_can_be_tried_again() -> None:
     push(shard, 1)
     shard.freeze(1, 0)
     blobs.fail_at(2)
-    with pytest.raises(CheckpointError, match="free disk space"):
+    with pytest.raises(UnavailableError, match="free disk space"):
         shard.write(1)
     name = link_manifest(store, 1, 1, [shard.write(1)])
     again = make_shard(blobs, store)

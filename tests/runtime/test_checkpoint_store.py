@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
+import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from roo.errors import CheckpointError, ConfigError
+from roo.errors import CheckpointError, ConfigError, UnavailableError
 from runtime.checkpoint_store import FileStore, open_store
+from tests.runtime.full_disk import room_for
 
 
 @pytest.fixture
@@ -101,24 +100,74 @@ def test_names_that_could_lead_elsewhere_are_refused(store: FileStore, name: str
             do(name)
 
 
-@contextlib.contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond `num_bytes`: writes fail in the middle, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_write_that_fails_leaves_the_old_object_and_no_half_one(store: FileStore) -> None:
     store.put("dense/1", b"old")
     too_much = bytes(1 << 20)
     with room_for(1 << 16):
         for do in (store.put, store.create):
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(UnavailableError, match="File too large"):
                 do("dense/1", too_much)
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(UnavailableError, match="File too large"):
             store.create("manifests/00000001", too_much)
     assert store.get("dense/1") == b"old" and files(store) == ["dense/1"]
+
+
+class Disk:
+    """Notes what is synced, and what a reader finds at that moment under the name that is being written."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+        self.synced: list[tuple[str, bytes | None]] = []
+
+    def fsync(self, handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        kind = f"directory {path.relative_to(self.root)}" if path.is_dir() else f"file with {path.read_bytes()!r}"
+        target = self.root / self.name
+        self.synced.append((kind, target.read_bytes() if target.exists() else None))
+        os.fsync(handle)
+
+
+@pytest.mark.parametrize("method", ["create", "put"])
+def test_the_file_is_synced_before_it_has_its_name_and_the_directory_afterwards(tmp_path: Path, method: str) -> None:
+    (tmp_path / "dense").mkdir()
+    disk = Disk(tmp_path, "dense/1")
+    getattr(FileStore(tmp_path, fsync=disk.fsync), method)("dense/1", b"new")
+    assert disk.synced == [("file with b'new'", None), ("directory dense", b"new")]
+
+
+def test_a_directory_that_had_to_be_made_is_synced_in_the_one_above(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, "store/dense/1")
+    FileStore(tmp_path / "store", fsync=disk.fsync).put("dense/1", b"new")
+    assert [kind for kind, _ in disk.synced] == [
+        "directory .",
+        "directory store",
+        "file with b'new'",
+        "directory store/dense",
+    ]
+
+
+def test_a_sync_that_fails_is_told_and_the_name_is_absent_or_whole(tmp_path: Path) -> None:
+    def refuse(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "dense").mkdir()
+    with pytest.raises(UnavailableError, match="No space left on device"):
+        FileStore(tmp_path, fsync=refuse).put("dense/1", b"new")
+    assert files(FileStore(tmp_path)) == []
+
+
+def test_what_a_killed_writer_left_is_swept_and_nothing_else(store: FileStore) -> None:
+    store.put("dense/1", b"x")
+    (store.root / "dense" / ".tmp1234").write_bytes(bytes(1000))
+    (store.root / "manifests").mkdir()
+    (store.root / "manifests" / ".k2j1").write_bytes(b"half")
+    store.sweep()
+    assert files(store) == ["dense/1"]
+    FileStore(store.root / "nothing").sweep()
+
+
+def test_a_store_that_can_t_be_read_is_not_one_whose_names_are_absent(tmp_path: Path) -> None:
+    (tmp_path / "manifests").write_text("a file where a directory was")
+    for do in (lambda: FileStore(tmp_path).get("manifests/1"), lambda: FileStore(tmp_path).put("manifests/1", b"")):
+        with pytest.raises(UnavailableError, match="can't be"):
+            do()

@@ -118,8 +118,9 @@ def test_training_never_begins_anew_by_itself() -> None:
     store = MemoryStore()
     commit(store, a_manifest(1))
     store.damage("manifests/00000001")
-    with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
+    with pytest.raises(CheckpointError, match="expected a usable manifest among 1") as caught:
         manifests.newest(store)
+    assert "reset" not in str(caught.value), "what is damaged may come back from a backup; what is wiped does not"
 
 
 def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:
@@ -133,6 +134,10 @@ def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:
 def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
+
+    (tmp_path / "incarnations" / ".left").write_bytes(b"half")
+    assert manifests.claim_incarnation(store, 0) == 4
+    assert not list(tmp_path.rglob(".*")), "what a killed writer left is swept at the claim"
 
     class Racing(MemoryStore):
         def create(self, name: str, data: bytes) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from serving_cases import MODEL, SCHEMA, config_of
 
 from models.build import build_model
-from roo.errors import ConfigError
+from roo.errors import ConfigError, UnavailableError
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
@@ -155,12 +155,12 @@ def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(tmp_path: Path
 
         def list(self, prefix: str) -> list[str]:
             if self.away:
-                raise OSError(5, "Input/output error")
+                raise UnavailableError("Input/output error")
             return super().list(prefix)
 
         def get(self, name: str) -> bytes:
             if self.broken:
-                raise OSError(5, "Input/output error")
+                raise UnavailableError("Input/output error")
             return super().get(name)
 
         broken = False

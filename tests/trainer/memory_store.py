@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-
-from roo.errors import CheckpointError
+from roo.errors import CheckpointError, UnavailableError
 
 
 class MemoryStore:
@@ -46,7 +44,10 @@ class MemoryStore:
     def delete(self, name: str) -> None:
         self.objects.pop(name, None)
 
+    def sweep(self) -> None:
+        """Nothing is ever unfinished."""
+
     def _fault(self, method: str, when: str) -> None:
         if (method, when) in self._faults:
             self._faults.remove((method, when))
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise UnavailableError("the store can't be written (No space left on device)")

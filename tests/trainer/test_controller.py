@@ -123,7 +123,7 @@ def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> N
 def test_a_full_disk_at_the_claim_is_one_clear_sentence() -> None:
     stage = Stage()
     stage.store.fail_next("create")
-    with pytest.raises(SetupError, match=r"the checkpoint store can't be used .*No space left"):
+    with pytest.raises(SetupError, match=r"the checkpoint store can't be used: .*No space left"):
         stage.it.turn()
 
 
