@@ -25,14 +25,15 @@ Pooled = dict[str, Tensor]
 
 
 def pool(inputs: Inputs) -> Pooled:
-    """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the weighted sum.
+    """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the sum by weight.
 
-    The semantics of TorchRec's EmbeddingBagCollection; one `embedding_bag` a stack and way of pooling.
+    The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (`Floats`): a
+    weight in any unit (a price, a duration) can't blow a layer up. One `embedding_bag` a stack and way of pooling.
     """
     out: Pooled = {}
     for bags in inputs.bags:
         mode = "mean" if bags.weight_L is None else "sum"
-        weight_L = None if bags.weight_L is None else bags.weight_L.to(inputs.rows[bags.stack].dtype)
+        weight_L = None if bags.weight_L is None else torch.asinh(bags.weight_L.to(inputs.rows[bags.stack].dtype))
         x_SD = F.embedding_bag(
             bags.index_L,
             inputs.rows[bags.stack],

@@ -175,6 +175,16 @@ def first_non_finite(gradient_UD: np.ndarray) -> int:
     return -1
 
 
+@njit(cache=True, nogil=True)
+def first_beyond(gradient_UD: np.ndarray, most: float) -> int:
+    """First row with a magnitude above `most` or a NaN, or -1."""
+    for u in range(gradient_UD.shape[0]):
+        for j in range(gradient_UD.shape[1]):
+            if not abs(gradient_UD[u, j]) <= most:
+                return u
+    return -1
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def buckets(table_U: np.ndarray, id_U: np.ndarray, num_buckets: int) -> np.ndarray:
     """int32 [U]: as `roo.ids.buckets_of`."""

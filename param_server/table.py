@@ -25,6 +25,8 @@ from param_server.rules import KERNELS
 from roo.errors import SchemaError, WireError
 from roo.schema import Schema, Table
 
+MAX_GRADIENT = 1e15
+
 
 class StackTable:
     """Not thread-safe; the shard's lock makes every method one step. Equal pushes in equal order give equal bits."""
@@ -73,20 +75,21 @@ class StackTable:
             )
 
     def check_gradient(self, keys: Keys, gradient_UD: np.ndarray) -> None:
-        """Raises WireError: another shape than the keys', or a number that is not finite."""
+        """Raises WireError: another shape than the keys', or a number beyond MAX_GRADIENT, whose squares would add up to an
+        accumulator that is not finite, and a row that never moves again."""
         if gradient_UD.shape != (len(keys), self.width) or gradient_UD.dtype != np.float32:
             raise WireError(
                 "bad_shape",
                 f"stack {self.name}: expected float32 gradients of shape {(len(keys), self.width)}, "
                 f"got {gradient_UD.dtype} {gradient_UD.shape}",
             )
-        at = kernels.first_non_finite(gradient_UD)
+        at = kernels.first_beyond(gradient_UD, MAX_GRADIENT)
         if at >= 0:
             table = self.names.get(int(keys.table_U[at]), "?")
             raise WireError(
                 "non_finite",
-                f"expected finite gradients, got a NaN or infinity for id {int(keys.id_U[at]) & (1 << 64) - 1} of table "
-                f"{table!r}; nothing was applied: lower the learning rate or clip",
+                f"expected gradients within ±{MAX_GRADIENT:g}, got a larger one or a NaN for id "
+                f"{int(keys.id_U[at]) & (1 << 64) - 1} of table {table!r}; nothing was applied: lower the learning rate or clip",
             )
 
     def pull(self, keys: Keys) -> np.ndarray:

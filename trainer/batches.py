@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from roo.batch import Batch
+from roo.wire import Record
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import Partition, Progress
 
@@ -34,6 +35,12 @@ class Chunk:
     rejects: Sequence[Rejected]
     after: Progress  # next offset behind this chunk, of every partition that it holds something of
     read_ms: int  # wall time at which its records were there, before they were decoded
+    records: Sequence[Record] = ()  # what it was decoded from, where that is known
+
+    def raw_of(self, partition: Partition, offset: int) -> bytes:
+        """The record there, empty where that is not known."""
+        found = [r.value for r in self.records if (r.topic, r.partition, r.offset) == (*partition, offset)]
+        return found[0] or b"" if found else b""
 
 
 class BatchSource(Protocol):

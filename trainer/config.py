@@ -19,6 +19,8 @@ class LoopConfig(Settings):
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
     seed: int = setting(0, "of initial weights; the shards' rows use the same")
     learning_rate: float = setting(2e-3, "Adam's, of the dense weights", least=0, most=10)
+    clip_norm: float = setting(10.0, "gradients of the dense weights together are scaled down to this norm", above=0, most=1e15)
+    clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
     dedupe_horizon_ms: int = setting(3_600_000, "a sample id is trained once within this much close time", least=0)
     exact: bool = setting(False, "bit-equal parameters whatever is killed: whole batches of one partition after the other")
     freeze_at_ms: int = setting(0, "requests from this event time on are scored, not trained; 0 = never", least=0)

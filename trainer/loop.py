@@ -21,18 +21,19 @@ from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from models.model import Targets
 from roo.batch import Batch
+from roo.errors import UnavailableError
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
 from trainer import dense
 from trainer.adam import DenseAdam
-from trainer.batches import BatchSource, Chunk
+from trainer.batches import BatchSource, Chunk, Rejected
 from trainer.config import LoopConfig
-from trainer.partitions import PartitionCut, Partitions
+from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.predictions import Outputs, dead_letter, predictions_of
 from trainer.quality import Report
-from trainer.rows import PushTimes, Rows
+from trainer.rows import PushTimes, Rows, clip_rows
 
 log = logging.getLogger("roostream.worker")
 
@@ -47,7 +48,7 @@ class Counts:
     requests: int = 0
     candidates: int = 0
     frozen: int = 0  # scored, not trained
-    non_finite: int = 0  # batches skipped
+    non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
     dead_letters: int = 0
     busy_s: float = 0.0  # preparing and training
     waiting_s: float = 0.0  # of it: for rows
@@ -155,7 +156,9 @@ class TrainLoop:
 
     def _build(self) -> None:
         self.model = build_model(self.schema, self.model_config, self.config.seed).to(self.config.device)
-        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=self.config.learning_rate)
+        self.optimizer = DenseAdam(
+            self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
+        )
         self.num_steps = self.watermark_ms = 0
         self._own_at(self.source.positions())
 
@@ -206,12 +209,11 @@ class TrainLoop:
         self.num_steps += 1
         chunk = prepared.chunk
         for rejected in chunk.rejects:
-            self.counts.dead_letters += 1
-            self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
+            self._bury(rejected)
         if prepared.first is not None:
-            self._learn(prepared.first)
+            self._learn(prepared.first, chunk)
         for batch, trains in prepared.later:
-            self._learn(self._pull(batch, trains))
+            self._learn(self._pull(batch, trains), chunk)
         self.own.settle(chunk.batch, prepared.new_R, chunk.after)
         self._note_freshness(chunk, prepared.new_R)
 
@@ -234,16 +236,37 @@ class TrainLoop:
         inputs = build_inputs(batch, lookup, rows, self.config.device, train=trains)
         return Pulled(batch=batch, trains=trains, lookup=lookup, inputs=inputs)
 
-    def _learn(self, part: Pulled) -> None:
-        batch = part.batch
+    def _learn(self, part: Pulled, chunk: Chunk) -> None:
+        """Score, learn and push. What gives a number that isn't finite is done in halves, in their order, down to the request
+        that gives it: that one is dead, and all others are counted and trained."""
         with torch.set_grad_enabled(part.trains):
             logits_BT = self.model(part.inputs)
-        self._score(batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
-        self.watermark_ms = max(self.watermark_ms, int(batch.close_ms_R.max()))
-        if not part.trains:
-            self.counts.frozen += batch.num_requests
-        elif batch.weight_BT.any() and self._descend(part, logits_BT):
+        trains = part.trains and bool(part.batch.weight_BT.any())
+        if not torch.isfinite(logits_BT).all() or (trains and not self._descend(part, logits_BT)):
+            return self._learn_in_halves(part, chunk)
+        self._score(part.batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
+        self.watermark_ms = max(self.watermark_ms, int(part.batch.close_ms_R.max()))
+        if trains:
             self._push(part)
+        self.counts.frozen += 0 if part.trains else part.batch.num_requests
+
+    def _learn_in_halves(self, part: Pulled, chunk: Chunk) -> None:
+        batch, n = part.batch, part.batch.num_requests
+        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+            raise UnavailableError("the dense weights are not finite: they must be restored")
+        if n > 1:
+            for half_M in (np.arange(n // 2), np.arange(n // 2, n)):
+                self._learn(self._pull(batch.take_requests(half_M), part.trains), chunk)
+            return
+        ((partition, _),) = rows_by_partition(batch).items()
+        offset = int(batch.offset_R[0])
+        self.counts.non_finite += 1
+        error = "expected finite scores and gradients, got others: a row or a feature of it is too large"
+        self._bury(Rejected(partition, offset, "non_finite", error, chunk.raw_of(partition, offset)))
+
+    def _bury(self, rejected: Rejected) -> None:
+        self.counts.dead_letters += 1
+        self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
     def _score(self, batch: Batch, score_BT: np.ndarray) -> None:
         """What the model says before it has seen these labels."""
@@ -254,24 +277,12 @@ class TrainLoop:
         self.counts.candidates += batch.num_candidates
 
     def _descend(self, part: Pulled, logits_BT: torch.Tensor) -> bool:
-        """Gradients, and the dense step. False: they aren't finite; the part is skipped, its offsets move on."""
+        """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
         self.optimizer.zero_grad()
         device, batch = self.config.device, part.batch
         targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
-        value = self.model.loss(part.inputs, logits_BT, targets)
-        value.backward()  # type: ignore[no-untyped-call]
-        gradients = [*_gradients(part.inputs).values(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
-        if not (torch.isfinite(value) and all(torch.isfinite(g).all() for g in gradients)):
-            self.counts.non_finite += 1
-            log.error(
-                "step %d: loss %s with gradients that aren't all finite; its %d requests are skipped and training goes on",
-                self.num_steps,
-                float(value.detach()),
-                batch.num_requests,
-            )
-            return False
-        self.optimizer.step()
-        return True
+        self.model.loss(part.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+        return clip_rows(_gradients(part.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
     def _push(self, part: Pulled) -> None:
         batch = part.batch

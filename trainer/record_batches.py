@@ -66,6 +66,7 @@ def chunk_of(records: Sequence[Record], decoder: Decoder, read_ms: int) -> Chunk
         rejects=[_rejected(records[reject.index], reject.reason, reject.error) for reject in rejects],
         after={(record.topic, record.partition): record.offset + 1 for record in records},
         read_ms=read_ms,
+        records=records,
     )
 
 

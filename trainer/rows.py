@@ -42,6 +42,18 @@ class Rows(Protocol):
         """
 
 
+def clip_rows(gradients: Mapping[str, Tensor], most: float) -> bool:
+    """Scale each row's gradient (stack → float32 [U, D]) down to a Euclidean norm of `most`, in place, so that no accumulator
+    grows by more than its square. False: a square isn't finite; nothing was changed."""
+    norms = {stack: torch.linalg.vector_norm(gradient_UD, dim=1, keepdim=True) for stack, gradient_UD in gradients.items()}
+    if not all(bool(torch.isfinite(norm_U1).all()) for norm_U1 in norms.values()):
+        return False
+    for stack, norm_U1 in norms.items():
+        if bool((norm_U1 > most).any()):
+            gradients[stack].mul_((most / norm_U1).clamp_max(1.0))
+    return True
+
+
 class ShardRows:
     """See `Rows`: those of the shards behind `client`, on the host."""
 

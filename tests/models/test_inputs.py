@@ -50,7 +50,7 @@ def test_floats_are_the_transformed_ones() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pooling_is_the_mean_or_the_weighted_sum_of_each_list(case: str) -> None:
+def test_pooling_is_the_mean_or_the_sum_by_squashed_weight_of_each_list(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)
@@ -64,7 +64,7 @@ def test_pooling_is_the_mean_or_the_weighted_sum_of_each_list(case: str) -> None
             for n in range(jagged.num_rows):
                 mine = rows[stack][index[offsets[n] : offsets[n + 1]]]
                 if f.kind == "weighted_ids" and weights is not None:
-                    expected = (mine * weights[offsets[n] : offsets[n + 1], None]).sum(axis=0)
+                    expected = (mine * np.arcsinh(weights[offsets[n] : offsets[n + 1], None])).sum(axis=0)
                 else:
                     expected = mine.sum(axis=0) / max(len(mine), 1)
                 np.testing.assert_allclose(pooled[f.name][n], expected, atol=1e-6)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +27,30 @@ def test_steps_are_those_of_torch_optim() -> None:
             optimizer.step()
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_together_are_scaled_down_to_their_norm() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    optimizer = DenseAdam([("a", a), ("b", b)], learning_rate=0.1, clip_norm=1.5)
+    a.grad, b.grad = torch.tensor([2.0, 1.0]), torch.tensor([2.0])
+    assert optimizer.step()
+    torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.1, 0.05]))
+    torch.testing.assert_close(optimizer.slots["b"]["exp_avg"], torch.tensor([0.1]))
+    a.grad, b.grad = torch.tensor([0.5, 0.0]), torch.tensor([0.0])
+    assert optimizer.step()
+    torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045])), "a short one is as it was"
+
+
+@pytest.mark.parametrize("size", [1e18, 1e20, math.inf, math.nan])
+def test_no_gradient_can_make_the_state_infinite(size: float) -> None:
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = DenseAdam([("weight", weight), ("other", other)], learning_rate=0.1, clip_norm=10.0)
+    weight.grad, other.grad = torch.tensor([size, 1.0]), torch.ones(2)
+    stepped = optimizer.step()
+    assert stepped == (size == 1e18), "what has no finite square is refused, and nothing has changed"
+    assert stepped or (optimizer.num_steps == 0 and (weight == 1).all() and (other == 1).all())
+    for slots in optimizer.slots.values():
+        assert slots["exp_avg"].abs().max() <= 1.01 and slots["exp_avg_sq"].max() <= 0.11
 
 
 def test_a_weight_without_a_gradient_stays() -> None:

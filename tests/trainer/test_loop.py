@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
 
 from models.inputs import Inputs, build_inputs
+from models.model import Targets
 from roo.decode import Decoder
-from roo.errors import TransportError
+from roo.errors import TransportError, UnavailableError
 from roo.lookup import build_lookup
 from roo.wire import Record
 from tests.trainer import samples
+from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
 from trainer.loop import Snapshot, exact_numerics
+from trainer.rows import clip_rows
 
 N12 = samples.records(list(range(1, 13)))
 
@@ -127,20 +130,70 @@ def test_requests_from_the_freeze_on_are_scored_and_not_trained() -> None:
     assert all((frozen[k] == v).all() for k, v in weights(built).items())
 
 
-def test_a_batch_with_numbers_that_are_not_finite_is_skipped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def poison(built: Built, *users: int) -> None:
+    """Rows of these users that no finite score comes of."""
+    table = samples.schema().table_by_name["user"].id
+    for user in users:
+        built.shard.rows[table, user] = Row(np.full(2, math.nan, np.float32), np.ones(2, np.float32), 0)
+
+
+def finite(report: Mapping[str, object]) -> bool:
+    return all(math.isfinite(v) for v in report.values() if isinstance(v, (int, float)))
+
+
+def test_a_request_that_gives_numbers_that_are_not_finite_is_dead_and_all_others_are_trained() -> None:
+    built = build(N12, batch_requests=12)
+    poison(built, 3, 8, 9)
+    built.train_all()
+    others = [n for n in range(1, 13) if n not in (3, 8, 9)]
+    assert {n: p for n, p in built.pushes().items() if p} == dict.fromkeys(others, 1)
+    assert [p.sample_id for p in built.predicted] == others and built.loop.report()["requests"] == len(others)
+    assert all(math.isfinite(s) for p in built.predicted for s in p.scores) and finite(built.loop.report())
+    assert [(x.reason, x.topic, x.partition, x.offset) for x in built.letters] == [
+        ("non_finite", "samples", n % 2, (n - 1) // 2) for n in (3, 8, 9)
+    ]
+    assert [x.raw for x in built.letters] == [samples.sample(n) for n in (3, 8, 9)] and built.offsets() == [6, 6]
+    assert (built.loop.counts.non_finite, built.loop.counts.dead_letters) == (3, 3)
+    assert all(np.isfinite(v).all() for v in built.loop.snapshot().shared.values())
+
+
+def test_a_request_that_is_only_scored_and_not_finite_is_dead_too() -> None:
+    built = build(N12[:4], freeze_at_ms=1)
+    poison(built, 2)
+    built.train_all()
+    assert [p.sample_id for p in built.predicted] == [1, 3, 4] and [x.offset for x in built.letters] == [0]
+    assert built.loop.counts.frozen == 3 and finite(built.loop.report())
+
+
+def test_a_gradient_that_is_not_finite_costs_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(N12[:4])
+    loss = built.loop.model.loss
+
+    def steep(inputs: Inputs, logits_BT: torch.Tensor, targets: Targets) -> torch.Tensor:
+        return loss(inputs, logits_BT, targets) * (1e30 if len(inputs.ro_float_RG) > 1 else 1.0)
+
+    monkeypatch.setattr(built.loop.model, "loss", steep)
+    built.train_all()
+    assert {n: p for n, p in built.pushes().items() if p} == dict.fromkeys(range(1, 5), 1), "alone each of them is fine"
+    assert not built.letters and built.loop.counts.requests == 4
+
+
+def test_weights_that_are_not_finite_make_no_dead_letters() -> None:
     built = build(N12)
     built.loop.step()
-    before = weights(built)
-    poisoned = next(row for (table, id_), row in built.shard.rows.items() if table == samples.schema().table_by_name["item"].id)
-    kept, poisoned.value_D[:] = poisoned.value_D.copy(), math.nan
-    with caplog.at_level(logging.ERROR):
+    with torch.no_grad():
+        next(iter(built.loop.model.parameters())).fill_(math.nan)
+    with pytest.raises(UnavailableError, match="dense weights are not finite"):
         built.loop.step()
-    assert built.loop.counts.non_finite == 1 and "its 4 requests are skipped and training goes on" in caplog.text
-    assert all((before[k] == v).all() for k, v in weights(built).items())
-    assert built.pushes() == dict.fromkeys(range(1, 5), 1) and sum(built.offsets()) == 8
-    poisoned.value_D[:] = kept
-    built.train_all()
-    assert 12 in built.pushes()
+    assert not built.letters and sum(built.offsets()) == 4
+
+
+def test_rows_longer_than_their_bound_are_scaled_down_and_others_left_alone() -> None:
+    gradient_UD = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [-3e18, 0.0]])
+    assert clip_rows({"s": gradient_UD}, 1.0)
+    torch.testing.assert_close(gradient_UD, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0], [-1.0, 0.0]]))
+    kept, bad = torch.tensor([[5.0, 0.0]]), torch.tensor([[1e20, 0.0]])
+    assert not clip_rows({"s": kept, "t": bad}, 1.0) and kept[0, 0] == 5.0 and bad[0, 0] == 1e20
 
 
 def test_a_shard_that_is_away_stops_the_step_and_moves_no_offset() -> None:
