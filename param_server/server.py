@@ -103,6 +103,7 @@ class Shard:
         self._lock = threading.Lock()
         self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
         self._frozen: Frozen | None = None
+        self._aborted = 0  # seq; a freeze that comes after its abort is refused
         self._known = True  # rows = `committed` and the changes since; False after a restore that failed in the middle
         self._rows_end: dict[int, int] = {}
         self._rollback: Rollback | None = None
@@ -215,6 +216,8 @@ class Shard:
         started_s = time.perf_counter()
         with self._lock:
             self._check(self.incarnation)
+            if seq <= self._aborted:
+                raise FencedError(f"expected a commit above {self._aborted} to freeze, got {seq}: it was aborted")
             if self._frozen:
                 raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
             changes = {name: table.freeze(watermark_ms) for name, table in self.tables.items()}
@@ -251,9 +254,11 @@ class Shard:
         return {}
 
     def abort(self, seq: int) -> dict[str, Any]:
-        """Commit `seq` failed before its manifest was there: its rows count as changed again."""
+        """No commit up to `seq` has a manifest but those committed: what is frozen of them counts as changed again, and they
+        can't be frozen any more."""
         with self._lock:
-            if self._frozen and self._frozen.seq == seq:
+            self._aborted = max(self._aborted, seq)
+            if self._frozen and self._frozen.seq <= seq:
                 for name, block in self._frozen.changes.items():
                     self.tables[name].unfreeze(block)
                 self._frozen = None
@@ -296,7 +301,7 @@ class Shard:
             table.outbox.begin()
         self._sequences.clear()
         self._settled_late = None
-        self._frozen, self._known, self.committed = None, True, target.commit
+        self._frozen, self._known, self.committed, self._aborted = None, True, target.commit, 0
         partitions = {self.identity.partition_of(b) for b in self.identity.buckets} if self.identity.publishing else ()
         self._rows_end = {p: target.rows_end.get(p, 0) for p in partitions}
         self._rollback = Rollback(self.incarnation, dict(self._rows_end)) if self.identity.publishing else None

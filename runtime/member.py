@@ -1,15 +1,19 @@
 """A shard's or worker's side of the controller: it dials, beats, and does each command once (docs/protocols.md, "Controller").
 
     beat thread      dials the controller over and over; the call is held there until there is a command
-    command thread   does commands, one after the other, in the order in which they came
+    command thread   does commands, one after the other, in the order of their ids
     answer thread    sends a result as soon as it is there, since a beat may be held just then
 
-A command is known by (incarnation, id). Given again, it is not done again: its result is sent again.
+A command is known by (incarnation, id). Given again, it is not done again: its result is sent again. Two threads take answers,
+so one may come late: the controller gives every command that it still wants with each answer, so a command below one that is
+known was withdrawn, and is never begun. A command that hangs is given up by the controller, which claims another incarnation;
+if it still hangs `STUCK_S` after that one's command came, the process ends, since nothing else ends a thread.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import random
 import threading
@@ -17,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from roo.errors import CheckpointError, FencedError, RoostreamError
+from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
 from runtime.crew import Crew
@@ -28,9 +32,29 @@ log = logging.getLogger("roostream.member")
 Command: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
+STUCK_S = 60.0
+
 _KEPT_RESULTS = 256
 _CALL_TIMEOUT_S = 3.0
 _LEAST_BETWEEN_S = 0.05
+
+
+def refusal_of(error: Exception) -> Result:
+    """How a command that failed is told. `damaged`: another manifest may do. `away`: something can't be read or written now,
+    and trying again can help."""
+    text = str(error) if isinstance(error, RoostreamError) else f"a defect of Roostream: {error!r}"
+    damaged, away = isinstance(error, CheckpointError), isinstance(error, UnavailableError)
+    return {"ok": False, "error": text, "damaged": damaged, "away": away}
+
+
+def end_process(reason: str) -> None:
+    """At once, without closing anything: what hangs would make that hang too. The supervisor starts it anew."""
+    log.critical("%s; the process ends", reason)
+    os._exit(1)
+
+
+def _key(command: Command) -> tuple[int, int]:
+    return int(command["incarnation"]), int(command["id"])
 
 
 class Member:
@@ -51,7 +75,9 @@ class Member:
         *,
         clock: Clock | None = None,
         session: int | None = None,
+        on_stuck: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_stuck(why)` is called by a beat thread when a command hangs for good; it ends the process unless given."""
         self.transport_factory, self.role, self.index = transport_factory, role, index
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
@@ -59,7 +85,11 @@ class Member:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[int, int], Result | None] = OrderedDict()  # None: not done yet
+        self._newest = 0, 0  # the highest command known
         self._untold: dict[tuple[int, int], Result] = {}
+        self._running: Command | None = None
+        self._overdue_since_s: float | None = None  # a command of a later incarnation waits behind the running one
+        self.on_stuck = on_stuck or end_process
         self._told = threading.Event()
         self._answered_s = self.clock.monotonic_s()
         self._crew = Crew(stop)
@@ -113,21 +143,38 @@ class Member:
             for key, result in telling.items():
                 if self._untold.get(key) is result:
                     del self._untold[key]
-        return sum([self._take(command) for command in answer.get("commands", ())]) > 0
+            is_news = sum([self._take(command) for command in sorted(answer.get("commands", ()), key=_key)]) > 0
+        self._look_whether_stuck()
+        return is_news
 
     def _take(self, command: Command) -> bool:
-        key = (int(command["incarnation"]), int(command["id"]))
-        with self._lock:
-            if key in self._done:
-                result = self._done[key]
-                if result is not None:
-                    self._untold[key] = result
-                return False
-            self._done[key] = None
-            while len(self._done) > _KEPT_RESULTS:
-                self._done.popitem(last=False)
+        """Inside the lock, so that what two threads take is queued in order."""
+        key = _key(command)
+        if key in self._done:
+            result = self._done[key]
+            if result is not None:
+                self._untold[key] = result
+            return False
+        if key < self._newest:
+            return False
+        self._newest = key
+        self._done[key] = None
+        while len(self._done) > _KEPT_RESULTS:
+            self._done.popitem(last=False)
         self._commands.put(command)
         return True
+
+    def _look_whether_stuck(self) -> None:
+        with self._lock:
+            running = self._running
+            overdue = running is not None and int(running["incarnation"]) < self._newest[0]
+            now_s = self.clock.monotonic_s()
+            since_s = self._overdue_since_s if self._overdue_since_s is not None else now_s
+            self._overdue_since_s = since_s if overdue else None
+        if running is not None and overdue and now_s - since_s > STUCK_S:
+            self.on_stuck(
+                f"{running.get('kind')} has been given up by the controller and still hangs after {now_s - since_s:.0f} s"
+            )
 
     def _command_loop(self) -> None:
         while not self.stop.is_set():
@@ -137,7 +184,8 @@ class Member:
 
     def run(self, command: Command) -> None:
         """Do one command and remember its result."""
-        incarnation, id_ = int(command["incarnation"]), int(command["id"])
+        incarnation, id_ = _key(command)
+        self._running = command
         try:
             if incarnation < self.incarnation:
                 raise FencedError(f"expected incarnation {self.incarnation} or later, got {incarnation}: the older one is over")
@@ -145,11 +193,12 @@ class Member:
             if command.get("kind") == "restore":
                 self.incarnation = incarnation
         except Exception as error:
-            known = isinstance(error, RoostreamError)
-            log.log(logging.WARNING if known else logging.ERROR, "%s: %s", command.get("kind"), error, exc_info=not known)
-            text = str(error) if known else f"a defect of Roostream: {error!r}"
-            result = {"ok": False, "error": text, "damaged": isinstance(error, CheckpointError)}
+            result = refusal_of(error)
+            defect = not isinstance(error, RoostreamError)
+            level = logging.ERROR if defect else logging.WARNING
+            log.log(level, "%s: %s", command.get("kind"), result["error"], exc_info=defect)
         with self._lock:
+            self._running = None
             self._done[incarnation, id_] = self._untold[incarnation, id_] = {"id": id_, **result}
         self._told.set()
 

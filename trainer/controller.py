@@ -1,16 +1,22 @@
-"""The controller around its state machine: calls in, files and clocks on the other side."""
+"""The controller around its state machine: calls in, files and clocks on the other side.
+
+A store that can't be read or written now (a full disk, a mount that is gone) is waited for: the effect in hand is tried again,
+beats are answered meanwhile. Only what is read and wrong, or absent while the store answers, counts as damaged.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError, UnavailableError
+from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime import manifest as manifests
+from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.manifest import Manifest
@@ -39,6 +45,8 @@ class Controller:
     ) -> None:
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
         self._changed = threading.Condition()
+        self._todo: deque[Effect] = deque()
+        self._outage = Backoff(what="the checkpoint store", clock=clock)
         self._fence_checked_s = 0.0
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
@@ -63,22 +71,28 @@ class Controller:
         Raises:
             FencedError: a newer controller exists.
             CheckpointError, SchemaError: what is committed can't be used by this one; says why.
-            SetupError: the store can't be read or written.
+            UnavailableError: stopped while the store was away.
         """
         while not stop.is_set():
-            self.turn()
+            self.turn(stop)
             turned()
             with self._changed:
                 if not self.coordinator.has_effects:
                     self._changed.wait(TURN_S)
 
-    def turn(self) -> None:
-        """Do what is to do now."""
+    def turn(self, stop: threading.Event | None = None) -> None:
+        """Do what is to do now, in order; what the store can't serve now stays first, and the turn waits a little."""
         with self._changed:
-            effects = self.coordinator.take_effects()
-        for effect in effects:
-            self._do(effect)
-        self._check_fence()
+            self._todo += self.coordinator.take_effects()
+        try:
+            while self._todo:
+                self._do(self._todo[0])
+                self._todo.popleft()
+            self._check_fence()
+        except UnavailableError as error:
+            self._outage.wait(error, stop)
+        else:
+            self._outage.reached()
         with self._changed:
             self.coordinator.tick(self.clock.monotonic_s())
             self._changed.notify_all()
@@ -127,12 +141,15 @@ class Controller:
             return {"commands": it.commands(key), "incarnation": it.incarnation}
 
     def _commit_now(self, timeout_s: float) -> Header:
-        """Commit what is trained, if anything is new, and wait for it."""
+        """Commit what is trained, if anything is new, and wait for it. A commit that was cut before doesn't count."""
         with self._changed:
             it = self.coordinator
-            before = it.num_commits
+            enough = it.num_commits + (2 if it.commit else 1)
             it.want_commit()
-            done = self._changed.wait_for(lambda: it.num_commits > before or not it.has_news(), timeout_s)
+            settled = (State.RUNNING, State.COMMITTING)
+            done = self._changed.wait_for(
+                lambda: it.num_commits >= enough or (it.state in settled and not it.has_news()), timeout_s
+            )
             return {"seq": it.seq, "committed": bool(done)}
 
     def _do(self, effect: Effect) -> None:
@@ -150,12 +167,9 @@ class Controller:
                     log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
 
     def _claim(self, passed_over: frozenset[str]) -> None:
-        try:
-            incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
-            last = manifests.newest(self.store, passed_over)
-            next_seq = manifests.next_seq(self.store)
-        except UnavailableError as error:
-            raise SetupError(f"the checkpoint store can't be used: {error}; then start again") from None
+        incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
+        last = manifests.newest(self.store, passed_over)
+        next_seq = manifests.next_seq(self.store)
         if last:
             self.check(last.manifest)
         with self._changed:
@@ -163,7 +177,8 @@ class Controller:
                 self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s())
 
     def _link(self, manifest: Manifest) -> str:
-        """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked."""
+        """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told
+        before the name can be read."""
         data, problem = manifest.encode(), ""
         if manifests.newest_incarnation(self.store) > manifest.incarnation:
             raise FencedError(f"a controller with an incarnation above {manifest.incarnation} runs; this one stops")
@@ -175,9 +190,7 @@ class Controller:
         try:
             there = self.store.get(manifest.name)
         except CheckpointError:
-            return f"failed: {problem}"
-        except UnavailableError as error:
-            raise SetupError(f"the checkpoint store can't be read: {error}; then start again") from None
+            return f"away: {problem}"
         return "linked" if there == data else "exists"
 
     def _check_fence(self) -> None:

@@ -15,6 +15,10 @@ Commit:
   7. COMMIT tells everyone to forget the generation before.
 Any failure before 6: nothing is committed. A refusal is answered with ABORT, a lost member with the next incarnation, which
 begins with RESTORE of the last manifest.
+
+No state without a way out: whoever is asked has a time limit. A late step of a commit is aborted, everything else that is late
+ends the incarnation, and so do `most_aborts` in a row. Aborts for which a member or the store says that something can't be
+written now don't count: going back mends no disk, and the next commit that can be written has everything.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ class Coordinator:
         self._passed_over: set[str] = set()
         self._waiting: dict[int, Key] = {}
         self._results: dict[tuple[str, Key], dict[str, Any]] = {}
+        self._aborts_in_a_row = self._late_restores = 0
         self._next_id = 0
         self._next_seq = 1
         self._asked_s = self._due_s = self._not_before_s = now_s
@@ -76,8 +81,8 @@ class Coordinator:
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
             self._take_result(key, member, result)
-        if report.get("broken") and incarnation == self.incarnation:
-            self._lost(f"{key} can't go on: {report['broken']}")
+        if incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
+            self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
         if report.get("leaving"):
             self._wanted = True
         self.tick(now_s)
@@ -90,10 +95,10 @@ class Coordinator:
         match self.state:
             case State.GATHERING if self._complete() and now_s >= self._not_before_s:
                 self._restore(now_s)
+            case _ if self._waiting and now_s - self._asked_s >= self._limit_s:
+                self._too_late(now_s)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
-            case State.CUTTING | State.FREEZING | State.WRITING if now_s - self._asked_s >= self.facts.step_timeout_s:
-                self._abort(f"{self._late()} didn't answer for {self.facts.step_timeout_s:g} s while {self.state}", now_s)
             case State.RESTORING | State.CUTTING | State.FREEZING | State.WRITING | State.COMMITTING | State.ABORTING:
                 if not self._waiting:
                     self._step(now_s)
@@ -106,13 +111,15 @@ class Coordinator:
         self.tick(now_s)
 
     def linked(self, outcome: str, now_s: float) -> None:
-        """What became of step 6: "linked"; "exists" (an older controller's late link took the name); "failed: why"."""
+        """What became of step 6: "linked"; "exists" (an older controller's late link took the name); "away: why" (the store
+        couldn't be written, and has no such name)."""
         if self.state is not State.LINKING:  # a member was lost meanwhile: the claim that follows reads what is there
             return
         if outcome == "linked":
             self._commit(now_s)
         else:
-            self._abort(f"manifest {self._running_commit().seq} could not be linked ({outcome})", now_s)
+            reason = f"manifest {self._running_commit().seq} could not be linked ({outcome})"
+            self._abort(reason, now_s, away=outcome.startswith("away"))
 
     def fenced(self, reason: str) -> None:
         """A newer controller exists: never command anything again."""
@@ -152,6 +159,7 @@ class Coordinator:
             return
         log.warning("%s: everyone goes back to %s", reason, self.last.name if self.last else "the beginning")
         self.num_rollbacks += 1
+        self._aborts_in_a_row = 0
         self.state, self.reason, self.commit = State.CLAIMING, reason, None
         self._clear_commands()
         self._effects = [Claim(frozenset(self._passed_over))]
@@ -163,6 +171,7 @@ class Coordinator:
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s = State.RUNNING, now_s + self.facts.commit_interval_s
+        self._late_restores = 0
         self._ask("start", self.facts.workers, now_s)
 
     def _pass_over(self, key: Key, error: str) -> None:
@@ -213,14 +222,19 @@ class Coordinator:
         assert commit.manifest is not None
         self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
         self.num_commits += 1
+        self._aborts_in_a_row = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.committed_at_s = now_s
         self._ask("commit", (*self.facts.shards, *self.facts.workers), now_s, seq=commit.seq)
         self._effects.append(Retire())
 
-    def _abort(self, reason: str, now_s: float) -> None:
+    def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
+        """`away`: something can't be written now, and everyone is in order."""
         log.warning("commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason)
         self.num_aborts += 1
+        self._aborts_in_a_row += not away
+        if self._aborts_in_a_row >= self.facts.most_aborts:
+            return self._lost(f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}")
         self.state = State.ABORTING
         self._clear_commands()
         self._ask("abort", (*self.facts.shards, *self.facts.workers), now_s, seq=self._running_commit().seq)
@@ -291,16 +305,33 @@ class Coordinator:
         if result.get("ok"):
             self._results[kind, key] = {k: v for k, v in result.items() if k not in ("id", "ok")}
         else:
-            self._refused(kind, key, str(result.get("error", "no reason given")), bool(result.get("damaged")), member.seen_s)
+            self._refused(kind, key, result, member.seen_s)
 
-    def _refused(self, kind: str, key: Key, error: str, damaged: bool, now_s: float) -> None:
-        if kind == "restore" and damaged and self.last:
+    def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
+        """`result` as runtime.member.refusal_of tells it."""
+        error = str(result.get("error", "no reason given"))
+        if kind == "restore" and result.get("damaged") and self.last:
             self._pass_over(key, error)
         elif kind in ("cut", "freeze", "resume", "write"):
-            self._abort(f"{key} refused {kind}: {error}", now_s)
+            self._abort(f"{key} refused {kind}: {error}", now_s, away=bool(result.get("away")))
         else:  # restore, start, commit, abort: its state is unknown
             self._not_before_s = now_s + self.facts.retry_s
             self._lost(f"{key} refused {kind}: {error}")
+
+    @property
+    def _limit_s(self) -> float:
+        """What those who are asked have for an answer."""
+        if self.state is State.RESTORING:
+            return self.facts.restore_timeout_s * 2 ** min(self._late_restores, 4)
+        return self.facts.step_timeout_s
+
+    def _too_late(self, now_s: float) -> None:
+        reason = f"{self._late()} didn't answer for {now_s - self._asked_s:g} s while {self.state}"
+        if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
+            return self._abort(reason, now_s)
+        self._late_restores += self.state is State.RESTORING
+        self._not_before_s = now_s + self.facts.retry_s
+        self._lost(reason)
 
     def _step(self, now_s: float) -> None:
         """Everyone asked has answered."""

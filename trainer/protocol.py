@@ -68,7 +68,9 @@ class Facts:
     kafka: Mapping[str, Any]
     commit_interval_s: float = 10.0
     lost_after_s: float = 3.0
-    step_timeout_s: float = 60.0  # one step of a commit
+    step_timeout_s: float = 60.0  # one step of a commit, and everything else that a member is asked, but RESTORE
+    restore_timeout_s: float = 600.0  # doubled each time in a row that it passes: a large state comes back in the end
+    most_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
     retry_s: float = 1.0  # between a refused RESTORE and the next
 
     @property

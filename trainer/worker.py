@@ -49,6 +49,7 @@ class Worker:
         self.committed_step = 0
         self.leaving = False  # stopping: asks for a commit before it goes
         self._snapshot: tuple[int, Snapshot] | None = None
+        self._aborted = 0  # seq; a cut that comes after its abort is refused
         self._refusal: ConfigError | None = None
         self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -142,7 +143,7 @@ class Worker:
     # Commands
 
     def _restore(self, command: Command) -> dict[str, Any]:
-        self.training, self._snapshot = False, None
+        self.training, self._snapshot, self._aborted = False, None, 0
         self.broken = "restoring"
         name = str(command.get("manifest", ""))
         if name:
@@ -164,8 +165,10 @@ class Worker:
 
     def _cut(self, command: Command) -> dict[str, Any]:
         """The batch in hand is finished and every push acknowledged, since this runs between two batches."""
+        if int(command["seq"]) <= self._aborted:
+            raise FencedError(f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted")
         if self.broken or not self.training:
-            raise UnavailableError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
+            raise RoostreamError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
         self.loop.outputs.flush()
         self.training = False
         at = self.loop.snapshot()
@@ -179,6 +182,7 @@ class Worker:
         }
 
     def _resume(self, command: Command) -> dict[str, Any]:
+        self._cut_of(command)
         self.training = not self.broken
         return {}
 
@@ -212,7 +216,9 @@ class Worker:
         return {}
 
     def _abort(self, command: Command) -> dict[str, Any]:
-        if self._snapshot is not None and self._snapshot[0] == int(command["seq"]):
+        """Ends whatever is cut up to this commit, and is remembered."""
+        self._aborted = max(self._aborted, int(command["seq"]))
+        if self._snapshot is not None and self._snapshot[0] <= self._aborted:
             self._snapshot = None
             self.training = not self.broken
         return {}

@@ -46,6 +46,7 @@ class Undisturbed:
         self.shard = make_shard(schema=SCHEMA, publishing=False, residency=residency)
         self.shard.restore(1, "")
         self.client = client_of(self.shard)
+        self.seq = 0
 
     def do(self, event: tuple) -> None:
         if event[0] == "push":
@@ -53,8 +54,9 @@ class Undisturbed:
             lookup = lookup_of({ITEM: ids, USER: ids[:1], TOPIC: ids[1:]})
             self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=time_ms)
         else:
-            self.shard.freeze(1, event[1])
-            self.shard.abort(1)
+            self.seq += 1
+            self.shard.freeze(self.seq, event[1])
+            self.shard.abort(self.seq)
 
 
 def client_of(shard: Shard) -> Client:
@@ -151,7 +153,8 @@ class ShardLife(RuleBasedStateMachine):
     @precondition(lambda self: self.frozen is not None and not self.linked)
     @rule()
     def abort(self) -> None:
-        self.shard.abort(self.seq + 1)
+        self.seq += 1  # the number of a commit that was given up is never used again
+        self.shard.abort(self.seq)
         self.frozen, self.is_written = None, False
 
     @precondition(lambda self: self.frozen is None)

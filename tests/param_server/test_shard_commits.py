@@ -108,7 +108,7 @@ def test_an_aborted_commit_s_rows_are_in_the_next_one() -> None:
     shard.write(1)
     shard.abort(1)
     push(shard, 2, ITEM, (2, 3))
-    name = commit(shard, store, 1)
+    name = commit(shard, store, 2)
     again = make_shard(blobs, store)
     again.restore(2, name)
     assert state_of(again) == state_of(shard)
@@ -178,9 +178,23 @@ def test_steps_of_a_commit_out_of_order_are_refused_and_change_nothing() -> None
         shard.freeze(2, 0)
     with pytest.raises(CheckpointError, match="to be written before"):
         shard.commit(1)
-    shard.abort(7)
+    shard.abort(0)
     shard.write(1)
     assert shard.commit(1) == {} and shard.commit(1) == {}
+
+
+def test_an_abort_ends_whatever_is_frozen_up_to_it_and_is_remembered_until_a_restore() -> None:
+    store = MemoryStore()
+    shard = begun(store=store)
+    push(shard, 1)
+    shard.freeze(7, 0)
+    shard.abort(8)
+    for seq in (7, 8):
+        with pytest.raises(FencedError, match=f"expected a commit above 8 to freeze, got {seq}: it was aborted"):
+            shard.freeze(seq, 0)
+    name = commit(shard, store, 9)
+    shard.restore(2, name)
+    shard.freeze(1, 0)
 
 
 def test_a_failed_write_can_be_tried_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, FencedError, TransportError
+from roo.errors import CheckpointError, FencedError, TransportError, UnavailableError
 from runtime.clock import FakeClock
 from runtime.member import Member
 from runtime.transport import Answer, Arrays, Header
@@ -61,6 +61,8 @@ class Doer:
             raise CheckpointError("a segment is damaged")
         if command["kind"] == "defect":
             raise ZeroDivisionError("oops")
+        if command["kind"] == "away":
+            raise UnavailableError("the disk is full")
         return {"rows": 7}
 
 
@@ -115,22 +117,82 @@ def test_the_same_number_of_another_incarnation_is_another_command() -> None:
     assert doer.done == [1, 1] and member.incarnation == 2
 
 
-def test_commands_are_done_in_the_order_in_which_they_came() -> None:
+def test_commands_are_done_in_the_order_of_their_ids() -> None:
     controller, doer = FakeController([command(3), command(1), command(2)]), Doer()
     member = make_member(controller, doer)
     member.beat(controller)
     do_all(member)
-    assert doer.done == [3, 1, 2]
+    assert doer.done == [1, 2, 3]
+
+
+def test_a_command_that_its_withdrawal_has_overtaken_is_never_begun() -> None:
+    controller, doer = FakeController([command(6, "abort")], [command(5, "freeze")], []), Doer()
+    member = make_member(controller, doer)
+    assert member.beat(controller) is True and member.beat(controller) is False
+    do_all(member)
+    member.beat(controller)
+    assert doer.done == [6] and [result["id"] for result in controller.results()] == [6]
+
+
+def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
+    member = make_member(FakeController([]), Doer())
+    barrier = threading.Barrier(2)
+
+    def take(answers: list[list[dict[str, Any]]]) -> None:
+        barrier.wait(10)
+        for answer in answers:
+            member.beat(FakeController(answer))
+
+    threads = [threading.Thread(target=take, args=([[command(n)] for n in range(first, 200, 2)],)) for first in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    member._commands.put(None)
+    taken = [got["id"] for got in iter(member._commands.get, None)]
+    assert taken == sorted(taken) and taken[-1] == 199
+
+
+def test_a_command_that_hangs_after_the_controller_gave_it_up_ends_the_process() -> None:
+    clock, doer, stuck = FakeClock(), Doer(), []
+    doer.hold.clear()
+    controller = FakeController([command(1, "write")])
+    member = Member(lambda: controller, "shard", 2, doer, dict, threading.Event(), clock=clock, on_stuck=stuck.append)
+    member.beat(controller)
+    running = threading.Thread(target=do_all, args=(member,))
+    running.start()
+    while member._running is None:
+        running.join(0.01)
+    clock.advance(1000)
+    member.beat(controller)
+    assert stuck == [], "nobody has given it up"
+    controller.answers = [[command(2, "restore", 2)]]
+    member.beat(controller)
+    clock.advance(59)
+    member.beat(controller)
+    assert stuck == []
+    clock.advance(2)
+    member.beat(controller)
+    assert stuck == ["write has been given up by the controller and still hangs after 61 s"]
+    doer.hold.set()
+    running.join(10)
+    do_all(member)
+    clock.advance(100)
+    member.beat(controller)
+    assert len(stuck) == 1
 
 
 def test_a_restore_that_works_sets_the_incarnation_and_older_commands_are_refused() -> None:
-    controller, doer = FakeController([command(1, "restore", 5), command(2, "freeze", 4)], []), Doer()
+    controller, doer = FakeController([command(1, "restore", 5)], [command(2, "freeze", 4)], []), Doer()
     member = make_member(controller, doer)
     member.beat(controller)
     do_all(member)
-    member.beat(controller)
+    assert member.beat(controller) is False
+    do_all(member)
     assert controller.beats[1]["incarnation"] == 5 and doer.done == [1]
-    refused = controller.beats[1]["results"][1]
+    member.run(command(3, "freeze", 4))
+    member.beat(controller)
+    refused = controller.beats[-1]["results"][0]
     assert refused["ok"] is False and "expected incarnation 5 or later, got 4" in refused["error"]
 
 
@@ -145,17 +207,21 @@ def test_a_restore_that_fails_leaves_the_incarnation() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("damaged", {"id": 1, "ok": False, "error": "a segment is damaged", "damaged": True}),
-        ("defect", {"id": 1, "ok": False, "error": "a defect of Roostream: ZeroDivisionError('oops')", "damaged": False}),
+        ("damaged", ("a segment is damaged", True, False)),
+        ("away", ("the disk is full", False, True)),
+        ("defect", ("a defect of Roostream: ZeroDivisionError('oops')", False, False)),
     ],
 )
-def test_an_error_is_told_and_the_member_goes_on(kind: str, expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_told_and_the_member_goes_on(
+    kind: str, expected: tuple[str, bool, bool], caplog: pytest.LogCaptureFixture
+) -> None:
     controller, doer = FakeController([command(1, kind), command(2)], []), Doer()
     member = make_member(controller, doer)
     member.beat(controller)
     do_all(member)
     member.beat(controller)
-    assert controller.beats[1]["results"] == [expected, {"id": 2, "ok": True, "rows": 7}]
+    told = {"id": 1, "ok": False, **dict(zip(("error", "damaged", "away"), expected, strict=True))}
+    assert controller.beats[1]["results"] == [told, {"id": 2, "ok": True, "rows": 7}]
     assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
 
 

@@ -15,6 +15,11 @@ class MemoryStore:
     def fail_next(self, method: str, when: str = "before") -> None:
         self._faults.append((method, when))
 
+    @property
+    def num_faults(self) -> int:
+        """That have not happened yet."""
+        return len(self._faults)
+
     def damage(self, name: str) -> None:
         """Flip one bit in the middle."""
         data = bytearray(self.objects[name])
@@ -34,11 +39,13 @@ class MemoryStore:
         self.objects[name] = data
 
     def get(self, name: str) -> bytes:
+        self._fault("get", "before")
         if name not in self.objects:
             raise CheckpointError(f"{name} is absent")
         return self.objects[name]
 
     def list(self, prefix: str) -> list[str]:
+        self._fault("list", "before")
         return sorted(n for n in self.objects if n.startswith(f"{prefix}/"))
 
     def delete(self, name: str) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import CheckpointError, FencedError, RoostreamError, TransportError
+from roo.errors import FencedError, RoostreamError, TransportError
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import MemoryReader
 from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
+from runtime.member import refusal_of
 from runtime.transport import Arrays, Header
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
@@ -304,7 +305,7 @@ class Simulation:
         try:
             return {"ok": True, **process.execute(command)}
         except RoostreamError as error:
-            return {"ok": False, "error": str(error), "damaged": isinstance(error, CheckpointError)}
+            return refusal_of(error)
 
     # What came of it
 

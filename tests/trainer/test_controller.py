@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
 from tests.trainer.memory_store import MemoryStore
@@ -74,6 +74,36 @@ def test_a_commit_that_cannot_be_made_is_told_after_the_wait() -> None:
     assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0]["committed"] is False
 
 
+def test_nothing_is_called_committed_while_the_worker_is_away_or_everyone_is_restored() -> None:
+    stage = Stage()
+    stage.it.turn()
+    assert stage.it.coordinator.state is State.GATHERING
+    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    stage.to(State.RESTORING)
+    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    stage.to(State.RUNNING)
+    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, "there is nothing to commit"
+
+
+def test_a_commit_that_was_cut_before_it_was_asked_for_is_not_enough() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.turn()
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.beat("worker", 0)
+    assert stage.it.coordinator.state is State.CUTTING
+    stage.step = 9
+    answers: list[dict[str, Any]] = []
+    caller = threading.Thread(target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0])))
+    caller.start()
+    stage.to(State.COMMITTING)
+    assert stage.it.status()["seq"] == 1 and answers == []
+    while caller.is_alive():
+        stage.turn()
+        caller.join(0.01)
+    assert answers == [{"seq": 2, "committed": True}]
+
+
 def test_a_held_beat_ends_with_a_command() -> None:
     stage = Stage(hold_s=30.0)
     stage.it.turn()
@@ -100,11 +130,15 @@ def test_an_unknown_call_is_refused() -> None:
         Stage().it.handle("dance", {}, ())
 
 
+def committed_once() -> Stage:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    return stage.to(State.COMMITTING)
+
+
 def test_a_restarted_controller_checks_what_is_committed_before_it_commands() -> None:
-    first = Stage().to(State.RUNNING)
-    first.step = 3
-    first.it.handle("commit", {"timeout_s": 0}, ())
-    first.to(State.COMMITTING)
+    first = committed_once()
     second = Stage(first.store)
     second.it.turn()
     assert second.checked == ["manifests/00000001"] and second.it.status()["incarnation"] == 2
@@ -120,11 +154,66 @@ def test_g5_a_store_of_nothing_but_damaged_manifests_stops_the_controller() -> N
         stage.it.turn()
 
 
-def test_a_full_disk_at_the_claim_is_one_clear_sentence() -> None:
-    stage = Stage()
-    stage.store.fail_next("create")
-    with pytest.raises(SetupError, match=r"the checkpoint store can't be used: .*No space left"):
+@pytest.mark.parametrize("method", ["create", "list", "get"])
+def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(committed_once().store)
+    for _ in range(5):
+        stage.store.fail_next(method)
+    for _ in range(5):
         stage.it.turn()
+        assert stage.it.coordinator.state is State.CLAIMING
+    assert "waiting for the checkpoint store: the store can't be written (No space left on device) (retrying)" in caplog.text
+    assert "reset" not in caplog.text and "damaged" not in caplog.text
+    stage.it.turn()
+    assert stage.it.coordinator.state is State.GATHERING and stage.it.coordinator.last is not None
+    assert stage.it.coordinator.last.name == "manifests/00000001"
+
+
+def test_waiting_for_the_store_ends_with_stop() -> None:
+    stage, stop = Stage(), threading.Event()
+    stage.store.fail_next("create")
+    stop.set()
+    with pytest.raises(UnavailableError, match="stopped while waiting for the checkpoint store"):
+        stage.it.turn(stop)
+
+
+def test_a_store_that_is_away_does_not_stop_training() -> None:
+    stage = Stage().to(State.RUNNING)
+    for _ in range(5):
+        stage.clock.advance(1)
+        stage.store.fail_next("list")
+        stage.turn()
+    assert stage.it.coordinator.state is State.RUNNING and stage.store.num_faults == 0
+
+
+def test_a_link_whose_outcome_cannot_be_read_is_told_only_when_it_can() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.store.fail_next("create", "after")
+    for _ in range(3):
+        stage.store.fail_next("get")
+    for _ in range(10):
+        if stage.it.coordinator.state is State.LINKING:
+            break
+        stage.turn()
+    stage.it.turn()
+    assert stage.it.coordinator.state is State.LINKING
+    stage.to(State.RUNNING)
+    assert stage.it.status()["seq"] == 1 and stage.it.status()["aborts"] == 0
+
+
+def test_a_full_disk_aborts_each_commit_and_never_sends_anyone_back() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.step = 3
+    for _ in range(5):
+        stage.store.fail_next("create")
+        stage.it.handle("commit", {"timeout_s": 0}, ())
+        stage.to(State.LINKING if stage.it.coordinator.state is State.LINKING else State.ABORTING).to(State.RUNNING)
+    assert stage.it.status()["aborts"] == 5 and stage.it.status()["rollbacks"] == 0
+    stage.it.handle("commit", {"timeout_s": 0}, ())
+    stage.to(State.COMMITTING)
+    assert stage.it.status()["seq"] == 6
 
 
 def test_a_late_link_of_an_older_controller_leaves_the_name_to_it() -> None:

@@ -192,6 +192,9 @@ def in_state(state: State) -> Group:
     elif state is State.COMMITTING:
         group.cutting().to(State.LINKING)
         group.link()
+    elif state is State.ABORTING:
+        group.cutting().to(State.LINKING)
+        group.link("exists")
     else:
         group.cutting().to(state)
     assert group.it.state is state
@@ -258,7 +261,7 @@ def test_a_refusal_before_the_link_commits_nothing_and_training_goes_on(key: Key
     assert group.link().seq == 2, "the abandoned number is never used again"
 
 
-@pytest.mark.parametrize("outcome", ["exists", "failed: No space left on device"])
+@pytest.mark.parametrize("outcome", ["exists", "away: No space left on device"])
 def test_a_link_that_fails_commits_nothing(outcome: str) -> None:
     group = Group().cutting()
     group.to(State.LINKING)
@@ -273,6 +276,116 @@ def test_a_member_that_never_answers_is_not_waited_for() -> None:
         group.now_s += 1
         group.round_without_answers()
     assert group.it.state is State.ABORTING
+
+
+LIMITS_S = {State.RESTORING: 600, State.COMMITTING: 60, State.ABORTING: 60, State.RUNNING: 60}
+
+
+@pytest.mark.parametrize("state", LIMITS_S)
+def test_no_state_waits_for_ever_for_a_member_that_beats_but_hangs(state: State) -> None:
+    group = in_state(State.RESTORING if state is State.RUNNING else state)
+    if state is State.RUNNING:  # START hangs
+        for key in EVERYONE:
+            for command in group.it.commands(key):
+                group.incarnations[key] = 1
+                group.beat(key, ({"id": command["id"], "ok": True},))
+    assert group.it.state is state and group.it.commands(WORKER)
+    group.it.take_effects()
+    for second in range(LIMITS_S[state]):
+        assert group.it.state is state, second
+        group.now_s += 1
+        group.round_without_answers()
+    assert group.it.state is State.CLAIMING and "didn't answer for" in group.it.reason and "worker 0" in group.it.reason
+
+
+def test_a_restore_that_takes_long_has_twice_the_time_at_the_next_try() -> None:
+    group = Group()
+    for tries, limit_s in enumerate((600, 1200, 2400), 1):
+        group.claim(tries)
+        group.now_s += 1
+        group.round_without_answers()
+        assert group.it.state is State.RESTORING
+        for _ in range(limit_s - 1):
+            group.now_s += 1
+            group.round_without_answers()
+        assert group.it.state is State.RESTORING
+        group.now_s += 1
+        group.round_without_answers()
+        assert group.it.state is State.CLAIMING
+
+
+def refuse_a_commit(group: Group, **refusal: Any) -> None:
+    """The next commit gets as far as FREEZE, which shard 0 refuses."""
+    group.it.want_commit()
+    group.reports[WORKER] = {"step": 3}
+    group.round_without_answers()
+    group.answer(WORKER)
+    (freeze,) = group.it.commands(SHARD_0)
+    group.beat(SHARD_0, ({"id": freeze["id"], "ok": False, **refusal},))
+
+
+def test_three_aborts_in_a_row_begin_a_new_incarnation() -> None:
+    group = Group().running()
+    for _ in range(2):
+        refuse_a_commit(group, error="expected commit 7 to be aborted")
+        assert group.it.state is State.ABORTING
+        group.to(State.RUNNING)
+    refuse_a_commit(group, error="expected commit 7 to be aborted")
+    assert group.it.state is State.CLAIMING and "3 commits in a row were abandoned" in group.it.reason
+    assert "expected commit 7 to be aborted" in group.it.reason
+    group.running()
+    refuse_a_commit(group, error="again")
+    assert group.it.state is State.ABORTING, "they are counted anew"
+
+
+def test_a_commit_ends_the_row_of_aborts() -> None:
+    group = Group().running()
+    for _ in range(5):
+        refuse_a_commit(group, error="no")
+        group.to(State.RUNNING)
+        group.reports[WORKER] = {"step": group.reports[WORKER]["step"] + 1}
+        group.it.want_commit()
+        group.round_without_answers()
+        group.to(State.LINKING)
+        group.link()
+        group.to(State.RUNNING)
+        group.it.take_effects()
+        group.it.last = None
+    assert group.it.num_rollbacks == 0 and group.it.num_aborts == 5
+
+
+def test_a_full_disk_sends_nobody_back() -> None:
+    group = Group().running()
+    for _ in range(10):
+        refuse_a_commit(group, error="No space left on device", away=True)
+        assert group.it.state is State.ABORTING
+        group.to(State.RUNNING)
+    assert group.it.num_rollbacks == 0 and group.it.num_aborts == 10
+
+
+def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
+    group = Group().committed()
+    for incarnation in range(2, 8):
+        group.sessions[SHARD_0] += 1
+        group.beat(SHARD_0)
+        group.claim(incarnation, group.it.last, 2)
+        group.now_s += 1
+        group.round_without_answers()
+        (restore,) = group.it.commands(SHARD_0)
+        assert restore["manifest"] == "manifests/00000001"
+        group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "disk full", "damaged": False, "away": True},))
+        assert group.it.take_effects() == [Claim(frozenset())]
+        group.it._effects = [Claim(frozenset())]
+
+
+def test_a_shard_that_is_not_ready_any_more_begins_a_new_incarnation() -> None:
+    group = Group().running()
+    group.reports[SHARD_0] = {"ready": True}
+    group.beat(SHARD_0)
+    assert group.it.state is State.RUNNING
+    group.reports[SHARD_0] = {"ready": False}
+    group.beat(SHARD_0)
+    assert group.it.state is State.CLAIMING and "it is not ready any more" in group.it.reason
 
 
 def test_a_link_that_ends_after_a_member_was_lost_is_found_by_the_next_claim() -> None:

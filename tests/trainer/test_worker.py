@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from models.config import RankerConfig
-from roo.errors import CheckpointError, ConfigError, RoostreamError, SchemaError, UnavailableError
+from roo.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.kafka.topics import Partition, flat
 from runtime.manifest import Manifest, StoredFile, WorkerPart
+from runtime.member import refusal_of
 from tests.golden.test_golden_commit import golden_store
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
@@ -61,7 +62,7 @@ class Stage:
         try:
             return {"ok": True, **self.worker.execute({"id": 1, "kind": kind, "incarnation": 1, **arguments})}
         except RoostreamError as error:
-            return {"ok": False, "error": str(error), "damaged": isinstance(error, CheckpointError)}
+            return refusal_of(error)
 
     def started(self, manifest: str = "") -> Stage:
         assert self.do("restore", manifest=manifest)["ok"]
@@ -179,7 +180,7 @@ def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
     stage = Stage().started()
     stage.worker.turn()
     stage.outputs.unflushable = "Kafka has not acknowledged 4 predictions"
-    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.outputs.unflushable, "damaged": False}
+    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.outputs.unflushable, "damaged": False, "away": True}
     assert stage.worker.turn(), "training goes on"
 
 
@@ -190,6 +191,29 @@ def test_an_abort_lets_training_go_on() -> None:
     assert stage.worker.turn()
     assert "expected the cut of commit 1" in stage.do("write", seq=1)["error"]
     assert stage.do("abort", seq=7)["ok"], "of a commit that it never saw"
+
+
+def test_an_abort_ends_any_older_cut_and_is_remembered_until_a_restore() -> None:
+    stage = Stage().started()
+    stage.do("cut", seq=3)
+    assert not stage.worker.turn()
+    stage.do("abort", seq=5)
+    assert stage.worker.turn(), "the cut is over"
+    refused = stage.do("cut", seq=5)
+    assert "expected a commit above 5 to cut, got 5: it was aborted" in refused["error"] and stage.worker.turn()
+    assert stage.do("cut", seq=6)["ok"]
+    assert not stage.do("resume", seq=5)["ok"] and not stage.worker.turn(), "of another cut"
+    stage.started()
+    assert stage.do("cut", seq=1)["ok"]
+
+
+def test_a_broken_worker_that_is_told_to_resume_does_not_train() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    assert stage.do("cut", seq=1)["ok"]
+    stage.worker.broken = "a shard is away"
+    stage.do("resume", seq=1)
+    assert not stage.worker.turn() and stage.worker.loop.num_steps == 1
 
 
 def test_a_worker_whose_shard_is_away_says_so_and_waits_for_a_restore() -> None:
