@@ -15,6 +15,8 @@ import numpy as np
 
 from runtime import frames
 
+LEAST_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
+
 _SOCKET_BYTES = 4 << 20
 _MAX_BUFFERS = min(getattr(os, "sysconf", lambda _: 1024)("SC_IOV_MAX"), 1024)
 
@@ -56,34 +58,40 @@ def send(connection: socket.socket, buffers: list[Any], deadline: float | None) 
 
 
 def receive(
-    connection: socket.socket, deadline: float | None, max_frame_bytes: int
+    connection: socket.socket, deadline: float | None, max_frame_bytes: int, frame_s: float | None = None
 ) -> tuple[int, frames.Body, list[np.ndarray]] | None:
-    """(kind, body, arrays), or None if the peer closed between two frames.
+    """(kind, body, arrays), or None if the peer closed between two frames. `deadline` (monotonic) is the whole frame's; with
+    `frame_s` it is its first byte's, and the rest has `frame_s` and the time that its size takes.
 
     Raises:
-        WireError: not a frame of ours, or too large.
-        OSError: the connection broke, or `deadline` (monotonic) passed.
+        WireError: not a frame of ours, too large, or damaged on its way.
+        OSError: the connection broke. TimeoutError: the peer was too slow.
     """
     head = memoryview(bytearray(frames.PREFIX_BYTES))
-    if not _fill(connection, head, deadline, end_is_fine=True):
+    _limit(connection, deadline)
+    got = connection.recv_into(head)
+    if got == 0:
         return None
+    if frame_s is not None:
+        deadline = time.monotonic() + frame_s
+    _fill(connection, head[got:], deadline)
     prefix = frames.parse_prefix(head, max_frame_bytes)
+    if frame_s is not None and deadline is not None:
+        deadline += prefix.payload_bytes / LEAST_BYTES_PER_S
     header = memoryview(bytearray(prefix.header_bytes))
     _fill(connection, header, deadline)
     body = frames.parse_header(prefix, header)
     payload = np.empty(prefix.payload_bytes, dtype=np.uint8)
     _fill(connection, payload.data, deadline)
+    frames.check(prefix, head, header, payload.data)
     return prefix.kind, body, frames.views(body, payload)
 
 
-def _fill(connection: socket.socket, into: memoryview, deadline: float | None, end_is_fine: bool = False) -> bool:
+def _fill(connection: socket.socket, into: memoryview, deadline: float | None) -> None:
     got = 0
     while got < len(into):
         _limit(connection, deadline)
         n = connection.recv_into(into[got:])
         if n == 0:
-            if got == 0 and end_is_fine:
-                return False
             raise ConnectionResetError("the peer closed the connection in the middle of a frame")
         got += n
-    return True

@@ -1,8 +1,9 @@
 """Frames of our calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, arrays back to back.
 
-    prefix  magic ROO1 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32 · payload bytes u64
+    prefix  magic ROO2 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32 · payload bytes u64 · checksum u64
     header  msgpack map {"method", "header", "arrays": [[dtype, [dimension…]]…]}; errors carry {"error", "message", "reason"}
     payload each array's bytes, little-endian, C order, padded to 8 bytes
+    checksum xxh3-64 of all bytes before and after it
 
 Pure: bytes in, bytes out. Nothing here takes memory for a size that it has not checked.
 """
@@ -11,17 +12,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import xxhash
 
 from roo.errors import WireError
 
 Body: TypeAlias = dict[str, Any]
 
-MAGIC = int.from_bytes(b"ROO1", "little")
+MAGIC = int.from_bytes(b"ROO2", "little")
 CALL, ANSWER, ERROR = 1, 2, 3
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 30
@@ -29,8 +31,9 @@ MAX_ARRAYS = 4096
 MAX_DIMENSIONS = 4
 DTYPES = {code: np.dtype("<" + code) for code in ("i1", "u1", "i4", "u4", "i8", "u8", "f4", "f8")}
 
-_PREFIX = struct.Struct("<IB3sIIQ")
-PREFIX_BYTES = _PREFIX.size
+_PREFIX, _CHECKSUM = struct.Struct("<IB3sIIQ"), struct.Struct("<Q")
+PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
+_MAGIC_1 = int.from_bytes(b"ROO1", "little")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PAD = bytes(8)
 
@@ -40,6 +43,7 @@ class Prefix(NamedTuple):
     header_bytes: int
     num_arrays: int
     payload_bytes: int
+    checksum: int = 0
 
 
 def _plain(value: object) -> object:
@@ -73,7 +77,8 @@ def encode(kind: int, body: Body, arrays: Sequence[np.ndarray] = (), max_frame_b
             payload_bytes += array.nbytes + pad
     header = _encoder.encode({**body, "arrays": described})
     _check_sizes(len(header), len(described), payload_bytes, max_frame_bytes)
-    return [_PREFIX.pack(MAGIC, kind, b"\0\0\0", len(header), len(described), payload_bytes) + header, *buffers]
+    sizes = _PREFIX.pack(MAGIC, kind, b"\0\0\0", len(header), len(described), payload_bytes)
+    return [sizes + _CHECKSUM.pack(_checksum((sizes, header, *buffers))) + header, *buffers]
 
 
 def parse_prefix(data: bytes | bytearray | memoryview, max_frame_bytes: int = MAX_FRAME_BYTES) -> Prefix:
@@ -82,11 +87,32 @@ def parse_prefix(data: bytes | bytearray | memoryview, max_frame_bytes: int = MA
     Raises:
         WireError: not a frame of ours (`undecodable`) or sizes beyond the limits (`oversized`).
     """
-    magic, kind, zero, header_bytes, num_arrays, payload_bytes = _PREFIX.unpack(data)
+    magic, kind, zero, header_bytes, num_arrays, payload_bytes = _PREFIX.unpack_from(data)
+    if magic == _MAGIC_1:
+        raise WireError("undecodable", "expected a frame that starts with ROO2, got ROO1: start all programs from one Roostream")
     if magic != MAGIC or kind not in (CALL, ANSWER, ERROR) or zero != b"\0\0\0":
-        raise WireError("undecodable", f"expected a frame that starts with ROO1, got {bytes(data[:8])!r}")
+        raise WireError("undecodable", f"expected a frame that starts with ROO2, got {bytes(data[:8])!r}")
     _check_sizes(header_bytes, num_arrays, payload_bytes, max_frame_bytes)
-    return Prefix(kind, header_bytes, num_arrays, payload_bytes)
+    return Prefix(kind, header_bytes, num_arrays, payload_bytes, _CHECKSUM.unpack_from(data, _PREFIX.size)[0])
+
+
+def check(prefix: Prefix, *parts: Any) -> None:
+    """`parts`: the prefix's bytes, the header, the payload.
+
+    Raises:
+        WireError: `undecodable`: a bit was changed on the way.
+    """
+    before, *rest = parts
+    got = _checksum((before[: _PREFIX.size], *rest))
+    if got != prefix.checksum:
+        raise WireError("undecodable", f"expected a frame with checksum {prefix.checksum:016x}, got {got:016x}: it was damaged")
+
+
+def _checksum(parts: Iterable[Any]) -> int:
+    hashed = xxhash.xxh3_64()
+    for part in parts:
+        hashed.update(part)
+    return int(hashed.intdigest())
 
 
 def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 from roo import errors
-from roo.errors import RoostreamError, TransportError, WireError
+from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
 from runtime import connections, frames
 from runtime.address import parse_address
 from runtime.transport import Answer, Arrays, Header
@@ -26,6 +26,7 @@ class SocketTransport:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self.num_dialled = 0
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         buffers = frames.encode(frames.CALL, {"method": method, "header": header}, arrays, self.max_frame_bytes)
@@ -78,6 +79,7 @@ class SocketTransport:
         connections.tune(connection)
         with self._lock:
             self._open.add(connection)
+            self.num_dialled += 1
         return connection
 
     def _drop(self, connection: socket.socket) -> None:
@@ -87,14 +89,17 @@ class SocketTransport:
 
 
 def error_of(body: frames.Body) -> RoostreamError:
-    """The error that `error_body` described; of an unknown class, TransportError."""
+    """The error that `error_body` described, or UnavailableError for a class that isn't known here. Never a TransportError:
+    this peer did answer, so that what it did must not be asked for again."""
     name, message = str(body.get("error", "")), str(body.get("message", ""))
     cls = getattr(errors, name, None)
+    if cls is TransportError:
+        return UnavailableError(message)
     if cls is WireError:
         return WireError(str(body.get("reason", "")), message)
     if isinstance(cls, type) and issubclass(cls, RoostreamError):
         return cls(message)
-    return TransportError(f"{name}: {message}")
+    return UnavailableError(f"{name}: {message}")
 
 
 def _peer_closed(connection: socket.socket) -> bool:

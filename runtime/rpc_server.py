@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -11,18 +12,34 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import RoostreamError, SetupError, TransportError, WireError
+from roo.errors import RoostreamError, SetupError, UnavailableError, WireError
 from runtime import connections, frames
 from runtime.address import is_loopback
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.rpc")
 
+FIRST_CALL_S = 10.0  # for the first byte of a connection
+IDLE_S = 300.0  # between two calls; a client dials again
+FRAME_S = 10.0  # within a frame, and to take an answer, beside the time for its size
+
+
+@dataclasses.dataclass(eq=False)
+class _Dialled:
+    """One connection, as whoever looks for room sees it."""
+
+    thread: threading.Thread
+    since_s: float  # it was dialled, or its last call was answered
+    has_called: bool = False
+    busy: bool = False  # a call is being answered
+
 
 class RpcServer:
     """Answers calls with `handler`, from one thread a connection.
 
-    Bytes that aren't a frame of ours close their connection with one log line; the others go on.
+    Bytes that aren't a frame of ours close their connection with one log line; the others go on. Nobody locks others out: a
+    connection without a call has a time limit, and when all are taken the one that has been silent longest makes room, those
+    first that never called.
     """
 
     def __init__(
@@ -38,8 +55,7 @@ class RpcServer:
         self.handler, self.host, self.port = handler, host, port
         self.max_frame_bytes, self.max_connections, self.insecure = max_frame_bytes, max_connections, insecure
         self._listener: socket.socket | None = None
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._busy: set[socket.socket] = set()
+        self._connections: dict[socket.socket, _Dialled] = {}
         self._lock = threading.Lock()
         self._stopping = False
         self._acceptor: threading.Thread | None = None
@@ -86,14 +102,14 @@ class RpcServer:
             open_now = dict(self._connections)
         for connection in open_now:
             connections.shutdown(connection, socket.SHUT_RD)
-        for thread in open_now.values():
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        for dialled in open_now.values():
+            dialled.thread.join(max(deadline - time.monotonic(), 0.0))
         with self._lock:
-            cut_off = len(self._busy)
+            cut_off = sum(dialled.busy for dialled in self._connections.values())
         for connection in open_now:
             connections.shutdown(connection, socket.SHUT_RDWR)
-        for thread in open_now.values():
-            thread.join(0.2)
+        for dialled in open_now.values():
+            dialled.thread.join(0.2)
         return cut_off
 
     def _accept(self) -> None:
@@ -107,15 +123,26 @@ class RpcServer:
                     time.sleep(0.1)
                 continue
             with self._lock:
-                full = len(self._connections) >= self.max_connections
+                full = len(self._connections) >= self.max_connections and not self._make_room()
                 if not full:
                     thread = threading.Thread(target=self._serve, args=(connection, peer), name="rpc", daemon=True)
-                    self._connections[connection] = thread
+                    self._connections[connection] = _Dialled(thread, time.monotonic())
             if full:
                 log.warning("connection from %s refused: %d are open", peer, self.max_connections)
                 connection.close()
             else:
                 thread.start()
+
+    def _make_room(self) -> bool:
+        """Inside the lock: close the connection that is missed least."""
+        silent = [(it.has_called, it.since_s, connection) for connection, it in self._connections.items() if not it.busy]
+        if not silent:
+            return False
+        *_, connection = min(silent, key=lambda entry: entry[:2])
+        del self._connections[connection]
+        connections.shutdown(connection, socket.SHUT_RDWR)
+        log.warning("%d connections are open: a silent one is closed", self.max_connections)
+        return True
 
     def _serve(self, connection: socket.socket, peer: object) -> None:
         try:
@@ -124,28 +151,34 @@ class RpcServer:
                 pass
         except WireError as error:
             log.warning("connection from %s closed: %s", peer, error)
+        except TimeoutError:
+            log.debug("connection from %s closed: it was silent or slow for too long", peer)
         except OSError as error:
             log.debug("connection from %s ended: %s", peer, error)
         finally:
             with self._lock:
-                del self._connections[connection]
+                self._connections.pop(connection, None)
             connection.close()
 
     def _serve_one(self, connection: socket.socket) -> bool:
-        """One call; False when the peer has closed between two."""
-        received = connections.receive(connection, None, self.max_frame_bytes)
+        """One call; False when the peer has closed between two, or has to make room."""
+        dialled = self._connections.get(connection)
+        if dialled is None:
+            return False
+        wait_s = IDLE_S if dialled.has_called else FIRST_CALL_S
+        received = connections.receive(connection, time.monotonic() + wait_s, self.max_frame_bytes, FRAME_S)
         if received is None:
             return False
-        with self._lock:
-            self._busy.add(connection)
+        dialled.busy = True
         try:
             kind, body, arrays = received
             if kind != frames.CALL or not isinstance(body.get("method"), str):
                 raise WireError("undecodable", f"expected a call, got a frame of kind {kind}")
-            connections.send(connection, self._answer(body["method"], body.get("header", {}), arrays), None)
+            answer = self._answer(body["method"], body.get("header", {}), arrays)
+            size_s = sum(len(buffer) for buffer in answer) / connections.LEAST_BYTES_PER_S
+            connections.send(connection, answer, time.monotonic() + FRAME_S + size_s)
         finally:
-            with self._lock:
-                self._busy.discard(connection)
+            dialled.busy, dialled.has_called, dialled.since_s = False, True, time.monotonic()
         return True
 
     def _answer(self, method: str, header: Header, arrays: list[np.ndarray]) -> list[Any]:
@@ -156,7 +189,7 @@ class RpcServer:
             return frames.encode(frames.ERROR, error_body(error))
         except Exception as error:
             log.exception("call %r failed: this is a defect of Roostream", method)
-            return frames.encode(frames.ERROR, error_body(TransportError(f"{method}: the peer failed: {error!r:.300}")))
+            return frames.encode(frames.ERROR, error_body(UnavailableError(f"{method}: the peer failed: {error!r:.300}")))
 
 
 def error_body(error: RoostreamError) -> frames.Body:

@@ -12,22 +12,23 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from roo.errors import RoostreamError, TransportError
+from roo.errors import RoostreamError, TransportError, UnavailableError
 
 Header: TypeAlias = dict[str, Any]
 Arrays: TypeAlias = Sequence[np.ndarray]
 Answer: TypeAlias = tuple[Header, list[np.ndarray]]
 Handler: TypeAlias = Callable[[str, Header, list[np.ndarray]], tuple[Header, Arrays]]
 """(method, header, arrays) → (header, arrays). Called from many threads at once. A RoostreamError that it raises reaches
-the caller as the same class with the same message; anything else as TransportError."""
+the caller as the same class with the same message, but a TransportError, and anything else, as UnavailableError."""
 
 
 class Transport(Protocol):
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         """One call, one answer. Thread-safe; concurrent calls are not ordered.
 
-        **If it fails:** TransportError means that the peer may or may not have acted; nothing is retried here, because only
-        the caller knows whether the method is idempotent. The next call dials again.
+        **If it fails:** TransportError means that no answer came: the peer may or may not have acted; nothing is retried here,
+        because only the caller knows whether the method is idempotent. The next call dials again. Every other error is the
+        peer's answer; UnavailableError may mean that it failed in the middle.
         """
 
     def close(self) -> None:
@@ -55,10 +56,12 @@ class InMemoryTransport:
             raise TransportError(f"{method}: injected fault before the call")
         try:
             answer_header, answer_arrays = self.handler(method, dict(header), [np.ascontiguousarray(a) for a in arrays])
+        except TransportError as error:
+            raise UnavailableError(str(error)) from error
         except RoostreamError:
             raise
         except Exception as error:
-            raise TransportError(f"{method}: the peer failed: {error!r}") from error
+            raise UnavailableError(f"{method}: the peer failed: {error!r}") from error
         if fault:
             raise TransportError(f"{method}: injected fault after the call")
         return dict(answer_header), [np.array(a) for a in answer_arrays]

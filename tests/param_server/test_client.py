@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,23 @@ def test_another_incarnation_passes_up_at_once(call: str) -> None:
         else:
             client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
     assert isinstance(client.clock, FakeClock) and client.clock.monotonic_s() == 0
+
+
+def test_a_push_that_fails_inside_the_shard_is_not_sent_again() -> None:
+    asked: list[str] = []
+
+    def handler(method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        asked.append(method)
+        raise MemoryError("in the second stack")
+
+    client = Client(small_schema(), [InMemoryTransport(handler)], worker=0, clock=FakeClock())
+    lookup = lookup_of(LOOKUP)
+    with pytest.raises(UnavailableError, match="the peer failed: MemoryError") as caught:
+        client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
+    assert asked == ["push"] and not isinstance(caught.value, TransportError)
+    with pytest.raises(UnavailableError, match="waiting for RESTORE"):
+        client.push(lookup, gradients_of(lookup, 1.0), step=1, time_ms=0)
+    assert asked == ["push"]
 
 
 def test_a_shard_that_waits_for_restore_passes_up_at_once() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from roo.errors import ConfigError, FencedError, SetupError, TransportError
-from runtime import frames
+from roo.errors import ConfigError, FencedError, SetupError, TransportError, UnavailableError
+from runtime import connections, frames, rpc_server
 from runtime.address import parse_address
 from runtime.rpc_client import SocketTransport, error_of
 from runtime.rpc_server import RpcServer
@@ -71,11 +71,14 @@ GOOD = b"".join(frames.encode(frames.CALL, {"method": "echo", "header": {"x": 1}
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n    ",
+        b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
         GOOD[:4] + b"\x02" + GOOD[5:],  # an answer that nobody asked for
         GOOD[:8] + struct.pack("<I", 2**31) + GOOD[12:],  # a header of 2 GiB
         GOOD[:16] + struct.pack("<Q", 2**40) + GOOD[24:],  # a payload of 1 TiB
         GOOD[:24] + b"\xc1" * (len(GOOD) - 24),
+        GOOD[:-1] + bytes([GOOD[-1] ^ 1]),  # one bit of an array
+        GOOD[:24] + bytes([GOOD[24] ^ 1]) + GOOD[25:],  # one bit of the checksum
+        b"ROO1" + GOOD[4:],
         b"".join(frames.encode(frames.CALL, {"header": {}})),  # no method
         b"".join(frames.encode(frames.CALL, {"method": 7, "header": {}})),
         b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(1 << 14)])),  # larger than this server takes
@@ -90,6 +93,118 @@ def test_garbage_closes_its_connection_with_one_line_and_nothing_else(
     assert transport.call("echo", {"still": "here"})[0] == {"still": "here"}
     lines = [r for r in caplog.records if r.name == "roostream.rpc"]
     assert len(lines) == 1 and "closed" in lines[0].message and lines[0].exc_info is None
+
+
+def test_a_peer_of_an_older_version_is_told_in_one_sentence(server: RpcServer, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.suppress(OSError):
+        raw(server, b"ROO1" + GOOD[4:])
+    assert "expected a frame that starts with ROO2, got ROO1: start all programs from one Roostream" in caplog.text
+
+
+class FlippingProxy:
+    """One connection to `port`, of whose answer the last bit is flipped."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._carry, args=(port,))
+        self.thread.start()
+
+    def _carry(self, port: int) -> None:
+        near, _ = self.listener.accept()
+        with near, socket.create_connection(("127.0.0.1", port), timeout=10) as far:
+            near.settimeout(10)
+            far.sendall(near.recv(1 << 16))
+            answer = bytearray(far.recv(1 << 16))
+            answer[-1] ^= 0x80
+            near.sendall(answer)
+            near.recv(1)
+
+
+def test_an_answer_with_a_flipped_bit_is_no_answer(server: RpcServer) -> None:
+    proxy = FlippingProxy(server.port)
+    transport = SocketTransport(proxy.address)
+    with pytest.raises(TransportError, match=r"expected a frame with checksum [0-9a-f]{16}, got [0-9a-f]{16}: it was damaged"):
+        transport.call("echo", {}, [np.arange(5)])
+    transport.close()
+    proxy.thread.join(10)
+    proxy.listener.close()
+    assert not proxy.thread.is_alive()
+
+
+def silent(server: RpcServer, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((server.host, server.port), timeout=10)
+    if sent:
+        connection.sendall(sent)
+    return connection
+
+
+@pytest.mark.parametrize("sent", [b"", GOOD[:3], GOOD[:40], GOOD[:-1]])
+def test_a_connection_that_never_finishes_its_first_call_is_closed(
+    peer: Peer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
+    monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
+    server = RpcServer(peer).start()
+    with silent(server, sent) as connection:
+        assert connection.recv(1) == b""
+    assert server.stop() == 0
+
+
+def test_a_connection_may_be_idle_for_longer_between_two_calls(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
+    server = RpcServer(peer).start()
+    transport = SocketTransport(server.address)
+    transport.call("echo", {})
+    with silent(server) as late:
+        assert late.recv(1) == b"", "this one never called"
+    transport.call("echo", {})
+    assert transport.num_dialled == 1
+    transport.close()
+    server.stop()
+
+
+def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
+    monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr(connections, "_SOCKET_BYTES", 1 << 16)
+    server = RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])).start()
+    with silent(server, GOOD):
+        ended = threading.Event()
+        monkeypatch.setattr(server, "_connections", Watched(server._connections, ended))
+        assert ended.wait(10), "its thread is free again"
+    server.stop()
+
+
+class Watched(dict):
+    """Says when the last connection is gone."""
+
+    def __init__(self, content: dict, ended: threading.Event) -> None:
+        super().__init__(content)
+        self.ended = ended
+
+    def pop(self, *args: object) -> object:
+        found = super().pop(*args)
+        if not self:
+            self.ended.set()
+        return found
+
+
+def test_silent_and_half_sent_connections_lock_nobody_out(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    server = RpcServer(peer, max_connections=4).start()
+    transport = SocketTransport(server.address)
+    transport.call("echo", {})
+    silent_ones = [silent(server, GOOD[: 40 * (n % 2)]) for n in range(12)]
+    for n in range(3):
+        other = SocketTransport(server.address)
+        assert other.call("echo", {"n": n})[0] == {"n": n}
+        other.close()
+    assert transport.call("echo", {"x": 1})[0] == {"x": 1} and transport.num_dialled == 1, "it had called: others made room"
+    assert "a silent one is closed" in caplog.text
+    for connection in silent_ones:
+        connection.close()
+    transport.close()
+    server.stop()
 
 
 @pytest.mark.parametrize("length", [0, 3, 24, 40])
@@ -108,7 +223,7 @@ def test_a_frame_in_small_pieces_is_one_call(server: RpcServer) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(0, len(GOOD), 7):
             connection.send(GOOD[at : at + 7])
-        assert connection.recv(4) == b"ROO1"
+        assert connection.recv(4) == b"ROO2"
 
 
 def test_an_answer_that_is_too_large_arrives_as_an_error(transport: SocketTransport) -> None:
@@ -202,10 +317,15 @@ def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Pe
 def test_connections_beyond_the_limit_are_refused_with_a_line(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     server = RpcServer(peer, max_connections=1).start()
     first, second = SocketTransport(server.address), SocketTransport(server.address)
-    first.call("echo", {})
+    caller = threading.Thread(target=first.call, args=("hold", {}))
+    caller.start()
+    assert peer.entered.wait(10)
     with pytest.raises(TransportError):
         second.call("echo", {})
-    assert "refused: 1 are open" in caplog.text
+    assert "refused: 1 are open" in caplog.text, "the one with a call in hand isn't sent away for another"
+    peer.release.set()
+    caller.join(10)
+    assert second.call("echo", {"x": 1})[0] == {"x": 1}
     for transport in (first, second):
         transport.close()
     server.stop()
@@ -238,7 +358,7 @@ def test_an_address_of_another_form_is_refused(text: str) -> None:
         parse_address(text)
 
 
-def test_errors_of_unknown_classes_are_transport_errors() -> None:
+def test_an_error_that_was_answered_is_never_a_lost_answer() -> None:
     assert type(error_of({"error": "FencedError", "message": "m"})) is FencedError
-    for name in ("Exception", "RoostreamErrr", "Iterable", "nearest", ""):
-        assert type(error_of({"error": name, "message": "m"})) is TransportError
+    for name in ("TransportError", "Exception", "RoostreamErrr", "Iterable", "nearest", ""):
+        assert type(error_of({"error": name, "message": "m"})) is UnavailableError

@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -13,6 +14,10 @@ from hypothesis.extra import numpy as npst
 from roo.errors import WireError
 from runtime import frames
 
+GOLDEN = (
+    "524f4f320100000023000000010000000800000000000000c12de65e79ea0f35"
+    "83a66d6574686f64a16da668656164657281a17801a66172726179739192a2753491010700000000000000"
+)
 DTYPE = st.sampled_from(sorted(frames.DTYPES)).map(np.dtype)
 ARRAY = DTYPE.flatmap(lambda d: npst.arrays(d, npst.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)))
 
@@ -23,6 +28,7 @@ def parse(data: bytes, limit: int = frames.MAX_FRAME_BYTES) -> tuple[int, frames
     body = frames.parse_header(prefix, data[frames.PREFIX_BYTES : at])
     payload = np.frombuffer(data[at:], np.uint8)
     assert len(payload) == prefix.payload_bytes
+    frames.check(prefix, data[: frames.PREFIX_BYTES], data[frames.PREFIX_BYTES : at], payload.data)
     return prefix.kind, body, frames.views(body, payload)
 
 
@@ -50,21 +56,37 @@ def test_carry_views_that_are_not_contiguous() -> None:
 
 def test_a_call_has_a_fixed_prefix() -> None:
     data = frame(np.array([1], np.uint32))
-    assert data[:4] == b"ROO1" and data[4] == frames.CALL and data[5:8] == b"\0\0\0"
+    assert data[:4] == b"ROO2" and data[4] == frames.CALL and data[5:8] == b"\0\0\0"
     header_bytes, num_arrays, payload_bytes = struct.unpack_from("<IIQ", data, 8)
-    assert (num_arrays, payload_bytes) == (1, 8) and len(data) == 24 + header_bytes + 8
+    assert (num_arrays, payload_bytes) == (1, 8) and len(data) == 32 + header_bytes + 8
+    assert data[24:32] == xxhash.xxh3_64_intdigest(data[:24] + data[32:]).to_bytes(8, "little")
+
+
+def test_the_bytes_of_a_frame_are_these() -> None:
+    assert frame(np.array([7], np.uint32), x=1).hex() == GOLDEN
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
+    good = bytearray(frame(np.arange(3, dtype=np.float32), np.arange(2), x="text"))
+    bit = data.draw(st.integers(0, 8 * len(good) - 1))
+    good[bit // 8] ^= 1 << bit % 8
+    with pytest.raises((WireError, AssertionError)):  # an assertion: the sizes are others, so that more or less would be read
+        parse(bytes(good))
 
 
 def prefix(
-    kind: int = 1, header: int = 0, arrays: int = 0, payload: int = 0, magic: bytes = b"ROO1", zero: bytes = b"\0\0\0"
+    kind: int = 1, header: int = 0, arrays: int = 0, payload: int = 0, magic: bytes = b"ROO2", zero: bytes = b"\0\0\0"
 ) -> bytes:
-    return magic + bytes([kind]) + zero + struct.pack("<IIQ", header, arrays, payload)
+    return magic + bytes([kind]) + zero + struct.pack("<IIQQ", header, arrays, payload, 0)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (prefix(magic=b"GET "), "undecodable"),
+        (prefix(magic=b"ROO1"), "undecodable"),
         (prefix(kind=0), "undecodable"),
         (prefix(kind=4), "undecodable"),
         (prefix(zero=b"\0\1\0"), "undecodable"),
