@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from joiner.rules import Rules
 from roo.config import refusal, setting
 from runtime.deployment import Deployment
+from runtime.kafka.topics import MAX_SKEW_MS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,13 @@ class JoinerConfig(Rules, Deployment):
     parallelism: int = setting(1, "of the Flink operator; one slot each", least=1)
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it is given up; 0 = no limit", least=0)
     read_ahead_ms: int = setting(
-        0, "a partition is read at most this far ahead of the slowest; 0 = 6 x the longest window", least=0
+        0,
+        "a partition is read at most this far ahead of the slowest, and no single event moves its time further; "
+        "0 = 6 x the longest window, and no less than topics accept of the future (1 min)",
+        least=0,
+    )
+    producer_timeout_ms: int = setting(
+        30_000, "of several producers, one whose heartbeats are this old no longer holds its partition's time", least=0
     )
     replay: bool = setting(False, "old event times, as fast as they can be read: no idleness")
 
@@ -43,5 +50,5 @@ class JoinerConfig(Rules, Deployment):
 
     @property
     def drift_ms(self) -> int:
-        """How far one partition may be read ahead of the slowest."""
-        return self.read_ahead_ms or 6 * self.longest_window_ms
+        """How far one partition may be read ahead of the slowest, and the largest step of event time that one event can make."""
+        return self.read_ahead_ms or max(6 * self.longest_window_ms, MAX_SKEW_MS)

@@ -15,7 +15,7 @@ from joiner.state import Engagement, Impression, Origin, Page
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import check_block
-from roo.errors import WireError
+from roo.errors import CheckpointError, UnavailableError, WireError
 from roo.ids import NO_KEY, hash64, key_bytes
 from roo.schema import Limits, Registry
 from roo.wire import Record
@@ -26,6 +26,8 @@ MAX_ERROR = 512
 """Characters of what a dead letter says is wrong."""
 
 Event: TypeAlias = Impression | Engagement
+Beat: TypeAlias = pb.Heartbeat | pb.EndMarker
+"""What only tells how far time has come."""
 
 
 class Reader:
@@ -38,25 +40,30 @@ class Reader:
     def __init__(self, registry: Registry, limits: Limits) -> None:
         self.registry, self.limits = registry, limits
 
-    def read(self, record: Record) -> Event | Output | None:
-        """An event; a dead letter; None for a heartbeat or end marker, which only move the watermark. Never raises."""
+    def read(self, record: Record) -> Event | Beat | Output:
+        """An event; a heartbeat or end marker; else a dead letter. Never raises for what a record holds.
+
+        Raises:
+            CheckpointError, UnavailableError: the record's schema is registered, but can't be read now: nothing is wrong with the
+                record, and it can be read once that is mended.
+        """
         origin = Origin(record.topic, record.partition, record.offset)
-        found: pb.Impression | pb.Engagement | None = None
+        found: pb.Impression | pb.Engagement | Beat | None = None
         try:
             found = self._decode(record.value)
-            return None if found is None else self._event(record, origin, found)
+            return found if isinstance(found, (pb.Heartbeat, pb.EndMarker)) else self._event(record, origin, found)
         except WireError as error:
             return self._dead(record, origin, found, error.reason, str(error))
+        except (CheckpointError, UnavailableError):
+            raise
         except Exception as error:
             return self._dead(record, origin, found, "undecodable", f"could not be read: {error!r}")
 
-    def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | None:
+    def _decode(self, value: bytes | None) -> pb.Impression | pb.Engagement | Beat:
         if value is not None and len(value) > self.limits.max_record_bytes:
             raise WireError("oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}")
         kind, message = wire.decode(value)
-        if kind in (wire.HEARTBEAT, wire.END_MARKER):
-            return None
-        if isinstance(message, (pb.Impression, pb.Engagement)):
+        if isinstance(message, (pb.Impression, pb.Engagement, pb.Heartbeat, pb.EndMarker)):
             return message
         raise WireError("unknown_type", f"expected an impression or an engagement, got type {kind}")
 
@@ -86,8 +93,8 @@ class Reader:
                 raise WireError("bad_shape", f"expected {expected} {name} for {n} candidates (or none), got {length}")
         _check_finite("scores", message.scores)
         _check_finite("weight and propensities", (message.weight, *message.propensities))
-        if message.weight < 0 or not all(0 < p <= 1 for p in message.propensities):
-            raise WireError("bad_shape", "expected a weight of 0 or more and propensities in (0, 1]")
+        if not 0 <= message.weight <= wire.MAX_WEIGHT or not all(0 < p <= 1 for p in message.propensities):
+            raise WireError("bad_number", f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]")
         if message.HasField("ro"):
             check_block(schema, "ro", message.ro, 1, self.limits)
         check_block(schema, "nro", message.nro, n, self.limits)

@@ -27,7 +27,7 @@ from joiner.operator import JoinFunction
 from roo.config import build as make
 from roo.config import from_dict
 from runtime.flink_rest import JOB_NAME
-from runtime.kafka.topics import EVENTS, name_of
+from runtime.kafka.topics import EVENTS, MAX_MESSAGE_BYTES, name_of
 
 MAX_PARALLELISM = 128
 UID = f"join-{VERSION}"
@@ -106,7 +106,7 @@ def _sink(config: JoinerConfig) -> KafkaSink:
         .set_delivery_guarantee(DeliveryGuarantee.AT_LEAST_ONCE)
         .set_property("linger.ms", "5")
         .set_property("compression.type", "zstd")
-        .set_property("max.request.size", str(4 << 20))
+        .set_property("max.request.size", str(MAX_MESSAGE_BYTES))
     )
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)

@@ -17,9 +17,11 @@ from typing import Protocol
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
+from joiner.ingest import Beat, Event
 from joiner.local_engine import LocalEngine
 from joiner.meters import Meters
 from roo.errors import CheckpointError, UnavailableError
+from roo.wire import Record
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
@@ -29,6 +31,7 @@ from runtime.kafka.topics import Partition
 
 log = logging.getLogger("roostream.joiner")
 _KEPT = 2
+_UNREADABLE = (CheckpointError, UnavailableError)
 _POLL_RECORDS = 512
 
 
@@ -90,6 +93,9 @@ class Pump:
         self.config, self.engine, self.source, self.sink, self.snapshots = config, engine, source, sink, snapshots
         self.clock, self.meters, self.health = clock, meters, health
         self._heard_s: dict[Partition, float] = {}
+        self._held: set[Partition] = set()
+        self._stop = threading.Event()
+        self._schemas = Backoff(what="a schema in the store", clock=clock)
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
@@ -99,7 +105,8 @@ class Pump:
         progress = {p: offset for p, offset in self.engine.next_offsets.items() if offset}  # 0: nothing of it was read
         Backoff(what="the event topics", clock=self.clock).until(lambda: self.source.seek(progress), (UnavailableError,), stop)
         started_s = self.clock.monotonic_s()
-        self._heard_s = dict.fromkeys(self.engine.watermarks.newest_ms, started_s)
+        self._heard_s = dict.fromkeys(self.engine.partitions, started_s)
+        self._stop = stop
         due_s = started_s + self.config.checkpoint_interval_ms / 1000
         while not stop.is_set():
             self.step()
@@ -114,14 +121,24 @@ class Pump:
         now_s = self.clock.monotonic_s()
         for record in records:
             self._heard_s[record.topic, record.partition] = now_s
-            self._write(self.engine.process(record))
-        self.meters.read(len(records))
+            self._write(self.engine.take(record, self._read(record)))
+        self.meters.read(len(records), self.source.num_lost)
         if self._idleness_s:
             self._find_idle(now_s)
-        ahead = {p for p in self.engine.watermarks.newest_ms if self.engine.watermarks.ahead_ms(p) > self.config.drift_ms}
-        self.source.hold(ahead)
+        watermarks = self.engine.watermarks
+        self._held = {p for p in self.engine.partitions if watermarks.ahead_ms(p) > self.config.drift_ms}
+        self.source.hold(self._held)
         self.meters.state(self.engine.watermark_ms, self.engine.num_keys)
         self.health.turned()
+
+    def _read(self, record: Record) -> Event | Beat | Output:
+        """What the engine's reader makes of a record; waits while its schema can't be read. UnavailableError: stopped."""
+        try:
+            return self.engine.reader.read(record)
+        except _UNREADABLE as error:
+            with self.health.waiting(str(error)):
+                self._schemas.wait(error, self._stop)
+                return self._schemas.until(lambda: self.engine.reader.read(record), _UNREADABLE, self._stop)
 
     def checkpoint(self, stop: threading.Event) -> None:
         """Wait for all outputs to be acknowledged, then write a snapshot (2, 3). `stop` set first: none is written."""
@@ -131,6 +148,9 @@ class Pump:
             self.snapshots.write(self.engine.snapshot())
 
     def _find_idle(self, now_s: float) -> None:
+        """Those that have been silent, but for those that were not read."""
+        for partition in self._held:
+            self._heard_s[partition] = now_s
         for partition, heard_s in self._heard_s.items():
             if now_s - heard_s >= self._idleness_s and partition not in self.engine.watermarks.idle:
                 self._write(self.engine.set_idle(partition))

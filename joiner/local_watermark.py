@@ -1,30 +1,80 @@
-"""Event time of the local engine: the rule that Flink's bounded-disorder generator follows, partition by partition."""
+"""Event time of the local engine, partition by partition; joiner/java/EventTime.java follows the same rules in Flink."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from joiner.state import START
+from msgspec import Struct, field
+
+from joiner.state import NEVER, START
 from runtime.kafka.topics import Partition
 
 
-class Watermarks:
-    """Watermark = min over partitions of (newest record timestamp - bound - 1 ms); START until each has had a record.
+class SplitTime(Struct, array_like=True):
+    """How far one partition has come.
 
-    It never goes back. Idle partitions don't hold it; a record makes a partition busy again.
+    An event moves it to its own time, unless that is a jump of more than `most_ms`: then the next event has to confirm it, so
+    that no single one can carry a partition away. Where several producers beat, the slowest of them holds it: what another one
+    wrote says nothing of what this one still has to write. One whose beats are older than `silent_ms` is away and holds nothing.
     """
+
+    newest_ms: int = START
+    unconfirmed_ms: int = NEVER  # of the event before, if that was a jump
+    beats: dict[str, int] = field(default_factory=dict)  # producer → its newest heartbeat
+
+    def event(self, time_ms: int, most_ms: int) -> None:
+        is_jump = time_ms > self.newest_ms + most_ms and self.newest_ms != START
+        if is_jump and self.unconfirmed_ms == NEVER:
+            self.unconfirmed_ms = time_ms
+            return
+        self.newest_ms = max(self.newest_ms, min(time_ms, self.unconfirmed_ms) if is_jump else time_ms)
+        self.unconfirmed_ms = time_ms if time_ms > self.newest_ms + most_ms else NEVER
+
+    def beat(self, time_ms: int, producer: str, silent_ms: int) -> None:
+        """A heartbeat. Those who don't say who they are are believed like an event."""
+        self.newest_ms = max(self.newest_ms, time_ms)
+        if producer:
+            self.beats[producer] = max(self.beats.get(producer, START), time_ms)
+        self.beats = {name: ms for name, ms in self.beats.items() if ms >= self.newest_ms - silent_ms}
+
+    def end(self, time_ms: int) -> None:
+        """An end marker: no producer will write anything older."""
+        self.newest_ms = max(self.newest_ms, time_ms)
+        self.beats = {}
+
+    def reached_ms(self, silent_ms: int) -> int:
+        """START before the first record."""
+        if len(self.beats) < 2:
+            return self.newest_ms
+        live = [ms for ms in self.beats.values() if ms >= self.newest_ms - silent_ms]
+        return min(live) if len(live) > 1 else self.newest_ms
+
+
+class Watermarks:
+    """Watermark = min over partitions of (event time that it has reached - bound of disorder - 1 ms); START until each has had a
+    record. It never goes back. Idle partitions don't hold it; a record makes a partition busy again."""
 
     def __init__(self, partitions: Iterable[Partition], lateness_ms: int) -> None:
         self.lateness_ms = lateness_ms
-        self.newest_ms: dict[Partition, int] = dict.fromkeys(partitions, START)
+        self.reached_ms: dict[Partition, int] = dict.fromkeys(partitions, START)
         self.idle: set[Partition] = set()
         self.value_ms = START
+        self._slowest_ms = START  # of the busy ones
 
-    def observe(self, partition: Partition, timestamp_ms: int) -> int:
-        """A record was read; the watermark after it."""
-        self.idle.discard(partition)
-        if timestamp_ms > self.newest_ms.setdefault(partition, START):
-            self.newest_ms[partition] = timestamp_ms
+    def restore(self, reached_ms: Mapping[Partition, int], value_ms: int) -> None:
+        """Go on from a snapshot's; all partitions are busy."""
+        self.reached_ms.update(reached_ms)
+        self.value_ms = value_ms
+        self._update()
+
+    def observe(self, partition: Partition, reached_ms: int) -> int:
+        """A record was read, with which its partition has reached `reached_ms`; the watermark after it."""
+        before_ms, was_idle = self.reached_ms[partition], partition in self.idle
+        self.reached_ms[partition] = reached_ms
+        if was_idle:
+            self.idle.discard(partition)
+        elif before_ms > self._slowest_ms and reached_ms >= before_ms:
+            return self.value_ms
         return self._update()
 
     def set_idle(self, partition: Partition) -> int:
@@ -33,13 +83,14 @@ class Watermarks:
         return self._update()
 
     def ahead_ms(self, partition: Partition) -> int:
-        """How far a partition has been read beyond the slowest that has had a record."""
-        seen = [ms for ms in self.newest_ms.values() if ms != START]
-        return self.newest_ms[partition] - min(seen) if seen and self.newest_ms[partition] != START else 0
+        """How far a partition has been read beyond the slowest busy one that has had a record."""
+        reached_ms = self.reached_ms[partition]
+        seen = [ms for p, ms in self.reached_ms.items() if ms != START and p not in self.idle]
+        return reached_ms - min(seen, default=reached_ms) if reached_ms != START else 0
 
     def _update(self) -> int:
-        busy = [ms for partition, ms in self.newest_ms.items() if partition not in self.idle]
-        slowest_ms = min(busy, default=START)
-        if slowest_ms != START:
-            self.value_ms = max(self.value_ms, slowest_ms - self.lateness_ms - 1)
+        busy = [ms for partition, ms in self.reached_ms.items() if partition not in self.idle]
+        self._slowest_ms = min(busy, default=START)
+        if self._slowest_ms != START:
+            self.value_ms = max(self.value_ms, self._slowest_ms - self.lateness_ms - 1)
         return self.value_ms

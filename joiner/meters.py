@@ -15,6 +15,9 @@ class Meters:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.records = Counter("roostream_joiner_records", "records read", registry=registry)
+        self.lost = Gauge(
+            "roostream_joiner_lost_records", "events that retention deleted before they were joined", registry=registry
+        )
         self.outputs = Counter("roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry)
         self.watermark = Gauge("roostream_joiner_watermark_ms", "event time that all partitions have reached", registry=registry)
         self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
@@ -22,8 +25,10 @@ class Meters:
         self.restarts = Gauge("roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry)
         self.checkpoints = Gauge("roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry)
 
-    def read(self, num_records: int) -> None:
+    def read(self, num_records: int, num_lost: int) -> None:
+        """`num_lost`: in all, as the reader counts."""
         self.records.inc(num_records)
+        self.lost.set(num_lost)
 
     def wrote(self, outputs: Iterable[Output]) -> None:
         for output in outputs:

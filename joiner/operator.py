@@ -18,6 +18,7 @@ from joiner.entries import Entries
 from joiner.envelope import pack, unpack
 from joiner.ingest import Reader
 from joiner.join import Join
+from joiner.state import Engagement, Impression
 from joiner.turn import Turn
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry
@@ -41,8 +42,10 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
         event = self.reader.read(record)
-        if event is None or isinstance(event, Output):
-            return iter(()) if event is None else iter((pack(event),))
+        if isinstance(event, Output):
+            return iter((pack(event),))
+        if not isinstance(event, (Impression, Engagement)):
+            return iter(())
         assert record.key is not None
         timers = ctx.timer_service()
         self.state.forget()

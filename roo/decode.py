@@ -135,7 +135,7 @@ class Decoder:
         size, at = starts[1:] - starts[:-1], starts[:-1]
         kind, version = np.where(size > 0, buf[at], 0), np.where(size > 1, buf[np.minimum(at + 1, len(buf) - 1)], 0)
         known = ((kind == wire.SAMPLE) | (kind == wire.CORRECTION)) & (version == wire.VERSION)
-        most = self.schema.limits.max_record_bytes
+        most = self.schema.limits.max_sample_bytes
         for i in np.flatnonzero(~known | (size > most)):
             if size[i] < 2:
                 rejects[int(i)] = ("undecodable", f"expected a record of 2 bytes or more, got {size[i]}")

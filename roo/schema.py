@@ -18,6 +18,7 @@ from roo.config import Settings, check_name, refusal, setting
 from roo.errors import SchemaError
 from roo.ids import hash64, table_id
 from roo.rules import Adagrad, Rule
+from roo.wire import MAX_MESSAGE_BYTES, RECORD_OVERHEAD
 
 T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
@@ -131,7 +132,13 @@ class Limits(Settings):
 
     max_candidates: int = setting(1000, "candidates a request", least=1, most=1 << 20)
     max_list: int = setting(2000, "entries a list feature", least=1, most=1 << 20)
-    max_record_bytes: int = setting(1 << 20, "bytes a record", least=1024, most=1 << 30)
+    max_record_bytes: int = setting(1 << 20, "bytes an event: an impression or engagement", least=1024, most=1 << 30)
+    max_sample_bytes: int = setting(
+        MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
+        "bytes a sample or correction; what joins into one request may not make more",
+        least=1024,
+        most=MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

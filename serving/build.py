@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -18,6 +19,7 @@ from models.build import load_model_config
 from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, UnavailableError, nearest
+from roo.ids import hash64
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from runtime import manifest as manifests
@@ -141,10 +143,16 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         dense=DenseFollower(store, schema, versions, config.seed, installed, partial(_check_shape, config)),
         rows=rows,
         clock=clock,
-        producer=f"serving-{socket.gethostname()}-{os.getpid()}",
+        producer=producer_of(config.home),
     )
     serving_exports(process).register(registry)
     return process
+
+
+def producer_of(home: Path) -> str:
+    """What heartbeats call this process: its log's name, since what is still in there comes with the next start of the same
+    log, and until then the joiner waits for it (`producer_timeout_ms`)."""
+    return f"serving-{socket.gethostname()}-{hash64(os.path.realpath(home)):016x}"
 
 
 def warm(parts: Parts) -> None:

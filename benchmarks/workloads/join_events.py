@@ -15,11 +15,11 @@ import numpy as np
 from benchmarks.question import Work
 from benchmarks.workloads import data, joiner_events
 from joiner import state
-from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.entries import Entries
 from joiner.ingest import Event, Reader
 from joiner.join import Join
+from joiner.state import Engagement, Impression
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo import wire
@@ -81,7 +81,7 @@ def _join(late_horizon_ms: int = 0) -> Join:
 
 def _event(record: Record, reader: Reader | None = None) -> Event:
     event = (reader or _reader()).read(record)
-    assert event is not None and not isinstance(event, Output), event
+    assert isinstance(event, (Impression, Engagement)), event
     return event
 
 

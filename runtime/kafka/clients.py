@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from roo.errors import ConfigError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import name_of, partitions_of
+from runtime.kafka.topics import MAX_MESSAGE_BYTES, name_of, partitions_of
 
 log = logging.getLogger("roostream.kafka")
 
@@ -41,7 +41,7 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
         "acks": "all",
         "linger.ms": 5,
         "compression.type": "zstd",
-        "message.max.bytes": 4 << 20,
+        "message.max.bytes": MAX_MESSAGE_BYTES,
         "queue.buffering.max.kbytes": 262_144,
         "delivery.timeout.ms": 2_000_000_000,
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from roo.config import Settings, setting
+from roo.wire import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 
 Partition: TypeAlias = tuple[str, int]
 """(topic without prefix, number): the one name of a partition."""
@@ -23,6 +24,9 @@ TOPICS = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, ROWS, PREDICTIONS, DEA
 # Of a deployment that chooses none. A bucket's rows are in partition `bucket mod partitions` of `rows`.
 DEFAULT_PARTITIONS, DEFAULT_BUCKETS = 4, 64
 
+MAX_SKEW_MS = 60_000
+"""Of a deployment that chooses none: how far in the future a record's time may lie."""
+
 _HOUR_MS = 3_600_000
 
 
@@ -34,8 +38,10 @@ class TopicSettings(Settings):
     replay: bool = setting(False, "event times lie in the past: never delete by them, accept any of them")
     retention_ms: int = setting(24 * _HOUR_MS, "how long records are kept", least=1)
     retention_bytes: int = setting(512 << 20, "how much of a partition is kept", least=1)
-    max_skew_ms: int = setting(60_000, "records from further in the future are refused", least=0)
-    max_message_bytes: int = setting(4 << 20, "largest record", least=1024)
+    max_skew_ms: int = setting(MAX_SKEW_MS, "records from further in the future are refused", least=0)
+    max_message_bytes: int = setting(
+        MAX_MESSAGE_BYTES, "largest record; programs make none that is larger than the default", least=MAX_MESSAGE_BYTES
+    )
 
 
 def partitions_of(topic: str, partitions: int) -> int:

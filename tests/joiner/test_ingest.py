@@ -13,7 +13,7 @@ from joiner.build import MAX_RAW_BYTES, Output
 from joiner.state import Engagement, Impression
 from roo import roo_pb2 as pb
 from roo import wire
-from roo.errors import CheckpointError
+from roo.errors import CheckpointError, RoostreamError, UnavailableError
 from roo.ids import key_bytes
 from roo.wire import Record
 from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
@@ -63,8 +63,9 @@ CASES: list[tuple[str, Record, str]] = [
     ("scores of another length", with_columns(scores=[0.5]), "bad_shape"),
     ("positions of another length", with_columns(positions=[0]), "bad_shape"),
     ("propensities of another length", with_columns(propensities=[0.5]), "bad_shape"),
-    ("propensity 0", with_columns(propensities=[0.5, 0.0]), "bad_shape"),
-    ("negative weight", changed(impression(T), weight=-1.0), "bad_shape"),
+    ("propensity 0", with_columns(propensities=[0.5, 0.0]), "bad_number"),
+    ("negative weight", changed(impression(T), weight=-1.0), "bad_number"),
+    ("a weight that would be all that is learned", changed(impression(T), weight=1.1e6), "bad_number"),
     ("infinite score", with_columns(scores=[float("inf")] * 8), "non_finite"),
     ("NaN propensity", with_columns(propensities=[0.5, float("nan")]), "non_finite"),
     ("infinite weight", changed(impression(T), weight=float("inf")), "non_finite"),
@@ -98,7 +99,7 @@ def test_good_events_come_out_with_what_joining_needs() -> None:
 
 @pytest.mark.parametrize("message", [pb.Heartbeat(time_ms=T), pb.EndMarker(time_ms=T)])
 def test_heartbeats_and_end_markers_are_no_events(message: Any) -> None:
-    assert reader().read(record(message)) is None
+    assert reader().read(record(message)) == message
 
 
 def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that_could_be_read() -> None:
@@ -138,12 +139,23 @@ def test_events_with_neither_user_nor_session_are_taken_under_a_key_of_their_req
     assert isinstance(shown, Impression) and isinstance(acted, Engagement)
 
 
-def test_a_registry_that_fails_costs_the_record_and_not_the_partition() -> None:
-    def damaged(fingerprint: int) -> None:
-        raise CheckpointError("the schema file is damaged")
+@pytest.mark.parametrize("error", [CheckpointError("the schema file is damaged"), UnavailableError("the mount is gone")])
+def test_a_schema_that_can_not_be_read_now_is_no_fault_of_the_record(error: RoostreamError) -> None:
+    def failing(fingerprint: int) -> None:
+        raise error
 
     found = reader()
-    found.registry = damaged  # type: ignore[assignment]
+    found.registry = failing  # type: ignore[assignment]
+    with pytest.raises(type(error), match=str(error)):
+        found.read(GOOD)
+
+
+def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> None:
+    def broken(fingerprint: int) -> None:
+        raise KeyError(fingerprint)
+
+    found = reader()
+    found.registry = broken  # type: ignore[assignment]
     dead = found.read(GOOD)
     assert isinstance(dead, Output) and dead.why == "undecodable"
 
@@ -157,4 +169,4 @@ def test_any_bytes_give_an_event_or_a_dead_letter(data: Any) -> None:
         value[at] = data.draw(st.integers(0, 255))
     mixed = data.draw(st.sampled_from([bytes(value), data.draw(st.binary(max_size=40))]))
     found = reader().read(GOOD._replace(value=mixed))
-    assert found is None or isinstance(found, (Output, Impression, Engagement))
+    assert isinstance(found, (Output, Impression, Engagement, pb.Heartbeat, pb.EndMarker))

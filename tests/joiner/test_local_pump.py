@@ -37,6 +37,7 @@ class MemorySource:
     def __init__(self, records: Sequence[Record], stop: threading.Event, clock: FakeClock, die_after: int = 1 << 30) -> None:
         self.records, self.stop, self.clock, self.die_after = list(records), stop, clock, die_after
         self.held: set[Partition] = set()
+        self.num_lost = 0
 
     def seek(self, offsets: Mapping[Partition, int]) -> None:
         self.records = [r for r in self.records if r.offset >= offsets.get((r.topic, r.partition), 0)]
@@ -152,7 +153,7 @@ def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_pa
         config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, replay=replay)
         sink = MemorySink()
         made = pump([], tmp_path / str(replay), sink, config=config)
-        made._heard_s = dict.fromkeys(made.engine.watermarks.newest_ms, 0.0)
+        made._heard_s = dict.fromkeys(made.engine.partitions, 0.0)
         source = made.source
         assert isinstance(source, MemorySource)
         source.records = [record(impression(1_000))]
@@ -162,3 +163,109 @@ def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_pa
             source.records = [record(pb.Heartbeat(time_ms=time_ms))]
             made.step()
         assert bool(sink.outputs) is joined
+
+
+def step_through(made: Pump, records: Sequence[Record], seconds: float = 0.1) -> None:
+    """One record a step, `seconds` apart; what is held waits."""
+    source = made.source
+    assert isinstance(source, MemorySource)
+    made._heard_s = made._heard_s or dict.fromkeys(made.engine.partitions, source.clock.monotonic_s())
+    for r in records:
+        source.clock.advance(seconds)
+        source.records.append(r)
+        made.step()
+
+
+def test_one_partition_that_fell_silent_does_not_stop_the_others(tmp_path: Path) -> None:
+    """One event on one partition, then silence; the others are busy far beyond what may be read ahead."""
+    config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
+    sink = MemorySink()
+    made = pump([], tmp_path, sink, config=config)
+    busy = [p for p in made.engine.partitions if p != ("impressions", 0)]
+    beats = [
+        record(pb.Heartbeat(time_ms=ms), partition=p, offset=ms)._replace(topic=topic)
+        for ms in range(1_000, 6_000, 100)
+        for topic, p in busy
+    ]
+    step_through(made, [record(impression(1_000)), *beats])
+    source = made.source
+    assert isinstance(source, MemorySource)
+    assert not source.held and not source.records and [o.topic for o in sink.outputs] == ["samples"]
+    assert made.engine.watermark_ms == 5_899
+
+
+def test_a_partition_that_is_held_is_not_idle(tmp_path: Path) -> None:
+    config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
+    made = pump([], tmp_path, MemorySink(), config=config)
+    first, *others = made.engine.partitions
+    beat = {p: record(pb.Heartbeat(time_ms=1_000), partition=p[1])._replace(topic=p[0]) for p in made.engine.partitions}
+    step_through(
+        made, [*beat.values(), beat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value)]
+    )
+    assert made._held == {first}
+    step_through(made, [beat[others[0]]] * 30)
+    assert first not in made.engine.watermarks.idle and set(others[1:]) == made.engine.watermarks.idle
+
+
+FAR_MS = 10**13
+
+
+@pytest.mark.parametrize(
+    "far",
+    [
+        Record("impressions", 0, 0, FAR_MS, None, b"garbage"),
+        record(impression(FAR_MS, request="far")),
+        record(impression(FAR_MS))._replace(timestamp_ms=FAR_MS + 1),
+        record(pb.Heartbeat(time_ms=2_000))._replace(timestamp_ms=FAR_MS),
+    ],
+    ids=["garbage", "an event", "another time than its own", "a heartbeat with another time"],
+)
+def test_one_record_from_far_ahead_stops_nothing(tmp_path: Path, far: Record) -> None:
+    sink = MemorySink()
+    config = JoinerConfig(window_ms=100, lateness_ms=0, replay=True)
+    made = pump([], tmp_path, sink, config=config)
+    partitions = made.engine.partitions
+    beats = [
+        record(pb.Heartbeat(time_ms=ms), partition=p, offset=ms)._replace(topic=topic)
+        for ms in range(1_000, 3_000, 100)
+        for topic, p in partitions
+    ]
+    step_through(made, [*beats[:8], far, record(impression(1_000)), *beats[8:]])
+    source = made.source
+    assert isinstance(source, MemorySource)
+    assert not source.held and not source.records and made.engine.watermark_ms == 2_899
+    assert "samples" in [o.topic for o in sink.outputs]
+
+
+def test_a_schema_that_can_not_be_read_is_waited_for_and_its_record_is_joined(tmp_path: Path) -> None:
+    sink, tries = MemorySink(), []
+    made = pump([], tmp_path, sink, config=JoinerConfig(window_ms=100))
+
+    def mended_at_the_third(fingerprint: int) -> object:
+        tries.append(fingerprint)
+        if len(tries) < 3:
+            raise CheckpointError("the schema's file is damaged")
+        return SCHEMA
+
+    made.engine.reader.registry = mended_at_the_third  # type: ignore[assignment]
+    step_through(made, [record(impression(1_000))])
+    assert len(tries) == 3 and sink.outputs == [] and made.engine.num_keys == 1
+
+
+def test_a_restart_knows_the_producers_that_held_a_partition(tmp_path: Path) -> None:
+    config = JoinerConfig(window_ms=100, lateness_ms=0)
+    made = pump([], tmp_path, MemorySink(), config=config)
+    step_through(made, [record(pb.Heartbeat(time_ms=ms, producer=name)) for ms, name in ((1_000, "a"), (1_200, "b"))])
+    again = LocalEngine(config, SCHEMA, SCHEMAS.get)
+    again.restore(made.engine.snapshot())
+    again.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))
+    assert again.watermarks.reached_ms["impressions", 0] == 1_000
+
+
+def test_records_that_retention_deleted_are_counted(tmp_path: Path) -> None:
+    made = pump([], tmp_path, MemorySink())
+    source = made.source
+    assert isinstance(source, MemorySource)
+    source.num_lost = 7
+    made.step()
+    assert made.meters.lost._value.get() == 7

@@ -37,7 +37,7 @@ def check_reference(schema: Schema, value: bytes) -> pb.Sample:
         raise WireError("undecodable", "")
     if value[0] != wire.SAMPLE or value[1] != wire.VERSION:
         raise WireError("unknown_type", "")
-    if len(value) > limits.max_record_bytes:
+    if len(value) > limits.max_sample_bytes:
         raise WireError("oversized", "")
     sample = wire.decode(value)[1]
     assert isinstance(sample, pb.Sample)
@@ -380,7 +380,7 @@ def test_the_bounds_of_weights_and_propensities_are_in_bounds(schema: Schema, to
         (b"\x03\x01\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", "undecodable"),
         (b"\x03\x01\xff", "undecodable"),
         (b"\x03\x01\x00\x00", "undecodable"),
-        (b"\x03\x01" + bytes(1 << 20), "oversized"),
+        (b"\x03\x01" + bytes(4 << 20), "oversized"),
     ],
 )
 def test_records_that_are_no_samples(schema: Schema, value: bytes | None, reason: str) -> None:

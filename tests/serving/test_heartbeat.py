@@ -12,6 +12,7 @@ import pytest
 from roo import wire
 from runtime.clock import FakeClock
 from serving import heartbeat
+from serving.build import producer_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.stamps import Stamps
@@ -26,6 +27,11 @@ def feature_log(tmp_path: Path) -> Iterator[FeatureLog]:
 
 def beats(log: FeatureLog) -> list[LogRecord]:
     return [e.record for e in log.read(log.cursor, 1 << 20) if e.record is not None]
+
+
+def test_a_process_beats_under_the_name_of_its_log_also_after_a_restart(tmp_path: Path) -> None:
+    name = producer_of(tmp_path / "a")
+    assert name == producer_of(tmp_path / "b" / ".." / "a") != producer_of(tmp_path / "b")
 
 
 def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) -> None:
