@@ -10,7 +10,6 @@ ARGS ?=
 # The environment comes first on PATH everywhere: Flink's thread mode starts whatever `python3` PATH names.
 export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
-export OMP_NUM_THREADS := 1
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help setup demo test check coverage e2e chaos bench options reset format lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import math
 import os
 import signal
 import subprocess
@@ -46,7 +47,9 @@ class Program:
     command: tuple[str, ...]
     log: Path
     env: Mapping[str, str]
-    needs: tuple[str, ...] = ()  # programs that are ready before this one is started
+    needs: tuple[str, ...] = ()  # programs that are wanted with this one; it waits for them by itself
+    after: tuple[str, ...] = ()  # of the wanted ones, those that are ready before this one is first started
+    after_s: float = math.inf  # no longer than this is waited for them
     prepare: Callable[[], None] = _nothing  # before every start: directories, generated files
     ready: Callable[[], bool] = _at_once  # a probe of at most a second or so
     on_ready: Callable[[], None] = _nothing  # once after each start, when `ready` first said yes

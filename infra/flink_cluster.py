@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -12,13 +13,20 @@ from pathlib import Path
 from infra import ports
 from infra.child import Program, StopRank
 from infra.home import Home
-from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR
+from infra.jars import CONNECTOR_JARS, KAFKA_JARS, OPERATOR_JAR, java_flags
 from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
 from roo.errors import SetupError
 from runtime.flink_rest import FlinkRest
 
 JOB_MANAGER = "flink-jm"
+_AFTER, _AFTER_S = ("serving",), 12.0
+"""Where a stack has few cores, whatever starts slows the others. Traffic comes first: what it brings waits for a whole join
+window before the joiner has anything to give, and in that time the cluster comes up."""
+_QUIET = {  # a line for each turn of the watermark's alignment, and one a checkpoint that a sink's gauge is there already
+    "org.apache.flink.runtime.source.coordinator.SourceCoordinator": "WARN",
+    "org.apache.flink.metrics.MetricGroup": "ERROR",
+}
 _OPENED = (
     "--add-exports=java.rmi/sun.rmi.registry=ALL-UNNAMED",
     "--add-exports=java.security.jgss/sun.security.krb5=ALL-UNNAMED",
@@ -44,8 +52,11 @@ def pyflink_home() -> Path:
     return Path(spec.origin).parent
 
 
-def configuration(folder: Path, options: StackOptions, rpc_port: int, rest_port: int) -> dict[str, str]:
-    """Flink's settings. Memory is told part by part: a JVM that is started without Flink's scripts derives none of it."""
+def configuration(folder: Path, tmp: Path, options: StackOptions, rpc_port: int, rest_port: int) -> dict[str, str]:
+    """Flink's settings. Memory is told part by part: a JVM that is started without Flink's scripts derives none of it.
+
+    The web page may neither upload jars nor cancel: a page of another site could ask it to, from the user's own browser.
+    """
     python = f"{sys.prefix}/bin/python3"
     return {
         "env.java.opts.all": " ".join(_OPENED),
@@ -71,6 +82,8 @@ def configuration(folder: Path, options: StackOptions, rpc_port: int, rest_port:
         "rest.address": ports.HOST,
         "rest.bind-address": ports.HOST,
         "rest.port": str(rest_port),
+        "web.submit.enable": "false",
+        "web.cancel.enable": "false",
         "parallelism.default": str(options.num_task_managers),
         "heartbeat.interval": "2000",
         "heartbeat.timeout": "10000",
@@ -82,7 +95,7 @@ def configuration(folder: Path, options: StackOptions, rpc_port: int, rest_port:
         "execution.checkpointing.savepoint-dir": (folder / "savepoints").as_uri(),
         "execution.checkpointing.num-retained": "2",
         "execution.checkpointing.externalized-checkpoint-retention": "RETAIN_ON_CANCELLATION",
-        "io.tmp.dirs": str(folder / "tmp"),
+        "io.tmp.dirs": str(tmp),
         "python.executable": python,
         "python.client.executable": python,
         **options.flink,
@@ -95,35 +108,44 @@ class Cluster:
     def __init__(self, home: Home, options: StackOptions, java: Path, rpc_port: int, rest_port: int) -> None:
         self.home, self.options, self.java, self.rpc_port, self.rest_port = home, options, java, rpc_port, rest_port
         self.folder = home.root / "flink"
-        self.conf, self.lib, self.tmp = self.folder / "conf", self.folder / "lib", self.folder / "tmp"
+        self.conf, self.lib, self.bin = (self.folder / name for name in ("conf", "lib", "bin"))
+        self.tmp = home.tmp / "flink"
         self.url = f"http://{ports.HOST}:{rest_port}"
 
     def environment(self) -> dict[str, str]:
         """What Flink's client needs, too."""
-        home = pyflink_home()
         return {
-            "FLINK_HOME": str(home),
-            "_FLINK_HOME_DETERMINED": "1",
+            "FLINK_HOME": str(self.folder),
             "FLINK_CONF_DIR": str(self.conf),
             "FLINK_LIB_DIR": str(self.lib),
-            "FLINK_OPT_DIR": str(home / "opt"),
+            "FLINK_OPT_DIR": str(pyflink_home() / "opt"),
             "FLINK_PLUGINS_DIR": str(self.folder / "plugins"),
             "FLINK_LOG_DIR": str(self.tmp),
         }
 
     def make(self) -> None:
         """Write the folders anew; checkpoints and savepoints stay."""
-        shutil.rmtree(self.tmp, ignore_errors=True)
         shutil.rmtree(self.lib, ignore_errors=True)
-        for folder in (self.conf, self.lib, self.tmp, self.folder / "plugins"):
+        for folder in (self.conf, self.lib, self.bin, self.tmp, self.folder / "plugins"):
             folder.mkdir(parents=True, exist_ok=True)
         for jar in self._jars():
             os.symlink(jar, self.lib / jar.name)
-        settings = configuration(self.folder, self.options, self.rpc_port, self.rest_port)
+        settings = configuration(self.folder, self.tmp, self.options, self.rpc_port, self.rest_port)
         (self.conf / "config.yaml").write_text("".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8")
         for name in ("log4j-console", "log4j-cli", "log4j"):
             level = "WARN" if name == "log4j-cli" else "INFO"  # what the client prints shall begin with what went wrong
-            (self.conf / f"{name}.properties").write_text(log4j_properties(level), encoding="utf-8")
+            (self.conf / f"{name}.properties").write_text(log4j_properties(level, **_QUIET), encoding="utf-8")
+        self._write_client()
+
+    def _write_client(self) -> None:
+        """`bin/flink`, as PyFlink's own is called: without the two JVMs that the latter asks for what is known here."""
+        command = self._java("org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True)
+        client = self.bin / "flink"
+        text = (
+            f'#!/bin/sh\nexec {shlex.join(command[:1])} {shlex.join(command[1:-3])} $JVM_ARGS {shlex.join(command[-3:])} "$@"\n'
+        )
+        client.write_text(text, encoding="utf-8")
+        client.chmod(0o755)
 
     def _jars(self) -> list[Path]:
         home = pyflink_home()
@@ -135,12 +157,16 @@ class Cluster:
         return [self._job_manager(env), *(self._task_manager(env, i, port) for i, port in enumerate(tm_ports))]
 
     def _job_manager(self, env: Mapping[str, str]) -> Program:
+        entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
+        main = self._java(entry, "console", "384m", "192m", quick_start=True)
         return Program(
             name=JOB_MANAGER,
-            command=self._java("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "384m", "192m"),
+            command=(*main, "--configDir", str(self.conf)),
             log=self.home.log(JOB_MANAGER),
             env=env,
             ready=lambda: FlinkRest(self.url).answers(),
+            after=_AFTER,
+            after_s=_AFTER_S,
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,
@@ -148,23 +174,24 @@ class Cluster:
 
     def _task_manager(self, env: Mapping[str, str], index: int, port: int) -> Program:
         name = task_manager(index)
-        main = self._java(
-            "org.apache.flink.runtime.taskexecutor.TaskManagerRunner", "768m", "256m", "-XX:MaxDirectMemorySize=192m"
-        )
+        entry = "org.apache.flink.runtime.taskexecutor.TaskManagerRunner"
+        main = self._java(entry, "console", "768m", "256m", "-XX:MaxDirectMemorySize=192m")
         return Program(
             name=name,
             # The same id after a restart lets the job manager drop the dead one at once, before its heartbeat times out.
-            command=(*main, f"-Dtaskmanager.resource-id={name}", f"-Dtaskmanager.rpc.port={port}"),
+            command=(*main, "--configDir", str(self.conf), f"-Dtaskmanager.resource-id={name}", f"-Dtaskmanager.rpc.port={port}"),
             log=self.home.log(name),
             env=env,
             ready=lambda: ports.answers(f"{ports.HOST}:{port}") and name in FlinkRest(self.url).task_managers(),
+            after=_AFTER,
+            after_s=_AFTER_S,
             stop_rank=StopRank.FLINK,
             stop_timeout_s=10.0,
             place=self.home.root,
         )
 
-    def _java(self, main: str, heap: str, metaspace: str, *more: str) -> tuple[str, ...]:
-        memory = (f"-Xms{heap}", f"-Xmx{heap}", f"-XX:MaxMetaspaceSize={metaspace}", "-XX:+UseSerialGC", *more)
-        log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-console.properties"
-        folders = (f"-Djava.io.tmpdir={self.tmp}", "-cp", f"{self.lib}/*")
-        return (str(self.java), *memory, *_OPENED, log4j, *folders, main, "--configDir", str(self.conf))
+    def _java(self, main: str, log: str, heap: str, metaspace: str, *more: str, quick_start: bool = False) -> tuple[str, ...]:
+        memory = (f"-Xms{heap}", f"-Xmx{heap}", f"-XX:MaxMetaspaceSize={metaspace}", *more)
+        log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-{log}.properties"
+        flags = java_flags(self.tmp, quick_start=quick_start)
+        return (str(self.java), *memory, *flags, *_OPENED, log4j, "-cp", f"{self.lib}/*", main)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import IO, Any
 from roo.errors import SetupError
 
 FORMAT = 1
-FOLDERS = ("conf", "logs", "run", "store")
+FOLDERS = ("conf", "logs", "run", "store", "tmp")
 
 
 class Home:
@@ -22,7 +23,7 @@ class Home:
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().resolve()
-        self.conf, self.logs, self.run, self.store = (self.root / f for f in FOLDERS)
+        self.conf, self.logs, self.run, self.store, self.tmp = (self.root / f for f in FOLDERS)
         self.stack_json = self.root / "stack.json"
         self._lock: IO[str] | None = None
 
@@ -32,7 +33,7 @@ class Home:
     def make(self) -> None:
         """Raises SetupError if the folders can't be made."""
         try:
-            for folder in (self.conf, self.logs, self.run, self.store):
+            for folder in (self.conf, self.logs, self.run, self.store, self.tmp):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(f"home {self.root} can't be made: {error.strerror}; choose another --home") from None
@@ -77,6 +78,11 @@ class Home:
             except BlockingIOError:
                 return True
         return False
+
+    def clear_tmp(self) -> None:
+        """Delete all temporary files of the stack's programs. Call with the lock held and none of them running."""
+        shutil.rmtree(self.tmp, ignore_errors=True)
+        self.tmp.mkdir(mode=0o700, exist_ok=True)
 
     def write_stack(self, stack: dict[str, Any]) -> None:
         temporary = self.stack_json.with_suffix(".json.new")

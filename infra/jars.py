@@ -119,3 +119,10 @@ def find_java(chosen: str = "") -> Path:
 
 def java_home(java: Path) -> Path:
     return java.parent.parent
+
+
+def java_flags(tmp: Path, *, quick_start: bool = False) -> tuple[str, ...]:
+    """What every JVM of a stack gets: no file outside `tmp`, and, where it does little once it has started, no second
+    compiler."""
+    compiler = ("-XX:TieredStopAtLevel=1",) if quick_start else ()
+    return (f"-Djava.io.tmpdir={tmp}", "-XX:-UsePerfData", "-XX:+UseSerialGC", *compiler)

@@ -12,7 +12,7 @@ from pathlib import Path
 from infra import ports
 from infra.child import Program, StopRank
 from infra.home import Home
-from infra.jars import KAFKA_JARS
+from infra.jars import KAFKA_JARS, java_flags
 from infra.options import StackOptions
 from roo.errors import SetupError, UnavailableError
 from runtime.kafka import clients
@@ -68,13 +68,13 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
     data, conf = home.root / "kafka", home.conf / "kafka.properties"
     bootstrap = f"{ports.HOST}:{port}"
     log4j = home.conf / "kafka-log4j2.properties"
-    base = (str(java), f"-Dlog4j2.configurationFile={log4j}", "-XX:+UseSerialGC", "-cp", f"{KAFKA_JARS}/*")
+    common = (f"-Dlog4j2.configurationFile={log4j}", "-cp", f"{KAFKA_JARS}/*")
 
     def prepare() -> None:
         conf.write_text(server_properties(data, port, controller_port), encoding="utf-8")
         log4j.write_text(log4j_properties("WARN"), encoding="utf-8")
         if not (data / "meta.properties").exists():
-            _format(base, conf, env)
+            _format((str(java), *java_flags(home.tmp, quick_start=True), *common), conf, env)
 
     def make_topics() -> None:
         clients.wait_for_broker(Broker(bootstrap), timeout_s=10)
@@ -82,7 +82,7 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
 
     return Program(
         name="kafka",
-        command=(*base[:1], "-Xms192m", "-Xmx512m", *base[1:], "kafka.Kafka", str(conf)),
+        command=(str(java), "-Xms192m", "-Xmx512m", *java_flags(home.tmp), *common, "kafka.Kafka", str(conf)),
         log=home.log("kafka"),
         env=env,
         prepare=prepare,
@@ -94,18 +94,21 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
     )
 
 
-def _format(base: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
+def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
     cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
-    command = (*base, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(conf))
+    command = (*java, "kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster, "-c", str(conf))
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise SetupError(f"Kafka's data folder can't be formatted: {said[-1] if said else f'exit code {done.returncode}'}")
 
 
-def log4j_properties(level: str) -> str:
-    """Log to standard output, which is the child's bounded log file."""
-    return (
+def log4j_properties(level: str, **loggers: str) -> str:
+    """Log to standard output, which is the child's bounded log file; `loggers`: class → a level of its own."""
+    own = "".join(
+        f"logger.own{i}.name={name}\nlogger.own{i}.level={its.lower()}\n" for i, (name, its) in enumerate(loggers.items())
+    )
+    return own + (
         f"rootLogger.level={level.lower()}\n"
         "rootLogger.appenderRef.stdout.ref=STDOUT\n"
         "appender.stdout.type=Console\n"

@@ -57,7 +57,8 @@ class Kind:
     stop_rank: StopRank
     stop_s: float = 10.0
     ready: Callable[[Site], bool] = _is_ready
-    needs: Callable[[StackOptions], tuple[str, ...]] = _kafka
+    needs: Callable[[StackOptions], tuple[str, ...]] = _kafka  # are wanted with it; it waits for them by itself
+    after: tuple[str, ...] = ()  # are ready before it is started
     count: Callable[[StackOptions], int] | None = None  # how many; None = one, without a number in its name
     shared: bool = True  # reads what all programs share (Kafka, prefix, schema)
     restarted: bool = True  # False: it ends by itself
@@ -213,6 +214,7 @@ KINDS = (  # in order of starting
         run="traffic.main:run_simulate",
         own=_simulate,
         needs=lambda options: ("serving",),
+        after=("serving",),
         shared=False,
         restarted=False,
         stop_rank=StopRank.TRAFFIC,

@@ -6,14 +6,9 @@ of a program that is being restarted.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
 import socket
-import tempfile
 import urllib.request
-from pathlib import Path
-from typing import IO
 
 from roo.errors import SetupError
 
@@ -22,10 +17,13 @@ HOST = "127.0.0.1"
 
 
 class Ports:
-    """The ports of one stack. A file lock a port keeps two stacks apart between drawing a port and listening on it."""
+    """The ports of one stack. A name a port keeps two stacks apart between drawing a port and listening on it.
+
+    The names are those of sockets without a file: no folder that all users write to, and the kernel gives them back.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[int, IO[str]] = {}
+        self._held: dict[int, socket.socket] = {}
 
     def draw(self) -> int:
         """A free port, held until `release`.
@@ -49,22 +47,20 @@ class Ports:
         return port
 
     def release(self) -> None:
-        for file in self._held.values():
-            file.close()
+        for held in self._held.values():
+            held.close()
         self._held.clear()
 
     def _hold(self, port: int) -> bool:
         if port in self._held or not is_free(port):
             return False
-        folder = Path(tempfile.gettempdir()) / f"roostream-ports-{os.getuid()}"
-        folder.mkdir(exist_ok=True, mode=0o700)
-        file = (folder / str(port)).open("w")
+        held = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
+            held.bind(f"\0roostream-port-{port}")
+        except OSError:
+            held.close()
             return False
-        self._held[port] = file
+        self._held[port] = held
         return True
 
 

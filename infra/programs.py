@@ -56,6 +56,7 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         log=site.home.log(site.name),
         env=env,
         needs=kind.needs(site.options),
+        after=kind.after,
         prepare=prepare,
         ready=lambda: kind.ready(site),
         stop_rank=kind.stop_rank,

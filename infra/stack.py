@@ -24,12 +24,12 @@
 
 Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, serving, features, joiner, simulate; the words
 "flink" (jm + all tms), "shards" and "all" (everything but simulate) name several. Topics are created by the stack as soon as
-Kafka answers, before any of our programs starts.
+Kafka answers; our programs start beside it and wait for them.
 
 What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
-FLINK_HOME (pyflink's folder), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python, Kafka
-connector, build/roostream-flink.jar), so that `flink run` works as it is. It submits the job, named `roostream-joiner`, unless
-one of that name runs already, with `-s` the key `restore` (JoinerConfig.restore: str = "", a savepoint or checkpoint
+FLINK_HOME (with a bin/flink of our own), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python,
+Kafka connector, build/roostream-flink.jar), so that `flink run` works as it is. It submits the job, named `roostream-joiner`,
+unless one of that name runs already, with `-s` the key `restore` (JoinerConfig.restore: str = "", a savepoint or checkpoint
 directory; the stack sets the newest one at each start), then watches the job over REST and stays: it exits with 1 when the job
 failed for good or is unknown to the job manager, and the supervisor starts it again (that is the resubmission after a job
 manager's death). SIGTERM ends the watching and leaves the job running: the stack itself takes the savepoint on stop.
@@ -88,6 +88,7 @@ class Stack:
         try:
             if left := self.home.end_leftovers():
                 log.warning("ended %d processes that an earlier stack had left in %s", len(left), self.home.root)
+            self.home.clear_tmp()
             self._places = places.draw(self._ports, self.options, kinds.names(self.options))
             self._endpoints = self._places.endpoints(self.options)
             self._programs = {p.name: p for p in self._build(java)}
@@ -166,6 +167,7 @@ class Stack:
         finally:
             self.supervisor.close()
             self._write()
+            self.home.clear_tmp()
             self._ports.release()
             self.home.unlock()
 
@@ -239,7 +241,7 @@ class Stack:
     def _build(self, java: Path) -> list[Program]:
         at, options = self._places, self.options
         cluster = Cluster(self.home, options, java, at.flink_rpc, at.flink_rest)
-        env = environment(java, cluster)
+        env = environment(self.home, java, cluster)
         built: list[Program] = []
         if not options.kafka:
             built.append(kafka_broker.program(self.home, options, env, java, at.kafka, at.kafka_controller))
@@ -286,8 +288,9 @@ class Stack:
         }
 
 
-def environment(java: Path, cluster: Cluster) -> dict[str, str]:
-    """What every child inherits. Flink's thread mode runs the `python3` that PATH names, so ours must come first."""
+def environment(home: Home, java: Path, cluster: Cluster) -> dict[str, str]:
+    """What every child inherits. Flink's thread mode runs the `python3` that PATH names, so ours must come first. Temporary
+    files lie in the home and leave with it: in a folder that users share, the files of one would stop another's stack."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "JAVA_TOOL_OPTIONS")}
     path = os.pathsep.join([f"{sys.prefix}/bin", str(java.parent), kept.get("PATH", os.defpath)])
     return {
@@ -296,7 +299,7 @@ def environment(java: Path, cluster: Cluster) -> dict[str, str]:
         "PATH": path,
         "VIRTUAL_ENV": sys.prefix,
         "JAVA_HOME": str(java_home(java)),
+        "TMPDIR": str(home.tmp),
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
     }

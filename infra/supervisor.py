@@ -1,6 +1,6 @@
 """The supervisor: keeps the wanted programs running. One thread starts, watches and restarts every child.
 
-waiting (for what it needs, or for its next try) → starting → ready
+waiting (for those that come before it, or for its next try) → starting → ready
 at its end: stopped (asked to) · ended (by itself, not one that is restarted) · failed (died too often)
 """
 
@@ -34,6 +34,7 @@ class Slot:
 
     program: Program
     restarts: Restarts
+    wanted_s: float  # since when
     state: State = "waiting"
     child: Child | None = None
     due_s: float = 0.0  # waiting: not before; starting: next probe; stopping: when it is killed
@@ -64,7 +65,7 @@ class Supervisor:
             self._thread.join()
 
     def want(self, programs: Sequence[Program]) -> None:
-        """Start these, each when what it needs is ready; those that run already stay as they are."""
+        """Start these, each when those that come before it are ready; those that run already stay as they are."""
         self._ask(self._want, programs)
 
     def stop(self, names: Sequence[str]) -> list[str]:
@@ -111,7 +112,7 @@ class Supervisor:
         for slot in list(self.slots.values()):
             if slot.child is not None and (code := slot.child.exit_code()) is not None:
                 self._died(slot, code, now_s)
-            elif slot.state == "waiting" and not self.halting and now_s >= slot.due_s and self._has_what_it_needs(slot):
+            elif slot.state == "waiting" and not self.halting and now_s >= slot.due_s and self._is_its_turn(slot, now_s):
                 self._start(slot, now_s)
             elif slot.state == "starting" and now_s >= slot.due_s:
                 self._probe(slot, now_s)
@@ -125,14 +126,17 @@ class Supervisor:
     def _want(self, program: Program) -> None:
         slot = self.slots.get(program.name)
         if slot is None:
-            self._set(Slot(program=program, restarts=Restarts(policy=self.policy)), "waiting")
+            slot = Slot(program=program, restarts=Restarts(policy=self.policy), wanted_s=time.monotonic())
+            self._set(slot, "waiting")
         elif slot.state not in RUNNING and slot.state != "waiting":
             slot.program, slot.due_s = program, 0.0
             slot.restarts.forgive()
             self._set(slot, "waiting")
 
-    def _has_what_it_needs(self, slot: Slot) -> bool:
-        return all(n not in self.slots or self.slots[n].state == "ready" for n in slot.program.needs)
+    def _is_its_turn(self, slot: Slot, now_s: float) -> bool:
+        if now_s - slot.wanted_s > slot.program.after_s:
+            return True
+        return all(n not in self.slots or self.slots[n].state == "ready" for n in slot.program.after)
 
     def _start(self, slot: Slot, now_s: float) -> None:
         slot.killed, slot.exit_code, slot.due_s = False, None, now_s

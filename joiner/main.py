@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -29,6 +30,9 @@ from runtime.program import run as run_program
 
 log = logging.getLogger("roostream.joiner")
 WATCH_S = 1.0
+_KEPT = "brings the job back"
+_RESUBMITTED = "no high availability is active, the job is submitted again from its newest checkpoint"
+_RECOVERY_S = 60.0  # within this a job manager that came back with high availability knows its jobs again
 T = TypeVar("T")
 
 
@@ -85,15 +89,23 @@ def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) 
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
         job = submit(config, stop)
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
-    watch(rest, job, meters, health, stop)
+    kept = ask(rest, rest.high_availability, stop)
+    log.info("if the job manager dies: %s", f"its high availability ({kept}) {_KEPT}" if kept else _RESUBMITTED)
+    watch(rest, job, meters, health, stop, patience_s=_RECOVERY_S if kept else 0.0)
 
 
-def watch(rest: FlinkRest, job: str, meters: Meters, health: Health, stop: Stop) -> None:
-    """Export the job's state and say when it changes, until `stop` is set. Raises as `run_flink`."""
-    said = ""
+def watch(rest: FlinkRest, job: str, meters: Meters, health: Health, stop: Stop, *, patience_s: float = 0.0) -> None:
+    """Export the job's state and say when it changes, until `stop` is set; for `patience_s` a job may be unknown. Raises as
+    `run_flink`."""
+    said, unknown_since_s = "", 0.0
     while not stop.is_set():
         with health.waiting(f"Flink at {rest.url}"):
             state = ask(rest, lambda: rest.state(job), stop)
+        unknown_since_s = (unknown_since_s or time.monotonic()) if state == "UNKNOWN" else 0.0
+        if unknown_since_s and time.monotonic() - unknown_since_s < patience_s:
+            health.turned("the job manager does not know the job yet")
+            stop.wait(WATCH_S)
+            continue
         if state in (*ENDED, "UNKNOWN"):
             meters.running.set(0)
             why = "the job manager does not know it" if state == "UNKNOWN" else f"it is {state}: {rest.failure(job)}"

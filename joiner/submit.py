@@ -44,7 +44,8 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         settings.touch(mode=0o600)
         settings.write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
         command += ["-py", str(script), "--settings", str(settings)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()) as client:
+        env = _environment(folder)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as client:
             output = _wait(client, stop)
     found = re.search(r"JobID ([0-9a-f]{32})", output)
     if client.returncode or not found:
@@ -68,10 +69,16 @@ def flink_home() -> Path:
     return Path(spec.origin).parent
 
 
-def _environment() -> dict[str, str]:
-    """The job is built by the `python3` on PATH; it has to find our packages wherever it is started."""
+def _environment(tmp: str) -> dict[str, str]:
+    """The job is built by the `python3` on PATH; it has to find our packages wherever it is started. The client unpacks into
+    `tmp`: in a folder that users share, it can't if another user's client was there first."""
     root = str(Path(__file__).resolve().parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        "TMPDIR": tmp,
+        "JVM_ARGS": f"{os.environ.get('JVM_ARGS', '')} -Djava.io.tmpdir={tmp}",
+    }
 
 
 def _wait(client: subprocess.Popen[str], stop: threading.Event) -> str:

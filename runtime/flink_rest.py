@@ -63,6 +63,13 @@ class FlinkRest:
         jobs = (self.get("/jobs/overview") or {}).get("jobs", [])
         return next((job for job in jobs if job["name"] == JOB_NAME and job["state"] not in ENDED), None)
 
+    def high_availability(self) -> str:
+        """What brings a job back when the job manager dies, such as KUBERNETES; "" = nothing."""
+        settings = (self.get("/jobmanager/config") or {}).get("list", [])
+        found = {s["key"]: s["value"] for s in settings}
+        kind = str(found.get("high-availability.type", found.get("high-availability", ""))).upper()
+        return "" if kind == "NONE" else kind
+
     def state(self, job: str) -> str:
         """RUNNING, FAILED, …; UNKNOWN if the job manager does not know the job (it was restarted)."""
         found = self.get(f"/jobs/{job}")

@@ -19,6 +19,7 @@ class ServingConfig(Deployment):
     shards: tuple[str, ...] = setting((), "host:port of every shard, in order; rows are bootstrapped from them")
     redis: str = setting("", "redis://host:port/0 that features are hydrated from; '' = off")
     home: Path = setting(help="directory of the feature log; one a process")
+    threads: int = setting(1, "of torch while scoring", least=1, most=256)
     seed: int = setting(0, "of initial weights and rows; the trainer's")
     exploration: float = setting(
         0.0, "probability that a slot of the answer is drawn at random (serving/explore.py)", least=0, most=1

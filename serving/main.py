@@ -45,7 +45,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         ConfigError, SetupError: a setting is wrong, or port, home or store can't be used. Kafka, Redis, shards and commits
             may be away: they are waited for while requests are answered.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     with contextlib.closing(http_server.bind(config.listen)) as bound:

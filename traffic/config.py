@@ -55,6 +55,7 @@ class ReplayConfig(Settings):
     window_ms: int = setting(1_800_000, "the join window", least=1000)
     lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
     batch_requests: int = setting(64, "requests a training batch", least=1)
+    threads: int = setting(1, "of torch in training", least=1, most=256)
     seed: int = setting(0, "of initial weights and rows")
     num_shards: int = setting(2, "parameter server shards", least=1)
     report: str = setting("", "file that gets the JSON report; '' = only the table")

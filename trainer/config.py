@@ -15,6 +15,7 @@ class LoopConfig(Settings):
     """What the training loop itself depends on; a replay in one process needs no more."""
 
     device: str = setting("cpu", "where the dense part runs: cpu | cuda | cuda:N")
+    threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
     batch_requests: int = setting(64, "requests a batch", least=1, most=1 << 16)
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
     seed: int = setting(0, "of initial weights; the shards' rows use the same")

@@ -314,8 +314,8 @@ def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:
     return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
 
 
-def exact_numerics(config: LoopConfig) -> None:
-    """Process-wide: what bit-equal repetition needs. Call once at start where `config.exact`."""
+def set_numerics(config: LoopConfig) -> None:
+    """Process-wide: torch's threads, and in exact mode what bit-equal repetition needs. Call once at start."""
+    torch.set_num_threads(1 if config.exact else config.threads)
     if config.exact:
-        torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)

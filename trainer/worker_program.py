@@ -27,7 +27,7 @@ from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
 from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity
-from trainer.loop import TrainLoop, Wiring, exact_numerics
+from trainer.loop import TrainLoop, Wiring, set_numerics
 from trainer.monitor import LABELS, Monitor
 from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
@@ -48,7 +48,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             than `controller_timeout_ms` while training: the supervisor starts the worker again.
     """
     config.check_device()
-    exact_numerics(config)
+    set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
     metrics.serve(config, health)
     schema, model_config = load_schema(config.schema), load_model_config(config.model)

@@ -50,7 +50,7 @@ from traffic.config import ReplayConfig
 from traffic.partition import partition_of
 from trainer.batches import Chunk
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import TrainLoop, Wiring, set_numerics
 from trainer.predictions import Prediction
 from trainer.record_batches import chunk_of
 from trainer.rows import ShardRows
@@ -119,9 +119,11 @@ class _Local:
         client.set_incarnation(1)
         settings = LoopConfig(
             batch_requests=config.batch_requests,
+            threads=config.threads,
             seed=config.seed,
             freeze_at_ms=config.freeze_weights_at_ms,
         )
+        set_numerics(settings)
         wiring = Wiring(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
         self.loop = TrainLoop(settings, schema, load_model_config(config.model), wiring)
 

@@ -61,6 +61,7 @@ def stack_options(config: ReplayConfig) -> StackOptions:
     """The stack that a replay runs on, and what its programs are told beyond their defaults."""
     worker = {
         "batch_requests": config.batch_requests,
+        "threads": config.threads,
         "model": str(Path(config.model).resolve()) if config.model else "",
         "freeze_at_ms": config.freeze_weights_at_ms,
         "seed": config.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,12 @@ def test_every_setting_of_a_replay_is_a_flag_with_its_help() -> None:
 def test_a_duration_of_another_form_is_told() -> None:
     result = CliRunner().invoke(cli, ["replay", "jsonl", "--log", __file__, "--window", "soon"])
     assert result.exit_code == 2 and "expected a duration such as '500ms'" in result.output
+
+
+def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> None:
+    """On small matrices a second thread only costs; a replay that is started by hand has no Makefile that says so."""
+    code = "import command.main, torch; print(torch.get_num_threads())"
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):
+        done = subprocess.run((sys.executable, "-c", code), env=given, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == threads

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.stack import Stack
-from roo.errors import SetupError
+from roo.errors import SetupError, UnavailableError
 from runtime.flink_rest import FlinkRest
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
@@ -63,3 +63,20 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
         assert stack.endpoints.kafka != first_ports.kafka
         assert sorted(consume(stack)) == [b"after a kill", b"before"]
         assert FlinkRest(stack.endpoints.flink).task_managers() == {"flink-tm-0"}
+
+
+def test_a_job_is_submitted_where_nobody_may_write_to_the_shared_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a second user of a machine meets whose first user's client left a folder there. Flags of our own win over these."""
+    monkeypatch.setenv("TMPDIR", "/dev/null/tmp")
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Djava.io.tmpdir=/dev/null/tmp")
+    with Stack(tmp_path / "home") as stack:
+        stack.start(["joiner"])
+        stack.wait_ready("joiner", WAIT_S)
+        assert stack.restarts("joiner") == 0
+        assert list(stack.home.tmp.iterdir()), "it is the home's folder that is used"
+        with pytest.raises(UnavailableError, match="does not know /jars/upload"):
+            FlinkRest(stack.endpoints.flink).post("/jars/upload", {})
+        assert stack.stop().num_cut_off == 0, "a job can be ended with a savepoint although the web page can't cancel it"
+        assert list(stack.home.tmp.iterdir()) == []

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import http.server
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,14 @@ def test_a_url_responds_only_with_success() -> None:
         server.shutdown()
         thread.join()
     assert not ports.responds(f"{url}/good", timeout_s=0.2)
+
+
+def test_a_port_is_held_without_a_file_that_others_could_make_first(
+    drawn: Ports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    other = Ports()
+    with pytest.raises(SetupError, match="taken"):
+        other.take("serving", drawn.draw())
+    assert list(tmp_path.iterdir()) == []

@@ -90,13 +90,24 @@ def test_a_program_given_up_starts_when_it_is_asked_for_again(bench: Bench) -> N
     bench.wait_state("a", "ready")
 
 
-def test_a_program_waits_for_what_it_needs(bench: Bench) -> None:
+def test_a_program_waits_for_those_that_come_before_it(bench: Bench) -> None:
     is_up = False
-    bench.start(bench.program("b", SLEEP, needs=("a",)), bench.program("a", SLEEP, ready=lambda: is_up))
+    bench.start(bench.program("b", SLEEP, after=("a",)), bench.program("a", SLEEP, ready=lambda: is_up))
     bench.wait_state("a", "starting")
     assert bench.state("b") == "waiting"
     is_up = True
     bench.wait_state("b", "ready")
+
+
+def test_a_program_waits_no_longer_than_it_is_told_to_and_not_for_what_nobody_wants(bench: Bench) -> None:
+    bench.start(
+        bench.program("b", SLEEP, after=("a",), after_s=0.2),
+        bench.program("c", SLEEP, after=("absent",)),
+        bench.program("a", SLEEP, ready=lambda: False),
+    )
+    bench.wait_state("b", "ready")
+    bench.wait_state("c", "ready")
+    assert bench.state("a") == "starting"
 
 
 def test_what_follows_readiness_is_tried_until_it_works(bench: Bench) -> None:

@@ -37,6 +37,16 @@ def client(folder: Path, script: str) -> None:
     (folder / "bin" / "flink").chmod(0o755)
 
 
+def test_the_client_unpacks_where_no_other_user_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client(tmp_path, f'echo "$JVM_ARGS" > {tmp_path}/args; echo "$TMPDIR" > {tmp_path}/tmp; echo JobID {JOB}')
+    monkeypatch.setenv("FLINK_HOME", str(tmp_path))
+    monkeypatch.setenv("JVM_ARGS", "-Xmx1g")
+    submit(JoinerConfig(flink="http://x:1"), threading.Event())
+    folder = (tmp_path / "tmp").read_text().strip()
+    assert (tmp_path / "args").read_text().split() == ["-Xmx1g", f"-Djava.io.tmpdir={folder}"]
+    assert not Path(folder).exists(), "it leaves with the submission"
+
+
 def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +131,34 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     stop.set()
     main.run_flink(JoinerConfig(flink=rest.url), Meters(CollectorRegistry()), Health(60), stop)
     assert flink.asked == {}  # neither submitted again nor stopped
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "no high availability is active"),
+        ([{"key": "high-availability.type", "value": "NONE"}], "no high availability is active"),
+        ([{"key": "high-availability.type", "value": "kubernetes"}], "(KUBERNETES) brings the job back"),
+    ],
+)
+def test_it_is_said_what_brings_a_job_back(
+    settings: list[dict[str, str]], told: str, flink: FakeFlink, caplog: pytest.LogCaptureFixture
+) -> None:
+    flink.answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
+    flink.answers["/jobmanager/config"] = settings
+    stop = Stop()
+    stop.set()
+    with caplog.at_level("INFO"):
+        main.run_flink(JoinerConfig(flink=flink.url), Meters(CollectorRegistry()), Health(60), stop)
+    assert told in caplog.text
+
+
+def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFlink) -> None:
+    stop, health = Stop(), Health(60)
+    meters = Meters(CollectorRegistry())
+    threading.Timer(0.5, stop.set).start()
+    main.watch(FlinkRest(flink.url), JOB, meters, health, stop, patience_s=60)
+    assert health.unready() == "the job manager does not know the job yet"
 
 
 def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:

@@ -20,7 +20,7 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
-from trainer.loop import Snapshot, exact_numerics
+from trainer.loop import Snapshot, set_numerics
 from trainer.rows import clip_rows
 
 N12 = samples.records(list(range(1, 13)))
@@ -294,12 +294,12 @@ def test_stage_times_are_measured_while_event_time_is_near_the_wall() -> None:
     assert replay.stages == [], "a replay's wall time says nothing"
 
 
-def test_exact_numerics_are_switched_on_only_for_exact_mode() -> None:
+def test_threads_are_as_set_and_exact_mode_has_one_and_deterministic_layers() -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    exact_numerics(LoopConfig())
-    assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == before
     try:
-        exact_numerics(LoopConfig(exact=True))
+        set_numerics(LoopConfig(threads=3))
+        assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == (before[0], 3)
+        set_numerics(LoopConfig(threads=3, exact=True))
         assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
         assert build(N12, exact=True).train_all().pushes(), "every layer has a deterministic form"
     finally:

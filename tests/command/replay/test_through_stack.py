@@ -36,8 +36,10 @@ def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
 
 
 def test_the_worker_is_told_when_to_stand_still(tmp_path: Path) -> None:
-    worker = stack_options(config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8)).overrides["worker"]
-    assert worker == {"batch_requests": 8, "model": "", "freeze_at_ms": 1_714_521_600_000, "seed": 3}
+    worker = stack_options(config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)).overrides[
+        "worker"
+    ]
+    assert worker == {"batch_requests": 8, "threads": 2, "model": "", "freeze_at_ms": 1_714_521_600_000, "seed": 3}
 
 
 @pytest.mark.e2e
