@@ -1,13 +1,17 @@
-"""Background threads whose failure ends the process: the supervisor starts it anew, which is better than half of it."""
+"""Background threads whose failure ends the process: the supervisor starts it anew, which is better than half of it. And the time
+that all of a process together has to end."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from roo.errors import RoostreamError
+from runtime.clock import Clock, SystemClock
 
 log = logging.getLogger("roostream")
 
@@ -56,7 +60,25 @@ class Crew:
             raise RuntimeError(f"threads failed: {', '.join(self.failed)}") from self._error
 
     def join(self, timeout_s: float) -> list[str]:
-        """Wait for all, each at most `timeout_s`; the names of those that still run."""
+        """Wait for all, together at most `timeout_s`; the names of those that still run."""
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
         return [t.name for t in self._threads if t.is_alive()]
+
+
+class StopBudget:
+    """One time limit for everything that a process does after `stop` was set, below the supervisor's, which then kills."""
+
+    def __init__(self, stop: threading.Event, seconds: float, clock: Clock | None = None) -> None:
+        self.stop, self.seconds, self.clock = stop, seconds, clock or SystemClock()
+        self._since_s: float | None = None
+
+    def left_s(self) -> float:
+        """Counts from the first call after `stop` was set; infinite before. Any thread."""
+        if not self.stop.is_set():
+            return math.inf
+        now_s = self.clock.monotonic_s()
+        if self._since_s is None:
+            self._since_s = now_s
+        return max(self._since_s + self.seconds - now_s, 0.0)

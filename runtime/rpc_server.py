@@ -88,8 +88,10 @@ class RpcServer:
         return f"{self.host}:{self.port}"
 
     def stop(self, timeout_s: float = 2.0) -> int:
-        """1 accept no more, 2 let calls in hand end within `timeout_s`, 3 cut off the rest; how many were cut off."""
+        """1 accept no more, 2 let calls in hand end within `timeout_s`, 3 cut off the rest, half a second for all of them; how
+        many were cut off."""
         self._stopping = True
+        deadline = time.monotonic() + timeout_s
         if self._listener is None:
             return 0
         with contextlib.suppress(OSError):
@@ -97,7 +99,6 @@ class RpcServer:
         self._listener.close()
         if self._acceptor:
             self._acceptor.join(timeout_s)
-        deadline = time.monotonic() + timeout_s
         with self._lock:
             open_now = dict(self._connections)
         for connection in open_now:
@@ -109,7 +110,7 @@ class RpcServer:
         for connection in open_now:
             connections.shutdown(connection, socket.SHUT_RDWR)
         for dialled in open_now.values():
-            dialled.thread.join(0.2)
+            dialled.thread.join(max(deadline + 0.5 - time.monotonic(), 0.0))
         return cut_off
 
     def _accept(self) -> None:

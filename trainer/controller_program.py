@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from roo.errors import UnavailableError
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.address import parse_address
+from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.exports import Exports, one_of
@@ -37,7 +39,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     at = metrics.serve(config, health)
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()
-    register(store, schema)
+    Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
     kafka = kafka_identity(config.broker, config.prefix, config.partitions, stop)
     identity = Identity(
         schema=schema,

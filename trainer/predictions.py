@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from confluent_kafka import KafkaError, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from roo import roo_pb2 as pb
 from roo import wire
@@ -22,6 +22,8 @@ from runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
 from trainer.batches import Rejected
 
 log = logging.getLogger("roostream.worker")
+
+_FLUSH_S = 0.25  # a flush looks so often whether it may go on
 
 
 class Prediction(NamedTuple):
@@ -76,21 +78,51 @@ class Outputs(Protocol):
 
     def dead_letter(self, letter: pb.DeadLetter) -> None: ...
 
+
+class SafeOutputs(Outputs, Protocol):
+    """What a worker needs, so that nothing below a committed offset lacks its prediction or its dead letter."""
+
+    def begin(self) -> None:
+        """Everyone was restored: what was given before is over, also what of it was refused; it is given again."""
+
+    def refused(self) -> str:
+        """Why something given since `begin` will never arrive, "" = nothing was refused. Flushing again doesn't help."""
+
     def flush(self) -> None:
-        """Until everything given is safe; before a cut, so that nothing below its offsets lacks its prediction.
+        """Until everything given is safe; before a cut.
 
         Raises:
-            UnavailableError: it isn't; a later flush may work.
+            UnavailableError: it isn't. A later flush may work, unless something was `refused`.
         """
+
+    def interrupt(self) -> None:
+        """From any thread: until `begin`, don't wait for room. Whoever waits gets UnavailableError."""
 
 
 class KafkaOutputs:
-    """See `Outputs`. The two topics, through one idempotent producer."""
+    """See `SafeOutputs`. The two topics, through one idempotent producer, and another one after a refusal: a producer whose
+    order is broken takes nothing more. `hurry` says that a process which ends can't wait any longer."""
 
-    def __init__(self, producer: Producer, prefix: str, clock: Clock) -> None:
-        self.producer, self.prefix, self.clock = producer, prefix, clock
-        self._lock = threading.Lock()
-        self._refused = ""
+    def __init__(
+        self, open_producer: Callable[[], Producer], prefix: str, clock: Clock, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.open_producer, self.prefix, self.clock, self.hurry = open_producer, prefix, clock, hurry
+        self._producer = open_producer()
+        self._refusals: list[str] = []  # a new list with each `begin`: late reports are of what is over
+        self._interrupted = threading.Event()
+
+    def begin(self) -> None:
+        if self._refusals:
+            self._producer.purge()
+            self._producer = self.open_producer()
+        self._refusals = []
+        self._interrupted.clear()
+
+    def refused(self) -> str:
+        return f"Kafka refused a prediction or dead letter: {self._refusals[0]}" if self._refusals else ""
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
 
     def prediction(self, prediction: Prediction) -> None:
         self._send(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), prediction.value)
@@ -106,23 +138,36 @@ class KafkaOutputs:
         """Until Kafka has acknowledged everything.
 
         Raises:
-            UnavailableError: it hasn't in time, or refused a record since the last flush; the rest stays queued.
+            UnavailableError: it hasn't in time, or refused a record; the rest stays queued.
         """
-        left = self.producer.flush(timeout_s)
-        with self._lock:
-            refused, self._refused = self._refused, ""
-        if refused:
-            raise UnavailableError(f"Kafka refused a record: {refused}")
+        for _ in range(round(timeout_s / _FLUSH_S)):
+            left = self._producer.flush(_FLUSH_S)
+            if not left or self._refusals or self._gives_up():
+                break
+        if self._refusals:
+            raise UnavailableError(self.refused())
         if left:
             raise UnavailableError(f"Kafka has not acknowledged {left} predictions or dead letters for {timeout_s:g} s")
 
     def _send(self, topic: str, key: bytes, value: bytes) -> None:
-        time_ms = self.clock.now_ms()
-        clients.send(
-            self.producer, name_of(self.prefix, topic), key=key, value=value, timestamp_ms=time_ms, on_delivery=self._delivered
-        )
+        refusals = self._refusals
 
-    def _delivered(self, error: KafkaError | None, message: object) -> None:
-        if error is not None:
-            with self._lock:
-                self._refused = error.str()
+        def delivered(error: KafkaError | None, message: object) -> None:
+            if error is not None and not refusals:
+                refusals.append(error.str())
+
+        try:
+            clients.send(
+                self._producer,
+                name_of(self.prefix, topic),
+                key=key,
+                value=value,
+                timestamp_ms=self.clock.now_ms(),
+                on_delivery=delivered,
+                give_up=self._gives_up,
+            )
+        except KafkaException as error:
+            refusals.append(str(error.args[0]))
+
+    def _gives_up(self) -> bool:
+        return self._interrupted.is_set() or self.hurry()

@@ -2,7 +2,8 @@
 
     restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
                               │                   write the snapshot meanwhile, commit or abort ends it
-                              └─ a shard is away: broken, told with the next beat; everyone is restored
+                              └─ a shard is away, or Kafka refused a prediction: broken, told with the next beat; everyone is
+                                 restored, and what was refused is sent again
 
 The loop runs in the caller's thread (`run`); commands arrive on the member's thread and are done between two batches, except
 `write`, which works on the snapshot and lets training go on.
@@ -30,6 +31,7 @@ from trainer import worker_file
 from trainer.identity import Identity
 from trainer.loop import Snapshot, TrainLoop
 from trainer.partitions import PartitionCut, report_of
+from trainer.predictions import SafeOutputs
 from trainer.quality import summary
 
 log = logging.getLogger("roostream.worker")
@@ -41,13 +43,14 @@ _IDLE_S = 0.1
 class Worker:
     """`execute` is a command's whole effect and result; `turn` is a batch. Both in the loop's thread, but `execute("write")`."""
 
-    def __init__(self, loop: TrainLoop, store: CheckpointStore, identity: Identity, index: int = 0) -> None:
-        self.loop, self.store, self.identity, self.index = loop, store, identity, index
+    def __init__(self, loop: TrainLoop, outputs: SafeOutputs, store: CheckpointStore, identity: Identity, index: int = 0) -> None:
+        """`outputs`: those of the loop."""
+        self.loop, self.outputs, self.store, self.identity, self.index = loop, outputs, store, identity, index
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
         self.committed_step = 0
-        self.leaving = False  # stopping: asks for a commit before it goes
+        self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
         self._aborted = 0  # seq; a cut that comes after its abort is refused
         self._refusal: ConfigError | None = None
@@ -87,16 +90,29 @@ class Worker:
             raise self._refusal
         if not self.training:
             return False
+        if refused := self.outputs.refused():
+            self._break(refused)
+            return False
+        if self.leaving:
+            return False
         try:
             return self.loop.step()
         except (UnavailableError, FencedError) as error:
-            log.warning("training stops until everyone is restored: %s", error)
-            self.training, self.broken = False, str(error) or "a shard is away"
+            self._break(str(error) or "a shard is away")
             return False
+
+    @property
+    def is_cut(self) -> bool:
+        """A commit is under way, from the cut to its commit or abort."""
+        return self._snapshot is not None
 
     def can_leave(self) -> bool:
         """Nothing trained would be lost by stopping now."""
-        return not self.training or self.loop.num_steps == self.committed_step
+        return not self.is_cut and (not self.training or self.loop.num_steps == self.committed_step)
+
+    def _break(self, reason: str) -> None:
+        log.warning("training stops until everyone is restored: %s", reason)
+        self.training, self.broken = False, reason
 
     def report(self) -> dict[str, Any]:
         """What every beat carries; cheap, read from another thread."""
@@ -116,6 +132,8 @@ class Worker:
         """`execute` for the member's thread: by the loop's thread between two batches, or here if it needs no pause."""
         if command["kind"] == "write":
             return self.execute(command)
+        if command["kind"] == "restore":
+            self.outputs.interrupt()  # the loop may be waiting for room
         done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._inbox.put((command, done))
         while not self._closed.is_set():
@@ -129,7 +147,7 @@ class Worker:
         """In the loop's thread: do what was submitted; waits a little when there is nothing to train on."""
         while True:
             try:
-                command, done = self._inbox.get(block=not self.training, timeout=_IDLE_S)
+                command, done = self._inbox.get(block=not self.training or self.leaving, timeout=_IDLE_S)
             except queue.Empty:
                 return
             try:
@@ -145,6 +163,7 @@ class Worker:
     def _restore(self, command: Command) -> dict[str, Any]:
         self.training, self._snapshot, self._aborted = False, None, 0
         self.broken = "restoring"
+        self.outputs.begin()
         name = str(command.get("manifest", ""))
         if name:
             manifest = manifests.load(self.store, name).manifest
@@ -169,7 +188,12 @@ class Worker:
             raise FencedError(f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted")
         if self.broken or not self.training:
             raise RoostreamError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
-        self.loop.outputs.flush()
+        try:
+            self.outputs.flush()
+        except UnavailableError:
+            if refused := self.outputs.refused():
+                self._break(refused)
+            raise
         self.training = False
         at = self.loop.snapshot()
         self._snapshot = int(command["seq"]), at

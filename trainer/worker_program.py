@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 
 from models.build import load_model_config
 from param_server.client import Client
@@ -14,8 +13,10 @@ from roo.errors import UnavailableError
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
+from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
 from runtime.clock import Clock, SystemClock
+from runtime.crew import StopBudget
 from runtime.exports import Exports
 from runtime.health import Health
 from runtime.kafka import clients
@@ -36,7 +37,9 @@ from trainer.worker import Worker
 
 log = logging.getLogger("roostream.worker")
 
-_LAST_COMMIT_S = 5.0
+STOP_S = 8.0  # for everything after SIGTERM; supervisors kill after 10 (infra/kinds.py)
+_CLOSING_S = 3.0  # of it, kept for what comes behind the last commit
+_LEAST_CLOSING_S = 1.5  # where the last commit has begun
 _RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
 
 
@@ -53,7 +56,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     metrics.serve(config, health)
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
-    register(store, schema)
+    Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
     identity = Identity(
         schema=schema,
         registry=open_registry(store),
@@ -63,6 +66,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         num_partitions=config.partitions,
         seed=config.seed,
     )
+    ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         source = open_source(config, Decoder(schema, identity.registry), clock)
         opened.callback(source.close)
@@ -71,23 +75,26 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             opened.callback(transport.close)
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
+        outputs = KafkaOutputs(
+            lambda: clients.producer(config.broker), config.prefix, clock, lambda: ending.left_s() < _CLOSING_S
+        )
         wiring = Wiring(
             source=source,
             rows=ShardRows(client),
-            outputs=KafkaOutputs(clients.producer(config.broker), config.prefix, clock),
+            outputs=outputs,
             clock=clock,
             on_freshness=metrics.freshness().observe,
         )
-        worker = Worker(TrainLoop(config, schema, model_config, wiring), store, identity, config.index)
+        worker = Worker(TrainLoop(config, schema, model_config, wiring), outputs, store, identity, config.index)
         monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)
-        opened.callback(member.join)
+        opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
         member.start()
-        train(worker, monitor, member, health, stop, config.controller_timeout_ms / 1000)
+        train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordBatches:
@@ -102,13 +109,14 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordB
     return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms)
 
 
-def train(worker: Worker, monitor: Monitor, member: Member, health: Health, stop: Stop, controller_timeout_s: float) -> None:
-    """Batches and commands in turn; when asked to stop, a last commit first, if one comes soon enough.
+def train(
+    worker: Worker, monitor: Monitor, member: Member, health: Health, ending: StopBudget, controller_timeout_s: float
+) -> None:
+    """Batches and commands in turn. When asked to stop: no more batches, and a last commit if one comes soon enough.
 
     Raises:
         UnavailableError: no controller answers.
     """
-    leave_by_s = 0.0
     while True:
         worker.serve_inbox()
         worker.turn()
@@ -118,9 +126,9 @@ def train(worker: Worker, monitor: Monitor, member: Member, health: Health, stop
             raise UnavailableError(
                 f"the controller has not answered for {member.silent_s:.0f} s: training stops, since nothing is committed"
             )
-        if stop.is_set():
-            leave_by_s = leave_by_s or time.monotonic() + _LAST_COMMIT_S
+        if ending.stop.is_set():
             worker.leaving = True
-            if worker.can_leave() or time.monotonic() > leave_by_s:
+            least_s = _LEAST_CLOSING_S if worker.is_cut else _CLOSING_S
+            if worker.can_leave() or ending.left_s() < least_s:
                 log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
                 return

@@ -137,8 +137,13 @@ def send(
     timestamp_ms: int,
     partition: int = -1,
     on_delivery: Callable[[KafkaError | None, Any], None] | None = None,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Queue one record, waiting for room when the queue is full (bounded memory: the wait is the back pressure)."""
+    """Queue one record, waiting for room when the queue is full (bounded memory: the wait is the back pressure).
+
+    Raises:
+        UnavailableError: there was no room, and `give_up` says not to wait for it; the record is not queued.
+    """
     extra = {} if partition < 0 else {"partition": partition}
     while True:
         try:
@@ -146,4 +151,6 @@ def send(
             client.poll(0)
             return
         except BufferError:
+            if give_up():
+                raise UnavailableError(f"topic {topic}: the queue is full, since Kafka takes nothing; stopped waiting") from None
             client.poll(0.05)

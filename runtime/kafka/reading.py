@@ -15,6 +15,7 @@ from runtime.kafka.topics import Partition, name_of
 log = logging.getLogger("roostream.reader")
 
 _ENDS_EVERY_S = 1.0
+_JOIN_S = 0.5  # it may wait for a broker that is away; nothing is lost by leaving it
 _ASK_S = 5.0
 
 
@@ -62,7 +63,7 @@ class Ends:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=_ASK_S)
+            self._thread.join(timeout=_JOIN_S)
 
     def ask(self) -> dict[Partition, End]:
         """KafkaException: the broker is away, or refuses."""

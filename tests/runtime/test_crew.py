@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 
 from roo.errors import ConfigError
-from runtime.crew import Crew
+from runtime.clock import FakeClock
+from runtime.crew import Crew, StopBudget
 
 
 def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,3 +44,39 @@ def test_a_thread_that_does_not_end_is_named() -> None:
     release.set()
     assert crew.join(10) == []
     crew.check()
+
+
+class SlowThread:
+    """Takes the whole time for which it is waited for."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.waited_s: list[float] = []
+
+    def join(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+        threading.Event().wait(timeout_s)
+
+    def is_alive(self) -> bool:
+        return True
+
+
+def test_the_threads_have_their_time_together() -> None:
+    crew, threads = Crew(threading.Event()), [SlowThread() for _ in range(3)]
+    crew._threads += threads  # type: ignore[arg-type]
+    assert crew.join(0.05) == ["slow"] * 3
+    assert [thread.waited_s for thread in threads[1:]] == [[0.0], [0.0]] and 0 < threads[0].waited_s[0] <= 0.05
+
+
+def test_a_stop_budget_counts_from_the_moment_at_which_the_stop_was_seen() -> None:
+    stop, clock = threading.Event(), FakeClock()
+    budget = StopBudget(stop, 8.0, clock)
+    assert budget.left_s() == math.inf
+    stop.set()
+    clock.advance(100)
+    assert budget.left_s() == 8.0
+    clock.advance(5)
+    assert budget.left_s() == 3.0
+    clock.advance(5)
+    assert budget.left_s() == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,15 +29,33 @@ PARTITIONS = (("samples", 0), ("samples", 1))
 
 
 class MemoryOutputs:
-    """`Outputs` as lists. `unflushable`: why a flush fails."""
+    """`SafeOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived; `full`: there is room
+    only after an interrupt, for whoever waits then."""
 
     def __init__(self) -> None:
         self.predicted: list[pb.Prediction] = []
         self.letters: list[pb.DeadLetter] = []
-        self.num_flushes = 0
-        self.unflushable = ""
+        self.num_flushes = self.num_begun = 0
+        self.unflushable = self.refusal = ""
+        self.full = False
+        self.waits, self._interrupted = threading.Event(), threading.Event()
+
+    def begin(self) -> None:
+        self.num_begun += 1
+        self.refusal = ""
+        self._interrupted.clear()
+
+    def refused(self) -> str:
+        return self.refusal
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
 
     def prediction(self, prediction: Prediction) -> None:
+        if self.full:
+            self.waits.set()
+            assert self._interrupted.wait(10)
+            raise UnavailableError("the queue is full")
         _, message = wire.decode(prediction.value)
         assert isinstance(message, pb.Prediction)
         self.predicted.append(message)
@@ -45,8 +64,8 @@ class MemoryOutputs:
         self.letters.append(letter)
 
     def flush(self) -> None:
-        if self.unflushable:
-            raise UnavailableError(self.unflushable)
+        if self.unflushable or self.refusal:
+            raise UnavailableError(self.unflushable or self.refusal)
         self.num_flushes += 1
 
 

@@ -207,7 +207,8 @@ class Simulation:
             num_partitions=self.facts.num_partitions,
             seed=self.facts.seed,
         )
-        return Worker(TrainLoop(self.config, samples.schema(), samples.MODEL, wiring), self.store, identity, index)
+        loop = TrainLoop(self.config, samples.schema(), samples.MODEL, wiring)
+        return Worker(loop, self.outputs, self.store, identity, index)
 
     # Time
 

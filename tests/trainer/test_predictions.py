@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
 from roo import roo_pb2 as pb
 from roo import wire
@@ -64,47 +65,180 @@ def test_a_dead_letter_keeps_as_much_of_the_record_as_fits() -> None:
     assert letter.raw == b"1234" and letter.raw_bytes == 5
 
 
-class Producer:
-    """Takes records; `left` of them stay unacknowledged, one is refused with `refusal`."""
+class Refusal:
+    def __init__(self, text: str = "too large") -> None:
+        self.text = text
 
-    def __init__(self, left: int = 0, refusal: Any = None) -> None:
-        self.left, self.refusal = left, refusal
+    def str(self) -> str:
+        return self.text
+
+
+class Producer:
+    """Takes records while there is `room`; `answer` says what became of each when it is polled or flushed."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
+        self.answer: Refusal | None = None
+        self.acknowledges = True
+        self.raises: Exception | None = None
         self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.waiting: list[Callable[[Any, object], None]] = []
+        self.num_purged = self.num_polls = 0
 
     def produce(self, topic: str, *, on_delivery: Callable[[Any, object], None], **record: Any) -> None:
+        if self.raises:
+            raise self.raises
+        if len(self.waiting) >= self.room:
+            raise BufferError
         self.sent.append((topic, record))
-        on_delivery(self.refusal, None)
+        self.waiting.append(on_delivery)
 
     def poll(self, timeout_s: float = 0) -> int:
+        self.num_polls += 1
         return 0
 
     def flush(self, timeout_s: float) -> int:
-        return self.left
+        self.deliver() if self.acknowledges else None
+        return len(self.waiting)
+
+    def deliver(self) -> None:
+        told, self.waiting = self.waiting, []
+        for on_delivery in told:
+            on_delivery(self.answer, None)
+
+    def purge(self) -> None:
+        self.num_purged += 1
+        self.answer = Refusal("purged")
+        self.deliver()
 
 
-class Refusal:
-    def str(self) -> str:
-        return "too large"
+class Opened:
+    """Outputs over producers, the newest last."""
+
+    def __init__(self, room: int = 1000, hurry: bool = False) -> None:
+        self.producers: list[Producer] = []
+        self.hurry = hurry
+        self.it = KafkaOutputs(lambda: self.open(room), "t.", FakeClock(5), lambda: self.hurry)  # type: ignore[arg-type]
+
+    def open(self, room: int) -> Producer:
+        self.producers.append(Producer(room))
+        return self.producers[-1]
+
+    @property
+    def producer(self) -> Producer:
+        return self.producers[-1]
+
+    def send(self, offset: int = 9) -> None:
+        self.it.dead_letter(dead_letter(Rejected(("samples", 0), offset, "undecodable", "why", b""), 4))
 
 
 def test_both_go_to_their_topics() -> None:
-    producer = Producer()
-    outputs = KafkaOutputs(producer, "t.", FakeClock(5))  # type: ignore[arg-type]
+    outputs = Opened()
     batch = batch_of(samples.sample(1))
     for prediction in predictions_of(batch, np.zeros((batch.num_candidates, 1), np.float32), 1):
-        outputs.prediction(prediction)
-    outputs.dead_letter(dead_letter(Rejected(("samples", 0), 9, "undecodable", "why", b""), 4))
-    outputs.flush()
-    assert [topic for topic, _ in producer.sent] == ["t.predictions", "t.dead_letters"]
-    assert producer.sent[0][1]["key"] == (1).to_bytes(8, "little")
+        outputs.it.prediction(prediction)
+    outputs.send()
+    outputs.it.flush()
+    assert [topic for topic, _ in outputs.producer.sent] == ["t.predictions", "t.dead_letters"]
+    assert outputs.producer.sent[0][1]["key"] == (1).to_bytes(8, "little")
+    assert outputs.it.refused() == ""
 
 
-@pytest.mark.parametrize(
-    ("producer", "says"),
-    [(Producer(left=2), "has not acknowledged 2"), (Producer(refusal=Refusal()), "refused a record: too large")],
-)
-def test_a_flush_that_is_not_whole_is_told(producer: Producer, says: str) -> None:
-    outputs = KafkaOutputs(producer, "", FakeClock(5))  # type: ignore[arg-type]
-    outputs.dead_letter(dead_letter(Rejected(("samples", 0), 9, "undecodable", "why", b""), 4))
-    with pytest.raises(UnavailableError, match=says):
-        outputs.flush()
+def test_a_flush_that_nobody_acknowledges_is_told_and_the_next_one_may_work() -> None:
+    outputs = Opened()
+    outputs.send()
+    outputs.producer.acknowledges = False
+    with pytest.raises(UnavailableError, match="has not acknowledged 1 predictions or dead letters for 10 s"):
+        outputs.it.flush()
+    assert outputs.it.refused() == ""
+    outputs.producer.acknowledges = True
+    outputs.it.flush()
+
+
+def test_a_refusal_is_remembered_until_everyone_is_restored() -> None:
+    outputs = Opened()
+    outputs.send()
+    outputs.producer.answer = Refusal()
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="refused a prediction or dead letter: too large"):
+            outputs.it.flush()
+        outputs.producer.answer = None
+    assert outputs.it.refused() == "Kafka refused a prediction or dead letter: too large"
+    outputs.it.begin()
+    assert outputs.it.refused() == ""
+    outputs.send()
+    outputs.it.flush()
+
+
+def test_a_refusal_is_known_before_any_flush() -> None:
+    outputs = Opened()
+    outputs.send()
+    outputs.producer.answer = Refusal()
+    outputs.producer.deliver()
+    assert outputs.it.refused()
+
+
+def test_after_a_refusal_another_producer_sends_and_late_reports_of_the_first_change_nothing() -> None:
+    outputs = Opened()
+    for offset in range(3):
+        outputs.send(offset)
+    first = outputs.producer
+    first.answer, late = Refusal("fatal: out of order"), first.waiting.pop()
+    first.deliver()
+    outputs.it.begin()
+    assert outputs.producer is not first and first.num_purged == 1
+    late(Refusal("late"), None)
+    assert outputs.it.refused() == ""
+    outputs.send()
+    outputs.it.flush()
+    assert len(outputs.producer.sent) == 1
+    outputs.it.begin()
+    assert len(outputs.producers) == 2, "a producer that refused nothing is kept"
+
+
+def test_a_record_that_the_client_itself_refuses_is_refused_too() -> None:
+    outputs = Opened()
+    outputs.producer.raises = KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
+    outputs.send()
+    assert "MSG_SIZE_TOO_LARGE" in outputs.it.refused()
+
+
+@pytest.mark.parametrize("why", ["restore", "hurry"])
+def test_whoever_waits_for_room_gives_up_for_a_restore_and_at_the_end(why: str) -> None:
+    outputs = Opened(room=1)
+    outputs.send()
+    outputs.it.interrupt() if why == "restore" else setattr(outputs, "hurry", True)
+    with pytest.raises(UnavailableError, match=r"topic t\.dead_letters: the queue is full"):
+        outputs.send()
+    outputs.hurry = False
+    outputs.it.begin()
+    outputs.producer.deliver()
+    outputs.send()
+    assert len(outputs.producer.sent) == 2
+
+
+def test_a_full_queue_is_waited_for() -> None:
+    outputs = Opened(room=1)
+    outputs.send()
+    producer = outputs.producer
+
+    def poll(timeout_s: float = 0) -> int:
+        producer.num_polls += 1
+        if producer.num_polls > 5:
+            producer.deliver()
+        return 0
+
+    producer.poll = poll  # type: ignore[method-assign]
+    outputs.send()
+    assert len(producer.sent) == 2 and producer.num_polls > 5
+
+
+def test_a_flush_ends_at_once_where_there_is_no_time() -> None:
+    outputs = Opened(hurry=True)
+    outputs.send()
+    outputs.producer.acknowledges = False
+    asked: list[float] = []
+    outputs.producer.flush = lambda timeout_s: asked.append(timeout_s) or 1  # type: ignore[method-assign,func-returns-value]
+    with pytest.raises(UnavailableError, match="has not acknowledged 1"):
+        outputs.it.flush()
+    assert len(asked) == 1 and asked[0] < 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,6 +18,7 @@ from roo.errors import UnavailableError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
+from runtime.crew import StopBudget
 from runtime.exports import Exports
 from runtime.health import Health
 from runtime.kafka.record_reader import MemoryReader
@@ -40,7 +42,24 @@ from trainer.rows import ShardRows
 from trainer.worker import Worker
 from trainer.worker_program import train
 
+LONG_S = 60.0
 KAFKA: dict[str, Any] = {"cluster_id": "c", "topics": {"samples": "1"}}
+
+
+class Ahead(SystemClock):
+    """The system's clock, put forward by `ahead_s`."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.ahead_s
+
+
+class Trainer(NamedTuple):
+    monitor: Monitor
+    stop: Stop
+    thread: threading.Thread
+    clock: Ahead  # of its member
 
 
 class Together:
@@ -62,7 +81,7 @@ class Together:
         self.stops: list[Callable[[], object]] = []
         self.disks = [MemoryBlobs(), MemoryBlobs()]
         self.ports = [0, 0]
-        self.failures: list[Exception] = []
+        self.failures: queue.Queue[Exception] = queue.Queue()
         stop = Stop()
         self._thread(lambda: self.controller.run(stop))
         self.stops += [stop.set, self.server.stop]
@@ -82,15 +101,16 @@ class Together:
         self.stops.append(kill)
         return kill
 
-    def worker(self, source: MemoryReader, timeout_s: float = 30.0) -> tuple[Monitor, Stop]:
+    def worker(self, source: MemoryReader) -> Trainer:
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
         decoder = Decoder(samples.schema(), {}.get)
+        outputs = MemoryOutputs()
         wiring = Wiring(
             source=RecordBatches(source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms),
             rows=ShardRows(client),
-            outputs=MemoryOutputs(),
+            outputs=outputs,
             clock=self.clock,
         )
         identity = Identity(
@@ -102,10 +122,12 @@ class Together:
             num_partitions=4,
             seed=0,
         )
-        worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), self.store, identity)
-        monitor, stop, left = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event()
-        member = Member(lambda: SocketTransport(self.server.address), "worker", 0, worker.submit, monitor.report, left).start()
-        thread = self._thread(lambda: train(worker, monitor, member, Health(60), stop, timeout_s))
+        worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), outputs, self.store, identity)
+        monitor, stop, left, clock = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event(), Ahead()
+        dial = lambda: SocketTransport(self.server.address)
+        member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock).start()
+        ending = StopBudget(stop, LONG_S)
+        thread = self._thread(lambda: train(worker, monitor, member, Health(LONG_S), ending, LONG_S))
 
         def end() -> None:
             stop.set()
@@ -118,13 +140,13 @@ class Together:
                 transport.close()
 
         self.stops.append(end)
-        return monitor, stop
+        return Trainer(monitor, stop, thread, clock)
 
     def wait_for(self, what: Callable[[], object], limit_s: float = 60.0) -> None:
         deadline_s = time.monotonic() + limit_s
         while not what():
             assert time.monotonic() < deadline_s, self.controller.status()
-            assert not self.failures, self.failures
+            assert self.failures.empty(), self.failures.get()
             time.sleep(0.02)
 
     def committed(self, num_records: int) -> bool:
@@ -140,7 +162,7 @@ class Together:
             try:
                 body()
             except Exception as error:
-                self.failures.append(error)
+                self.failures.put(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -158,7 +180,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     source = MemoryReader(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
-    monitor, _ = together.worker(source)
+    monitor = together.worker(source).monitor
     together.wait_for(lambda: together.committed(20))
     kill()
     together.shard(0)
@@ -178,22 +200,23 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
     source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
-    monitor, stop = together.worker(source)
-    together.wait_for(lambda: monitor.worker.loop.num_steps >= 1)
-    stop.set()
-    together.wait_for(lambda: monitor.worker.committed_step == monitor.worker.loop.num_steps)
+    trainer = together.worker(source)
+    worker = trainer.monitor.worker
+    together.wait_for(lambda: worker.loop.num_steps >= 1)
+    trainer.stop.set()
+    trainer.thread.join(LONG_S)
+    assert not trainer.thread.is_alive() and worker.can_leave()
     last = manifests.newest(together.store)
-    assert last is not None and last.manifest.step == monitor.worker.loop.num_steps and monitor.worker.can_leave()
+    assert last is not None and last.manifest.step == worker.committed_step == worker.loop.num_steps
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:
     source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
     for index in (0, 1):
         together.shard(index)
-    together.worker(source, timeout_s=0.3)
+    trainer = together.worker(source)
     together.wait_for(lambda: together.committed(8))
     together.server.stop()
-    with pytest.raises(AssertionError, match="the controller has not answered for"):
-        together.wait_for(lambda: False)
-    (failure,) = together.failures
-    assert isinstance(failure, UnavailableError)
+    trainer.clock.ahead_s = 2 * LONG_S
+    failure = together.failures.get(timeout=LONG_S)
+    assert isinstance(failure, UnavailableError) and "the controller has not answered for" in str(failure)

@@ -55,7 +55,7 @@ class Stage:
             num_partitions=4,
             seed=0,
         )
-        self.worker = Worker(self.built.loop, self.store, identity, index)
+        self.worker = Worker(self.built.loop, self.outputs, self.store, identity, index)
 
     def do(self, kind: str, **arguments: Any) -> dict[str, Any]:
         """The result as `runtime.member.Member` tells it."""
@@ -182,6 +182,50 @@ def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
     stage.outputs.unflushable = "Kafka has not acknowledged 4 predictions"
     assert stage.do("cut", seq=1) == {"ok": False, "error": stage.outputs.unflushable, "damaged": False, "away": True}
     assert stage.worker.turn(), "training goes on"
+
+
+def test_a_prediction_that_kafka_refused_stops_training_until_it_is_sent_again() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    stage.outputs.refusal = "Kafka refused a record"
+    assert not stage.worker.turn() and stage.worker.report()["broken"] == "Kafka refused a record"
+    assert not stage.do("cut", seq=1)["ok"], "its offsets are never committed"
+    stage.outputs.refusal = ""
+    assert not stage.worker.turn(), "only a restore sends it again"
+    stage.started()
+    assert stage.worker.turn() and not stage.worker.report()["broken"]
+    assert [p.sample_id for p in stage.outputs.predicted[:4]] == [p.sample_id for p in stage.outputs.predicted[4:]]
+
+
+def test_a_refusal_that_the_flush_of_a_cut_finds_breaks_the_worker() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    stage.outputs.flush = lambda: refuse(stage)  # type: ignore[method-assign]
+    assert not stage.do("cut", seq=1)["ok"]
+    assert stage.worker.report()["broken"] == "found by the flush" and not stage.worker.turn()
+
+
+def refuse(stage: Stage) -> None:
+    stage.outputs.refusal = "found by the flush"
+    raise UnavailableError(stage.outputs.refusal)
+
+
+def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
+    stage = Stage().started()
+    stage.outputs.full = True
+    trainer = threading.Thread(target=stage.worker.turn)
+    trainer.start()
+    assert stage.outputs.waits.wait(10)
+    restore = {"id": 9, "kind": "restore", "incarnation": 2, "manifest": ""}
+    told = threading.Thread(target=stage.worker.submit, args=(restore,))
+    told.start()
+    trainer.join(10)
+    assert stage.worker.report()["broken"] == "the queue is full"
+    stage.outputs.full = False
+    while told.is_alive():
+        stage.worker.serve_inbox()
+        told.join(0.01)
+    assert stage.worker.incarnation == 2 and not stage.worker.broken
 
 
 def test_an_abort_lets_training_go_on() -> None:
@@ -318,6 +362,17 @@ def test_a_worker_may_leave_when_everything_is_committed() -> None:
     assert stage.worker.can_leave()
     stage.worker.turn()
     assert not stage.worker.can_leave()
+
+
+def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more() -> None:
+    stage = Stage().started()
+    stage.worker.turn()
+    stage.worker.leaving = True
+    assert not stage.worker.turn() and stage.worker.loop.num_steps == 1 and not stage.worker.can_leave()
+    for kind in ("cut", "resume", "write"):
+        assert stage.do(kind, seq=1)["ok"]
+        assert not stage.worker.turn() and not stage.worker.can_leave(), kind
+    assert stage.do("commit", seq=1)["ok"] and stage.worker.can_leave()
 
 
 def test_commands_from_another_thread_are_done_between_two_batches() -> None:
