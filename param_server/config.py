@@ -25,6 +25,9 @@ class ShardConfig(Deployment):
     home: str = setting(help="this shard's own data directory; its committed segments live below it")
     publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", least=1)
     seed: int = setting(0, "of rows' initial values; the same in every program")
+    max_expired_share: float = setting(
+        0.5, "a freeze that would expire more than this share of a stack's rows expires none; 1 = any", above=0, most=1
+    )
     max_publish_norm: float = setting(100.0, "rows with a larger Euclidean norm are not published but counted", above=0)
 
     def __post_init__(self) -> None:

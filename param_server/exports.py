@@ -15,6 +15,7 @@ _HELPS = {
     "segments": "segments of the last commit",
     "bytes": "memory of the rows",
     "dirty": "rows changed since the last freeze",
+    "spared": "rows due to expire and kept, since they were more than max_expired_share",
     "withheld": "rows not published: not finite, or larger than max_publish_norm",
     "pulls": "pulls answered",
     "pushes": "pushes applied",

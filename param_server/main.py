@@ -7,6 +7,7 @@ Stop:  1 the member (a command in hand may end)  2 calls in hand  3 the publishe
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from param_server.calls import Calls
 from param_server.config import ShardConfig, ShardIdentity
 from param_server.exports import shard_exports
 from param_server.publish import Publisher
+from param_server.residency import Expiry
 from param_server.rows_topic import KafkaRows
 from param_server.segments import Segments
 from param_server.server import Shard
@@ -100,7 +102,8 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         max_publish_norm=config.max_publish_norm,
     )
     segments = Segments(blobs, shapes_of(identity.schema), identity.num_buckets)
-    return Shard(identity, segments, open_store(config.store), SystemClock())
+    residency = functools.partial(Expiry, max_share=config.max_expired_share)
+    return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 
 
 def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:

@@ -11,6 +11,7 @@ Letters: U keys, N places, M chosen rows, K tables of the stack.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -20,12 +21,17 @@ from param_server import kernels
 from param_server.index import KeyIndex, Keys
 from roo.schema import Table
 
+log = logging.getLogger("roostream.shard")
+
 NEVER = np.iinfo(np.int64).min
 """Event time before all others: of a row that was never pushed, and of what expires never."""
 
 
 class Residency(Protocol):
     """See the module. Made anew, a policy is as at the beginning."""
+
+    num_spared: int
+    """So far: rows that were due to go at a freeze and were kept, since they were too many. Told, not kept in `state`."""
 
     def admit(self, keys: Keys) -> np.ndarray:
         """bool [U]: which of these keys get a row. **When**: at each push, about its keys without one, in the order pushed.
@@ -47,9 +53,15 @@ Policy: TypeAlias = Callable[[Sequence[Table]], Residency]
 
 
 class Expiry:
-    """Every key gets a row at its first push; a row goes when its table's `expire_after_ms` have passed since its last one."""
+    """Every key gets a row at its first push; a row goes when its table's `expire_after_ms` have passed since its last one.
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    Where more than `max_share` of a stack's rows would go at once, a wrong time is likelier than so much age: all stay, it is
+    said, and the next freeze asks again.
+    """
+
+    def __init__(self, tables: Sequence[Table], max_share: float = 1.0) -> None:
+        self.names, self.max_share = ", ".join(t.name for t in tables), max_share
+        self.num_spared = 0
         self.table_K = np.array([t.id for t in tables], np.uint32)
         self.expire_after_ms_K = np.array([t.expire_after_ms for t in tables], np.int64)
 
@@ -60,7 +72,20 @@ class Expiry:
         if not self.expire_after_ms_K.any():
             return np.zeros(0, np.int64)
         before_ms_K = np.where(self.expire_after_ms_K > 0, watermark_ms - self.expire_after_ms_K, NEVER)
-        return kernels.expired(index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K)
+        place_M = kernels.expired(index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K)
+        if len(place_M) <= self.max_share * index.num_live:
+            return place_M
+        self.num_spared += len(place_M)
+        log.error(
+            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than max_expired_share = %g: they are kept; "
+            "where that much time has passed, raise it",
+            self.names,
+            len(place_M),
+            index.num_live,
+            watermark_ms,
+            self.max_share,
+        )
+        return np.zeros(0, np.int64)
 
     def state(self) -> bytes:
         return b""

@@ -161,6 +161,7 @@ class Shard:
                 "rows": {name: t.num_rows for name, t in tables.items()},
                 "bytes": sum(t.num_bytes for t in tables.values()),
                 "dirty": sum(t.num_changed() for t in tables.values()) if self.ready else 0,
+                "spared": sum(t.residency.num_spared for t in tables.values()),
                 "withheld": sum(t.outbox.num_withheld for t in tables.values()),
                 "pulls": self.num_pulls,
                 "pushes": self.num_pushes,

@@ -72,6 +72,7 @@ class Decoder:
         for n in np.flatnonzero(status_N > 0):
             rejects[int(found.index_N[n])] = _WRONG[int(status_N[n])]
         correction_N = kinds[found.index_N] == wire.CORRECTION
+        self._check_times(records, found, correction_N, status_N, rejects)
         trainable_N = ~correction_N
         if corrections:
             trainable_N |= w.read_varint(found.buf, field(found.spans_N, SAMPLE.untrainable)) == 0
@@ -170,6 +171,23 @@ class Decoder:
         for p in np.flatnonzero(status_P > 0):
             status_N[found.sample_P[p]] = status_N[found.sample_P[p]] or status_P[p]
         return status_N
+
+    def _check_times(
+        self,
+        records: Sequence[Record],
+        found: Scan,
+        correction_N: np.ndarray,
+        status_N: np.ndarray,
+        rejects: dict[int, tuple[str, str]],
+    ) -> None:
+        """A sample's record has its close time as timestamp: by it partitions are merged, rows stamped, ids forgotten. A
+        correction's has the joiner's now."""
+        timestamp_N = np.array([record.timestamp_ms for record in records], dtype=np.int64)[found.index_N]
+        close_ms_N = w.read_i64(found.buf, field(found.spans_N, SAMPLE.close_ms))
+        for n in np.flatnonzero((status_N == k.OK) & ~correction_N & (close_ms_N != timestamp_N)):
+            error = f"expected the record's timestamp {timestamp_N[n]}, got close time {close_ms_N[n]}"
+            rejects[int(found.index_N[n])] = ("bad_time", error)
+            status_N[n] = k.BAD_SHAPE
 
 
 def rewritten(value: bytes) -> bytes:

@@ -46,7 +46,7 @@ REASONS = (
     "non_finite",  # an infinity, or a NaN where NaN doesn't mean missing
     "bad_number",  # a weight or propensity out of its bounds
     "oversized",  # more bytes, candidates or list entries than the hard caps
-    "bad_time",  # an event time that can't be
+    "bad_time",  # an event time that can't be, or isn't its record's timestamp
     "no_request",  # an engagement whose request never came
     "item_not_shown",  # an engagement with an item that its request didn't show
     "after_close",  # an impression of a request that is closed

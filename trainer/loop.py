@@ -30,6 +30,7 @@ from trainer import dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected
 from trainer.config import LoopConfig
+from trainer.dedupe import RecentTimes
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.predictions import Outputs, dead_letter, predictions_of
 from trainer.quality import Report
@@ -39,6 +40,8 @@ log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
 _SANE_MS = 3_600_000
+_RECENT = "watermark.recent_ms"
+_MOST_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
 
 
 @dataclasses.dataclass
@@ -130,7 +133,7 @@ class TrainLoop:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            shared=dense.take(self.model, self.optimizer),
+            shared=dense.take(self.model, self.optimizer) | {_RECENT: self._recent.time_ms_N.copy()},
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self.own.cut(),
@@ -146,6 +149,7 @@ class TrainLoop:
         self._build()
         dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.num_steps, self.watermark_ms = at.step, at.watermark_ms
+        self._recent.add(at.shared.get(_RECENT, np.array([at.watermark_ms])))
         self._seek(at.progress)
         self.own.load(at.own)
 
@@ -160,6 +164,7 @@ class TrainLoop:
             self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
         )
         self.num_steps = self.watermark_ms = 0
+        self._recent = RecentTimes()
         self._own_at(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
@@ -210,12 +215,20 @@ class TrainLoop:
         chunk = prepared.chunk
         for rejected in chunk.rejects:
             self._bury(rejected)
+        self._move_watermark(chunk.batch.close_ms_R)
         if prepared.first is not None:
             self._learn(prepared.first, chunk)
         for batch, trains in prepared.later:
             self._learn(self._pull(batch, trains), chunk)
         self.own.settle(chunk.batch, prepared.new_R, chunk.after)
         self._note_freshness(chunk, prepared.new_R)
+
+    def _move_watermark(self, close_ms_R: np.ndarray) -> None:
+        """To the latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows.
+        It never goes back."""
+        self._recent.add(close_ms_R)
+        near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MOST_AHEAD_MS]
+        self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
 
     def _split(self, batch: Batch) -> list[tuple[Batch, bool]]:
         """(part, is it trained): requests from `freeze_at_ms` on are only scored."""
@@ -245,7 +258,6 @@ class TrainLoop:
         if not torch.isfinite(logits_BT).all() or (trains and not self._descend(part, logits_BT)):
             return self._learn_in_halves(part, chunk)
         self._score(part.batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
-        self.watermark_ms = max(self.watermark_ms, int(part.batch.close_ms_R.max()))
         if trains:
             self._push(part)
         self.counts.frozen += 0 if part.trains else part.batch.num_requests

@@ -26,7 +26,7 @@ class PartitionCut:
     """One partition at one moment between two chunks."""
 
     offset: int  # next to train
-    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, metrics.<name>
+    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>
 
 
 class _PartitionState:
@@ -34,15 +34,17 @@ class _PartitionState:
         self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics(tasks, MAX_SCORES)
 
     def tensors(self) -> dict[str, np.ndarray]:
-        ids, close_ms = self.dedupe.arrays()
-        metrics = {f"metrics.{name}": value.copy() for name, value in self.metrics.state().items()}
-        return {"dedupe.id": ids, "dedupe.close_ms": close_ms, **metrics}
+        kept = {"dedupe": self.dedupe.state(), "metrics": self.metrics.state()}
+        return {f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        self.dedupe.load(tensors["dedupe.id"], tensors["dedupe.close_ms"])
-        metrics = {name.removeprefix("metrics."): value for name, value in tensors.items() if name.startswith("metrics.")}
-        if metrics:
+        self.dedupe.load(_part(tensors, "dedupe."))
+        if metrics := _part(tensors, "metrics."):
             self.metrics.load(metrics)
+
+
+def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def report_of(cuts: Collection[PartitionCut], tasks: Sequence[str]) -> Report:

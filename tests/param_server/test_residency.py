@@ -48,6 +48,18 @@ def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_fo
     assert policy.state() == b""
 
 
+def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table(name="a", dim=2, expire_after_ms=100)
+    policy, index = Expiry([table], max_share=0.5), KeyIndex(4)
+    index.add_new(Keys(np.full(4, table.id, np.uint32), np.arange(4, dtype=np.int64)))
+    stamp_ms_N = np.zeros(index.capacity, np.int64)
+    stamp_ms_N[:4] = [10, 20, 30, 40]
+    assert len(policy.evict(121, index, stamp_ms_N)) == 2 and not policy.num_spared, "half of them may go"
+    assert policy.evict(1 << 50, index, stamp_ms_N).tolist() == []
+    assert policy.num_spared == 4 and "4 of 4 rows would expire at once" in caplog.text
+    assert len(Expiry([table]).evict(1 << 50, index, stamp_ms_N)) == 4
+
+
 def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_is_dropped() -> None:
     shard = begun(residency=SecondPush)
     before = pull_from(shard, ITEM, 1, 2)

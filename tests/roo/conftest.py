@@ -150,7 +150,7 @@ def make_sample(schema: Schema, seed: int) -> pb.Sample:
 
 
 def record_of(sample: pb.Sample, offset: int = 0, kind: int = wire.SAMPLE) -> Record:
-    return Record("samples", offset % 4, offset, 0, b"", wire.encode(kind, sample))
+    return Record("samples", offset % 4, offset, sample.close_ms, b"", wire.encode(kind, sample))
 
 
 @pytest.fixture(scope="session")

@@ -212,10 +212,10 @@ def odd_forms(sample: pb.Sample) -> dict[str, bytes]:
 
 def test_every_form_that_protobuf_reads_is_read_alike(schema: Schema, samples: Samples) -> None:
     sample = next(s for s in samples(60) if len(s.item_ids) > 2 and s.parts[0].nro)
-    plain, _ = decoder(schema).decode([Record("", 0, 0, 0, None, wire.encode(wire.SAMPLE, sample))])
+    plain, _ = decoder(schema).decode([Record("", 0, 0, sample.close_ms, None, wire.encode(wire.SAMPLE, sample))])
     for form, body in odd_forms(sample).items():
         value = bytes((wire.SAMPLE, wire.VERSION)) + body
-        batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
+        batch, rejects = decoder(schema).decode([Record("", 0, 0, sample.close_ms, None, value)])
         assert rejects == [], (form, rejects)
         same_as_reference(schema, batch, [sample])
         assert batch.item_B.tolist() == plain.item_B.tolist(), form
@@ -226,7 +226,7 @@ def test_unknown_fields_behind_the_known_ones_are_stepped_over(schema: Schema, s
     body = (
         wire.encode(wire.SAMPLE, sample) + b"\xf8\x07\x01" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02hi" + b"\xfd\x07" + bytes(4)
     )
-    batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, body)])
+    batch, rejects = decoder(schema).decode([Record("", 0, 0, sample.close_ms, None, body)])
     assert rejects == []
     same_as_reference(schema, batch, [sample])
 
@@ -369,6 +369,15 @@ def test_the_bounds_of_weights_and_propensities_are_in_bounds(schema: Schema, to
     same_as_reference(schema, batch, made)
 
 
+def test_a_sample_is_of_its_records_timestamp_and_a_correction_of_any(schema: Schema, to_record: ToRecord) -> None:
+    late = to_record(valid(schema))._replace(timestamp_ms=7)
+    batch, (reject,) = decoder(schema).decode([late, to_record(valid(schema), 1)])
+    assert (reject.index, reject.reason) == (0, "bad_time") and "timestamp 7, got close time 0" in reject.error
+    assert batch.offset_R.tolist() == [1]
+    correction = to_record(valid(schema), 0, wire.CORRECTION)._replace(timestamp_ms=7)
+    assert decoder(schema).decode([correction], corrections=True)[0].num_requests == 1
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -412,10 +421,13 @@ def mutated(value: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
 @given(seed=st.integers(0, 200), edits=EDITS)
 def test_mutated_bytes_are_read_as_protobuf_reads_them_or_rejected(schema_and_maker: Any, seed: int, edits: Any) -> None:
     schema, make = schema_and_maker
-    value = mutated(wire.encode(wire.SAMPLE, make(schema, seed)), edits)
-    batch, rejects = decoder(schema).decode([Record("", 0, 0, 0, None, value)])
+    made = make(schema, seed)
+    value = mutated(wire.encode(wire.SAMPLE, made), edits)
+    batch, rejects = decoder(schema).decode([Record("", 0, 0, made.close_ms, None, value)])
     try:
         expected = check_reference(schema, value)
+        if expected.close_ms != made.close_ms:
+            raise WireError("bad_time", "its record's timestamp is another")
     except WireError as error:
         assert [r.reason in wire.REASONS for r in rejects] == [True], (error.reason, rejects)
         return

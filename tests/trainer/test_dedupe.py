@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.dedupe import Dedupe
+from trainer.dedupe import NUM_RECENT, Dedupe, RecentTimes
 
 
 def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
@@ -24,12 +25,52 @@ def test_an_id_is_new_once_within_and_across_batches() -> None:
     assert dedupe.num_skipped == 2
 
 
-def test_ids_behind_the_horizon_are_forgotten() -> None:
+def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
+    """As many samples of one time as make it the time it is by now."""
+    return [(first_id + n, time_ms) for n in range(NUM_RECENT // 2 + 1)]
+
+
+def test_ids_behind_the_horizon_are_forgotten_and_those_on_it_are_not() -> None:
     dedupe = Dedupe(100)
-    take(dedupe, (1, 0), (2, 50))
-    take(dedupe, (3, 120))
-    assert len(dedupe) == 2
-    assert take(dedupe, (2, 50), (1, 0)) == [False, True]
+    take(dedupe, (1, 19), (2, 20), (3, 21))
+    take(dedupe, *at(120))
+    assert take(dedupe, (2, 20), (3, 21), (1, 19)) == [False, False, True]
+
+
+@pytest.mark.parametrize("wrong", [1, NUM_RECENT // 2])
+@pytest.mark.parametrize("time_ms", [1 << 50, 0])
+def test_a_few_wrong_times_make_nothing_forgotten(wrong: int, time_ms: int) -> None:
+    dedupe = Dedupe(100)
+    take(dedupe, *at(500), *at(510, 2000))
+    take(dedupe, *[(n, time_ms) for n in range(wrong)])
+    assert take(dedupe, *at(500)) == [False] * (NUM_RECENT // 2 + 1)
+    take(dedupe, *at(700, 3000))
+    assert take(dedupe, *at(500)) == [True] * (NUM_RECENT // 2 + 1), "and the horizon goes on"
+
+
+def test_a_wrong_time_that_comes_first_is_outvoted() -> None:
+    dedupe = Dedupe(100)
+    take(dedupe, (1, 1 << 50))
+    take(dedupe, *at(500))
+    assert take(dedupe, *at(500)) == [False] * (NUM_RECENT // 2 + 1)
+
+
+def test_a_file_of_before_says_by_its_newest_ids_what_time_it_is() -> None:
+    whole, read = Dedupe(100), Dedupe(100)
+    take(whole, *at(500))
+    read.load({name: a for name, a in whole.state().items() if name != "recent_ms"})
+    for dedupe in (whole, read):
+        assert take(dedupe, *at(500), *at(700, 2000)) == [False] * 8 + [True] * 8 and len(dedupe) == 8
+
+
+def test_the_middle_of_recent_times() -> None:
+    recent = RecentTimes()
+    assert recent.middle_ms == 0
+    for n, middle in enumerate([10, 10, 20, 20, 30], 1):
+        recent.add(np.array([10 * n]))
+        assert recent.middle_ms == middle, "of two the earlier"
+    recent.add(np.arange(1000))
+    assert len(recent.time_ms_N) == NUM_RECENT and recent.middle_ms == 992
 
 
 def test_an_empty_batch_changes_nothing() -> None:
@@ -45,13 +86,13 @@ def test_a_claimed_id_is_seen_and_in_no_cut_until_it_is_settled() -> None:
     new_R = dedupe.claim(id_R)
     assert new_R.all() and not dedupe.claim(id_R).any() and len(dedupe) == 0
     dedupe.settle(id_R, close_ms_R, new_R)
-    assert [a.tolist() for a in dedupe.arrays()] == [[5, 6], [10, 20]]
+    assert {name: a.tolist() for name, a in dedupe.state().items()} == {"id": [5, 6], "close_ms": [10, 20], "recent_ms": [10, 20]}
 
 
 def test_claims_end_with_a_load() -> None:
     dedupe, id_R = Dedupe(1000), np.array([5])
     dedupe.claim(id_R)
-    dedupe.load(*Dedupe(1000).arrays())
+    dedupe.load(Dedupe(1000).state())
     assert dedupe.claim(id_R).all()
 
 
@@ -66,7 +107,7 @@ def test_the_state_is_the_arrays(batches: list[list[tuple[int, int]]], cut: int)
         take(whole, *batch)
         take(first, *batch)
     second = Dedupe(100)
-    second.load(*first.arrays())
+    second.load(first.state())
     for batch in batches[cut:]:
         assert take(second, *batch) == take(whole, *batch)
-    assert [a.tolist() for a in second.arrays()] == [a.tolist() for a in whole.arrays()]
+    assert {n: a.tolist() for n, a in second.state().items()} == {n: a.tolist() for n, a in whole.state().items()}

@@ -26,8 +26,8 @@ from trainer.rows import clip_rows
 N12 = samples.records(list(range(1, 13)))
 
 
-def raw(number: int, value: bytes, partition: int = 0) -> Record:
-    return Record("samples", partition, number, samples.T0, None, value)
+def raw(number: int, value: bytes, close_ms: int = samples.T0) -> Record:
+    return Record("samples", 0, number, close_ms, None, value)
 
 
 def weights(built: Built) -> dict[str, np.ndarray]:
@@ -110,9 +110,11 @@ def test_a_batch_of_nothing_but_bad_messages_moves_on() -> None:
 
 
 def test_a_request_without_candidates_is_ordinary() -> None:
-    alone = build([raw(0, samples.sample(1, num_candidates=0))]).train_all()
+    alone = build([raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500)]).train_all()
     assert len(alone.predicted) == 1 and not alone.pushes() and alone.offsets()[0] == 1
-    mixed = build([raw(0, samples.sample(1, num_candidates=0)), raw(1, samples.sample(2))]).train_all()
+    mixed = build(
+        [raw(0, samples.sample(1, num_candidates=0), samples.T0 + 1500), raw(1, samples.sample(2), samples.T0 + 2500)]
+    ).train_all()
     assert mixed.pushes()[2] == 1 and len(mixed.predicted) == 2
     assert mixed.loop.counts.non_finite == 0
 
@@ -274,6 +276,54 @@ def test_g11_a_restored_loop_goes_on_with_the_same_bits() -> None:
     mine, theirs = again.loop.snapshot(), whole.loop.snapshot()
     assert bits(mine) == bits(theirs)
     assert (mine.step, mine.progress, mine.watermark_ms) == (theirs.step, theirs.progress, theirs.watermark_ms)
+
+
+def sample_at(number: int, close_ms: int) -> Record:
+    """Sample `number` as the newest of partition 0."""
+    value = samples.sample(number, close_ms=close_ms)
+    return Record("samples", 0, number - 1, close_ms, number.to_bytes(8, "little"), value)
+
+
+def test_g8_a_wrong_close_time_moves_the_watermark_by_a_bound_at_most() -> None:
+    close_ms = [samples.T0 + 1000 * n for n in range(12)]
+    close_ms[5] = 1 << 50
+    built = build([sample_at(n + 1, t) for n, t in enumerate(close_ms)])
+    pushed: list[int] = []
+    push = built.shard._push
+    built.shard._push = lambda header, arrays: (pushed.append(header["time_ms"]), push(header, arrays))[1]  # type: ignore[method-assign]
+    built.train_all()
+    assert pushed == [samples.T0 + 1000 * n for n in (3, 7, 11)]
+    assert built.loop.watermark_ms == samples.T0 + 11_000 and sum(built.offsets()) == 12
+
+
+def test_the_watermark_follows_a_gap_once_several_samples_are_behind_it() -> None:
+    later_ms = samples.T0 + 86_400_000
+    built = build([sample_at(n + 1, samples.T0 + n if n < 16 else later_ms + n) for n in range(32)])
+    seen = []
+    while built.loop.step():
+        seen.append(built.loop.watermark_ms)
+    assert seen[3:6] == [samples.T0 + 15, samples.T0 + 15, later_ms + 23] and seen[-1] == later_ms + 31
+
+
+def test_the_watermark_goes_on_after_a_restore_as_it_would_have() -> None:
+    close_ms = [samples.T0 + 1000 * n for n in range(16)]
+    close_ms[2:5] = [1 << 50] * 3
+    records = [sample_at(n + 1, t) for n, t in enumerate(close_ms)]
+    whole, again = build(records), build(records)
+    for built in (whole, again):
+        built.loop.step()
+    assert whole.loop.watermark_ms == samples.T0 + 1000
+    again.loop.restore(whole.loop.snapshot())
+    for built in (whole, again):
+        built.train_all()
+    assert bits(whole.loop.snapshot()) == bits(again.loop.snapshot()) and whole.loop.watermark_ms == samples.T0 + 15_000
+
+
+def test_a_sample_whose_close_time_is_not_its_records_timestamp_is_dead() -> None:
+    built = build([N12[1], N12[3]._replace(timestamp_ms=N12[3].timestamp_ms + 1), N12[5]])
+    built.train_all()
+    assert [(x.reason, x.offset) for x in built.letters] == [("bad_time", 1)] and "got close time" in built.letters[0].error
+    assert [p.sample_id for p in built.predicted] == [2, 6]
 
 
 def test_a_reset_loop_is_untrained() -> None:

@@ -170,6 +170,7 @@ def test_a_commit_of_format_1_is_restored_with_what_was_trained_and_measured() -
     assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(at.workers[0].metrics["tasks"]["click"])
     kept, _ = tensor_file.decode(manifests.read_file(store, at.dense))
     shared = stage.worker.loop.snapshot().shared
+    assert shared.pop("watermark.recent_ms").tolist() == [at.watermark_ms], "what it had to say of times"
     assert all(value.tobytes() == kept[name].tobytes() for name, value in shared.items())
     stage.built.train_all()
     assert sorted(p.sample_id for p in stage.outputs.predicted) == [9, 10, 11, 12, 20, 21], "2 and 3 were trained before"
