@@ -42,7 +42,7 @@ def overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         program, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise ConfigError(f"--set: expected PROGRAM.KEY=VALUE such as joiner.window_ms=20000, got {text!r}")
-        found.setdefault(program, {}).update(_setting(program, key, _value(value)))
+        found.setdefault(program, {}).update(_setting(program, key, value_of(value)))
     return found
 
 
@@ -54,7 +54,8 @@ def _setting(program: str, key: str, value: Any) -> dict[str, Any]:
         raise ConfigError(f"--set: {error}") from None
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """What TOML reads, else the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

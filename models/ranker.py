@@ -9,6 +9,7 @@ Letters: R requests, B candidates, T tasks, D width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Ranker(Model):
         self.dense = Mlp(width, (config.width,))
         self.list_attention = nn.ModuleList(ListAttention(config.width, config.list_heads) for _ in range(config.list_layers))
         self.deep = Mlp(config.width, config.deep_layers)
-        self.heads = Heads(self.deep.width, config.task_layers, len(schema.tasks), config.prior)
+        self.heads = Heads(self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels])
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
@@ -67,19 +68,19 @@ class Ranker(Model):
 
 
 class Heads(nn.Module):
-    """Per-task towers on a shared trunk, [B, D] → logits_BT; untrained they all predict `prior`."""
+    """Per-task towers on a shared trunk, [B, D] → logits_BT; untrained each predicts its entry of `priors`."""
 
-    def __init__(self, width: int, layers: tuple[int, ...], tasks: int, prior: float) -> None:
+    def __init__(self, width: int, layers: tuple[int, ...], priors: Sequence[float]) -> None:
         super().__init__()
-        self.towers = nn.ModuleList(Mlp(width, layers) for _ in range(tasks))
+        self.towers = nn.ModuleList(Mlp(width, layers) for _ in priors)
         last_width = layers[-1] if layers else width
-        self.logits = nn.ModuleList(nn.Linear(last_width, 1) for _ in range(tasks))
-        self._bias = math.log(prior / (1 - prior))
+        self.logits = nn.ModuleList(nn.Linear(last_width, 1) for _ in priors)
+        self._biases = [math.log(prior / (1 - prior)) for prior in priors]
 
     def init_own_parameters(self) -> None:
-        for layer in self.logits:
+        for layer, bias in zip(self.logits, self._biases, strict=True):
             for name, value in layer.named_parameters():
-                nn.init.constant_(value, self._bias if name == "bias" else 0.0)
+                nn.init.constant_(value, bias if name == "bias" else 0.0)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return torch.cat([logit(tower(x_BD)) for tower, logit in zip(self.towers, self.logits, strict=True)], dim=1)

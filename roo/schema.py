@@ -101,6 +101,7 @@ class Label(Settings):
     fold: Fold = setting("any", "any | count | sum | max | last")
     window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window", least=0, most=1 << 53)
     threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all", least=-_FLOAT, most=_FLOAT)
+    prior: float = setting(0.0, "probability that an untrained model predicts; 0 = the model's own prior", least=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,12 +54,14 @@ class ReplayConfig(Settings):
     label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
     window_ms: int = setting(1_800_000, "the join window", least=1000)
     lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
-    batch_requests: int = setting(64, "requests a training batch", least=1)
+    batch_requests: int = setting(0, "requests a training batch; 0 = the trainer's own", least=0)
+    learning_rate: float = setting(0.0, "Adam's, of the dense weights; 0 = the trainer's own", least=0, most=10)
+    set: tuple[str, ...] = setting((), "any other setting of what runs: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …")
     threads: int = setting(1, "of torch in training", least=1, most=256)
     seed: int = setting(0, "of initial weights and rows")
     num_shards: int = setting(2, "parameter server shards", least=1)
-    report: str = setting("", "file that gets the JSON report; '' = only the table")
-    home: str = setting("", "stack: directory to keep; '' = a temporary one, removed at the end")
+    report: str = setting("", "F.json, or a folder that gets report.json and report.html; '' = only the table")
+    home: str = setting("", "stack: directory to keep, for `up --home`; '' = a temporary one, removed at the end")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +73,10 @@ class ReplayConfig(Settings):
         for path in filter(None, (self.schema, self.model)):
             if not Path(path).is_file():
                 raise ConfigError(f"{path}: no such file; check the path")
+        if self.home and self.engine != "stack":
+            raise refusal(
+                "home", "--engine stack, which alone keeps what it learns", self.home, "change the engine or leave it out"
+            )
         if self.freeze_at and self.freeze_weights_at:
             raise ConfigError("expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too")
         for name in ("measure_from", "freeze_at", "freeze_weights_at"):

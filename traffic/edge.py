@@ -23,17 +23,26 @@ from roo.wire import Record
 from runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
 from traffic.events import Action, Event, Request
 from traffic.partition import partition_of
+from traffic.survey import Survey
 
 
 class Edge:
     """Not thread-safe; feed events in time order. One state: the counters."""
 
     def __init__(
-        self, schema: Schema, *, label_delay_ms: int = 0, freeze_at_ms: int = 0, num_partitions: int = DEFAULT_PARTITIONS
+        self,
+        schema: Schema,
+        *,
+        label_delay_ms: int = 0,
+        freeze_at_ms: int = 0,
+        num_partitions: int = DEFAULT_PARTITIONS,
+        survey: Survey | None = None,
     ) -> None:
+        """`survey` counts what goes through."""
         self.schema, self.num_partitions = schema, num_partitions
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters = Counters(schema)
+        self.survey = survey
         self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
         self._waiting: list[tuple[int, int, Event]] = []
         self._arrival = 0
@@ -63,6 +72,8 @@ class Edge:
         )
         if request.ro is not None:
             message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | own_ro))
+        if self.survey is not None:
+            self.survey.add(request, message.ro if request.ro is not None else None, message.nro)
         return wire.encode(wire.IMPRESSION, message)
 
     def _engagement(self, action: Action) -> bytes:
@@ -74,6 +85,8 @@ class Edge:
             action=action.action,
             value=action.value,
         )
+        if self.survey is not None:
+            self.survey.add(action)
         return wire.encode(wire.ENGAGEMENT, message)
 
     def _header(self, event: Event) -> pb.Header:

@@ -81,7 +81,7 @@ def _flag(name: str, hint: Any, default: Any, help: str) -> click.Option:
     required = default is dataclasses.MISSING
     given: dict[str, Any] = {"help": help, "required": required, "default": None if required else default}
     if typing.get_origin(hint) is tuple:
-        given |= {"multiple": True, "metavar": "FILE..."}
+        given |= {"multiple": True, "metavar": "PROGRAM.KEY=VALUE" if name == "set" else "FILE..."}
     elif typing.get_origin(hint) is typing.Literal:
         given |= {"type": click.Choice(typing.get_args(hint)), "show_default": True}
     elif hint is bool:

@@ -6,14 +6,16 @@ records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─►
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
 
 from command.accounts import Accounts
-from command.replay.prediction_metrics import PredictionMetrics
-from command.replay.stage import Outcome, Stage, joiner_settings
+from command.replay.choices import choices_of, with_sets
+from command.replay.findings import Findings
+from command.replay.stage import Outcome, Stage, Training
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
@@ -110,22 +112,20 @@ class _Local:
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
         self.accounts = Accounts()
-        self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
+        self.findings = Findings(schema.tasks, config.measure_from_ms)
+        choices = choices_of(config)
         self.offsets: Counter[tuple[str, int]] = Counter()
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()
         self.samples = ReadySamples(Decoder(schema, registry), clock)
-        self.joiner = LocalEngine(JoinerConfig(engine="local", **joiner_settings(config)), schema, registry)
-        client = Client(schema, _shards(config, schema, store), worker=0)
+        self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
+        self.shards = _shards(config, schema, store)
+        client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in self.shards], worker=0)
         client.set_incarnation(1)
-        settings = LoopConfig(
-            batch_requests=config.batch_requests,
-            threads=config.threads,
-            seed=config.seed,
-            freeze_at_ms=config.freeze_weights_at_ms,
-        )
+        settings = LoopConfig(**choices.worker)
         set_numerics(settings)
+        model = with_sets(load_model_config(config.model), choices.model)
         wiring = Wiring(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
-        self.loop = TrainLoop(settings, schema, load_model_config(config.model), wiring)
+        self.loop = TrainLoop(settings, schema, model, wiring)
 
     def run(self, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:
         for record in records:
@@ -134,20 +134,33 @@ class _Local:
             placed = record._replace(offset=self._next_offset(record.topic, record.partition))
             self.accounts.add(placed)
             self._write(self.joiner.process(placed))
-            if len(self.samples) >= self.loop.config.batch_requests:
-                self._train(stage)
+            self._train(stage)
         self._write(self.joiner.end_of_input())
         self._train(stage)
-        self.loop.step()
-        self.loop.finish()
-        stage.at(trained=self.loop.counts.requests)
+        while self.loop.finish():
+            stage.at(trained=self.loop.counts.requests)
         untrained = self.accounts.untrained_below(self.accounts.sample_ends)
-        return Outcome(accounts=self.accounts, metrics=self.metrics, untrained=untrained)
+        return Outcome(accounts=self.accounts, findings=self.findings, untrained=untrained, training=self._training())
 
     def _train(self, stage: Stage) -> None:
-        while len(self.samples) >= self.loop.config.batch_requests:
-            self.loop.step()
-        stage.at(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
+        """Whole batches, as many as there are."""
+        before = self.loop.num_steps
+        while len(self.samples) and self.loop.step():
+            pass
+        if self.loop.num_steps > before:
+            stage.at(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
+
+    def _training(self) -> Training:
+        rows: Counter[str] = Counter()
+        for shard in self.shards:
+            rows.update(shard.stats()["rows"])
+        return Training(
+            steps=self.loop.num_steps,
+            non_finite=self.loop.counts.non_finite,
+            model=dataclasses.asdict(self.loop.model_config),
+            dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
+            rows=dict(rows),
+        )
 
     def _write(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
@@ -158,7 +171,7 @@ class _Local:
 
     def prediction(self, prediction: Prediction) -> None:
         key = prediction.sample_id.to_bytes(8, "little")
-        self.metrics.add(self._add(PREDICTIONS, key, prediction.value, prediction.time_ms))
+        self._add(PREDICTIONS, key, prediction.value, prediction.time_ms)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         self._add(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
@@ -171,6 +184,7 @@ class _Local:
         partition = partition_of(key, partitions_of(topic, DEFAULT_PARTITIONS))
         record = Record(topic, partition, self._next_offset(topic, partition), time_ms, key, value)
         self.accounts.add(record)
+        self.findings.add(record)
         return record
 
     def _next_offset(self, topic: str, partition: int) -> int:
@@ -178,12 +192,12 @@ class _Local:
         return self.offsets[topic, partition] - 1
 
 
-def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[InMemoryTransport]:
+def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shard]:
     """Shards at their beginning, in incarnation 1, that commit and publish nothing."""
-    transports = []
+    shards = []
     for index in range(config.num_shards):
         identity = ShardIdentity(schema=schema, index=index, num_shards=config.num_shards, seed=config.seed, publishing=False)
         shard = Shard(identity, Segments(MemoryBlobs(), shapes_of(identity.schema), identity.num_buckets), store, SystemClock())
         shard.restore(1, "")
-        transports.append(InMemoryTransport(Calls(shard).handle))
-    return transports
+        shards.append(shard)
+    return shards

@@ -11,9 +11,10 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.kafka.topics import PREDICTIONS
-from trainer.quality import DailyMetrics
+from trainer.quality import DailyMetrics, Metrics, summary
 
 _AT_ONCE = 512
+_FIRST_STRETCH, _MOST_POINTS = 32, 40
 
 
 class PredictionMetrics:
@@ -21,6 +22,7 @@ class PredictionMetrics:
 
     def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0) -> None:
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
+        self._curve = Curve(tasks)
         self._num_tasks = len(tasks)
         self._seen: set[int] = set()
         self._waiting: list[pb.Prediction] = []
@@ -40,9 +42,9 @@ class PredictionMetrics:
                 self._count()
 
     def report(self) -> dict[str, object]:
-        """`metrics` of a report: overall, measured, by_day."""
+        """`metrics` of a report: overall, measured, by_day, curve."""
         self._count()
-        return self._daily.report()
+        return {**self._daily.report(), "curve": self._curve.report()}
 
     def _count(self) -> None:
         """The waiting requests as one batch."""
@@ -57,3 +59,41 @@ class PredictionMetrics:
         index_B = np.repeat(np.arange(len(waiting)), counts_R)
         time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
         self._daily.update(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R)
+        self._curve.update(score_BT, label_BT, index_B, time_ms_R)
+
+
+class Curve:
+    """How the metrics went with the number of requests: stretches of equal length, in the order of training, at most 40 of them;
+    where there would be more, each takes in its neighbour."""
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self._tasks = tasks
+        self._stretch, self._points, self._in_last = _FIRST_STRETCH, [Metrics(tasks)], 0
+
+    def update(self, score_BT: np.ndarray, label_BT: np.ndarray, index_B: np.ndarray, time_ms_R: np.ndarray) -> None:
+        """As `Metrics.update`; every weight is 1."""
+        start = 0
+        while start < len(time_ms_R):
+            if self._in_last == self._stretch:
+                self._begin()
+            end = min(len(time_ms_R), start + self._stretch - self._in_last)
+            kept_B = (index_B >= start) & (index_B < end)
+            label_KT = label_BT[kept_B]
+            self._points[-1].update(
+                score_BT[kept_B], label_KT, np.ones_like(label_KT), index_B[kept_B] - start, time_ms_R[start:end]
+            )
+            self._in_last += end - start
+            start = end
+
+    def report(self) -> list[dict[str, object]]:
+        """A point a stretch: `after` so many requests, then its own metrics. The last stretch may be shorter."""
+        counts = np.cumsum([point.report()["requests"] for point in self._points]).tolist()
+        return [{"after": n, **summary(point.report())} for n, point in zip(counts, self._points, strict=True) if n]
+
+    def _begin(self) -> None:
+        if len(self._points) == _MOST_POINTS:
+            for one, other in zip(self._points[::2], self._points[1::2], strict=True):
+                one.merge(other)
+            self._points, self._stretch = self._points[::2], 2 * self._stretch
+        self._points.append(Metrics(self._tasks))
+        self._in_last = 0

@@ -6,25 +6,26 @@ training loop and shards in this process. Samples, counts and features are the s
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from command.replay.choices import choices_of
+from command.replay.report_page import write_page
+from command.replay.report_table import table_of
 from command.replay.stage import Engine, Outcome, Stage
 from roo.errors import UnavailableError
+from roo.schema import Schema
 from roo.schema_file import load_schema
 from runtime import program
 from runtime.clock import SystemClock
+from traffic.advice import advice
 from traffic.config import ReplayConfig
 from traffic.log import Log, open_log
 from traffic.replay import paced
-from traffic.report import check_report, write_report
-from trainer.quality import QUALITY
-
-_SHOWN = ("requests", *QUALITY)
+from traffic.report import report_files, write_report
 
 
 def run(config: ReplayConfig) -> int:
@@ -41,25 +42,29 @@ def run(config: ReplayConfig) -> int:
 
 
 def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
-    """Run it, print the table, write the report, give it back.
+    """Run it, write the report, print the table, give the report back.
 
     Raises:
         RoostreamError: bad input, or a part of the stack that is away or has failed for good. UnavailableError if `stop` was set.
     """
-    check_report(config.report)
+    files = report_files(config.report)
+    files.check()
+    choices_of(config)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
     source = open_log(config, schema)
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)
     with Stage(console, source.num_requests) as stage:
         stream = paced(stage.sending(source.records), config.speed_factor, SystemClock(), stop)
         outcome = _engine(config)(config, schema, stream, stage, stop)
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; there is no report")
-    report = build_report(config, outcome, source, time.monotonic() - started_s)
-    console.print(_table(config, report))
-    if config.report:
-        write_report(config.report, report)
+    report = build_report(config, schema, outcome, source) | {"wall_s": time.monotonic() - started_s}
+    if files.data:
+        write_report(files.data, report)
+    if files.page:
+        write_page(files.page, f"replay {config.dataset}", report)
+    console.print(table_of(config, report))
     return report
 
 
@@ -74,49 +79,29 @@ def _engine(config: ReplayConfig) -> Engine:
     return replay_in_process
 
 
-def build_report(config: ReplayConfig, outcome: Outcome, source: Log, wall_s: float) -> dict[str, Any]:
+def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: Log) -> dict[str, Any]:
     """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count."""
     sums = outcome.accounts.sums(ended=True)
     skipped, first_skipped = source.skipped()
+    findings, survey = outcome.findings, source.survey
+    positives, model = findings.baselines.positives(), outcome.training.model or {}
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped},
         "first_skipped_line": first_skipped,
+        "first_dead_letters": findings.first_dead_letters(survey.origins.find),
+        "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))),
         "accounted": sums.accounted and outcome.untrained == 0,
-        "metrics": outcome.metrics.report(),
+        "metrics": findings.metrics.report(),
+        "baselines": findings.baselines.report(),
+        "positives": positives,
+        "log": survey.report(),
+        "training": dataclasses.asdict(outcome.training),
+        "settings": settings_of(config),
         "features_digest": f"{outcome.accounts.features_digest:016x}",
         "engine": config.engine,
-        "wall_s": wall_s,
     }
 
 
-def _table(config: ReplayConfig, report: Mapping[str, Any]) -> Table:
-    counts = report["counts"]
-    table = Table(
-        title=f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s", title_justify="left", show_header=False
-    )
-    table.add_row("requests", f"{counts['requests']} → samples {counts['samples']} with {counts['candidates']} candidates")
-    actions = ", ".join(f"{name} {n}" for name, n in counts["actions"].items())
-    table.add_row("engagements", f"{counts['engagements']} ({actions})")
-    ends = {
-        "folded": "folded",
-        "corrected": "corrected",
-        "dead": "dead_engagements",
-        "pending": "pending",
-        "duplicates": "duplicates",
-    }
-    table.add_row("", ", ".join(f"{word} {counts[name]}" for word, name in ends.items()))
-    table.add_row("closed by", ", ".join(f"{name} {n}" for name, n in counts["closed_by"].items()))
-    table.add_row("dead letters", ", ".join(f"{name} {n}" for name, n in counts["dead_letters"].items()) or "none")
-    if counts["skipped_lines"]:
-        table.add_row("skipped lines", f"{counts['skipped_lines']}; the first: {report['first_skipped_line']}")
-    table.add_row("accounted for", "yes, every event" if report["accounted"] else f"NO: {counts['overdue']} events are missing")
-    table.add_row("features", str(report["features_digest"]))
-    for name in ("overall", "measured"):
-        for task, m in report["metrics"][name]["tasks"].items():
-            values = {"requests": report["metrics"][name]["requests"], **m}
-            table.add_row(f"{name}: {task}", "  ".join(f"{k} {_number(values.get(k))}" for k in _SHOWN))
-    return table
-
-
-def _number(value: object) -> str:
-    return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+def settings_of(config: ReplayConfig) -> dict[str, Any]:
+    """Everything that was given or left at its default; model and trainer beside, under `training`."""
+    return {**dataclasses.asdict(config), "worker": choices_of(config).worker}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from command.accounts import Accounts
-from command.replay.prediction_metrics import PredictionMetrics
+from command.replay.findings import Findings
 from roo import wire
 from roo.schema import Schema
 from roo.wire import Record
@@ -27,8 +27,20 @@ class Outcome:
     """What an engine hands back: the topics, summed."""
 
     accounts: Accounts
-    metrics: PredictionMetrics
+    findings: Findings
     untrained: int  # samples before the committed offsets without a prediction; G2 says 0
+    training: Training
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """How it was trained; None = not known."""
+
+    steps: int | None = None
+    non_finite: int | None = None
+    model: dict[str, Any] | None = None  # its configuration
+    dense_parameters: int | None = None
+    rows: dict[str, int] | None = None  # of the embedding tables, by stack
 
 
 class Stage:
@@ -39,7 +51,7 @@ class Stage:
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._tasks = {name: self._progress.add_task(name, total=total or None) for name in ("sent", "joined", "trained")}
         self._done = dict.fromkeys(self._tasks, 0)
-        self._said_s = time.monotonic()
+        self._total, self._said_s, self._said_tenth = total, time.monotonic(), 0
 
     def __enter__(self) -> Stage:
         self._progress.start()
@@ -49,13 +61,15 @@ class Stage:
         self._progress.stop()
 
     def at(self, **done: int) -> None:
-        """Plain lines every 10 s where there is no terminal."""
+        """Where there is no terminal, a plain line every 10 % of the requests, or every 10 s if that is sooner."""
         for name, count in done.items():
             self._done[name] = count
             self._progress.update(self._tasks[name], completed=count)
-        if self._progress.disable and time.monotonic() - self._said_s > 10:
-            self._said_s = time.monotonic()
-            log.info(", ".join(f"{name} {count}" for name, count in self._done.items()))
+        tenth = 10 * self._done["trained"] // self._total if self._total else 0
+        if self._progress.disable and (tenth > self._said_tenth or time.monotonic() - self._said_s > 10):
+            self._said_s, self._said_tenth = time.monotonic(), tenth
+            of = f" of {self._total} ({10 * tenth} %)" if self._total else ""
+            log.info("%s%s", ", ".join(f"{name} {count}" for name, count in self._done.items()), of)
 
     def sending(self, records: Iterable[Record]) -> Iterator[Record]:
         count = 0
@@ -68,9 +82,3 @@ class Stage:
 
 
 Engine: TypeAlias = Callable[[ReplayConfig, Schema, Iterable[Record], Stage, Stop], Outcome]
-
-
-def joiner_settings(config: ReplayConfig) -> dict[str, Any]:
-    """The same for both engines. Caps are out of the way: they are outside the claim that order doesn't matter."""
-    wide = {"max_open_requests": 1 << 20, "max_requests": 1 << 20, "max_orphans": 1 << 20, "max_engagements": 1 << 20}
-    return {"window_ms": config.window_ms, "lateness_ms": config.lateness_ms, "replay": True, **wide}

@@ -16,17 +16,21 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from confluent_kafka import KafkaException
 
 from command.auditor import Auditor
-from command.replay.prediction_metrics import PredictionMetrics
-from command.replay.stage import Outcome, Stage, joiner_settings
+from command.replay.choices import choices_of
+from command.replay.findings import Findings
+from command.replay.stage import Outcome, Stage, Training
+from command.scrape import fetch
 from infra.options import StackOptions
 from infra.stack import Stack
+from roo.config import read_toml
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
@@ -51,28 +55,43 @@ def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable
     Raises:
         UnavailableError: a program failed for good, or nothing has moved for three minutes; says which and what is missing.
     """
-    with _home(config) as home, Stack(home, stack_options(config)) as stack:
+    with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(_PROGRAMS)  # 1
         stack.wait_ready("kafka", timeout_s=60)
         return _Replay(config, schema, stack, stage, stop).run(records)
 
 
-def stack_options(config: ReplayConfig) -> StackOptions:
-    """The stack that a replay runs on, and what its programs are told beyond their defaults."""
-    worker = {
-        "batch_requests": config.batch_requests,
-        "threads": config.threads,
-        "model": str(Path(config.model).resolve()) if config.model else "",
-        "freeze_at_ms": config.freeze_weights_at_ms,
-        "seed": config.seed,
+def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
+    """The stack that a replay runs on, and what its programs are told beyond their defaults.
+
+    Raises:
+        ConfigError: as `choices_of`.
+    """
+    choices = choices_of(config)
+    overrides = {
+        "controller": {"commit_interval_ms": 5000},
+        **choices.others,
+        "joiner": choices.joiner,
+        "worker": {"model": _model_file(config, choices.model, home), **choices.worker},
     }
     return StackOptions(
         schema=config.schema_path.resolve(),
         replay=True,
         num_shards=config.num_shards,
         seed=config.seed,
-        overrides={"joiner": joiner_settings(config), "worker": worker, "controller": {"commit_interval_ms": 5000}},
+        overrides=overrides,
     )
+
+
+def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:
+    """The model's TOML; one in the home where `--set model.KEY` changes it."""
+    if not sets:
+        return str(Path(config.model).resolve()) if config.model else ""
+    given = read_toml(config.model) if config.model else {}
+    file = home.resolve() / "model.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")
+    return str(file)
 
 
 @contextlib.contextmanager
@@ -89,13 +108,13 @@ class _Replay:
 
     def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
         self.stack, self.stage, self.stop = stack, stage, stop
-        self.metrics = PredictionMetrics(schema.tasks, config.measure_from_ms)
+        self.findings = Findings(schema.tasks, config.measure_from_ms)
         self.auditor = Auditor(
             Broker(stack.endpoints.kafka),
             stack.prefix,
             schema,
             num_partitions=stack.options.partitions,
-            on_record=self.metrics.add,
+            on_record=self.findings.add,
         )
         self.accounts = self.auditor.accounts
         self.sent: Counter[str] = Counter()
@@ -107,11 +126,20 @@ class _Replay:
             self._send(records)  # 2
             self._wait(self._is_trained, "trained")  # 3
             self._wait(self._is_committed, "committed")  # 4
-            return Outcome(
-                accounts=self.accounts, metrics=self.metrics, untrained=self.accounts.untrained_below(self._committed())
-            )
+            untrained = self.accounts.untrained_below(self._committed())
+            return Outcome(accounts=self.accounts, findings=self.findings, untrained=untrained, training=self._training())
         finally:
             self.auditor.close()
+
+    def _training(self) -> Training:
+        """What the newest manifest and the worker itself say."""
+        newest = manifests.newest(FileStore(self.stack.home.store))
+        skipped = fetch(self.stack.endpoints.metrics["worker"]).value("roostream_worker_non_finite")
+        return Training(
+            steps=newest.manifest.step if newest else None,
+            model=newest.manifest.model if newest else None,
+            non_finite=None if skipped is None else int(skipped),
+        )
 
     def _send(self, records: Iterable[Record]) -> None:
         producer = clients.producer(

@@ -35,6 +35,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serving",),
     "redis": ("runtime", "features"),
     "pyarrow": ("traffic",),
+    "zstandard": ("traffic",),
+    "matplotlib": ("command/replay/figures.py",),
     "pandas": (),
     "click": ("command",),
     "rich": ("command", "infra/prepare.py"),

@@ -60,7 +60,7 @@ def test_mlp_gradients_and_the_identity() -> None:
 
 
 def test_heads_gradients() -> None:
-    net = built(Heads(4, (3,), 2, 0.1))
+    net = built(Heads(4, (3,), [0.1, 0.1]))
     assert_gradients(net, net, randn(5, 4))
 
 

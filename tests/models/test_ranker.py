@@ -262,6 +262,16 @@ def test_an_untrained_model_predicts_the_prior() -> None:
     torch.testing.assert_close(probability, torch.full_like(probability, 0.03))
 
 
+def test_a_label_may_have_a_prior_of_its_own_which_changes_no_bytes() -> None:
+    schema = make_schema("everything")
+    first, *rest = schema.labels
+    own = dataclasses.replace(schema, labels=(dataclasses.replace(first, prior=0.004), *rest))
+    probability_BT = torch.sigmoid(score(build_model(own, RankerConfig(prior=0.03), 0), make_batch(own, COUNTS)))
+    expected_T = torch.tensor([0.004] + [0.03] * len(rest))
+    torch.testing.assert_close(probability_BT, expected_T.expand_as(probability_BT))
+    assert own.fingerprint == schema.fingerprint
+
+
 def test_a_schema_without_features_is_refused() -> None:
     with pytest.raises(SchemaError, match="at least one"):
         build_model(schema_from_dict({"label": LABELS}), RankerConfig(), 0)

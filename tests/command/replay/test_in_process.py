@@ -104,7 +104,12 @@ def test_every_event_of_a_log_is_accounted_for(tmp_path: Path) -> None:
 def test_a_report_has_its_stable_keys(tmp_path: Path) -> None:
     week(tmp_path)
     report = replay(tmp_path, measure_from="2023-05-19")
-    assert {"counts", "accounted", "metrics", "wall_s", "features_digest"} <= set(report)
+    assert {"counts", "accounted", "metrics", "wall_s", "features_digest", "settings", "warnings"} <= set(report)
+    assert set(report["baselines"]) == {"random", "place", "item"} and set(report["positives"]) == {"click", "long_read"}
+    assert report["training"]["steps"] == 4 and report["training"]["non_finite"] == 0
+    assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
+    assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32
+    assert report["log"]["features"]["item"]["share"] == 1.0 and report["log"]["impressions"] == 120
     keys = {
         "requests",
         "candidates",
@@ -118,7 +123,7 @@ def test_a_report_has_its_stable_keys(tmp_path: Path) -> None:
     }
     assert keys <= set(report["counts"])
     metrics = report["metrics"]
-    assert set(metrics) == {"overall", "measured", "by_day"}
+    assert set(metrics) == {"overall", "measured", "by_day", "curve"}
     assert set(metrics["by_day"]) == {"2023-05-18", "2023-05-19", "2023-05-20"}
     assert metrics["overall"]["requests"] == 120 > metrics["measured"]["requests"] > 0
     m = {"requests", "candidates", "base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration"}
@@ -132,6 +137,62 @@ def test_the_same_log_has_the_same_features_and_a_label_delay_others(tmp_path: P
     assert first["features_digest"] == again["features_digest"]
     assert len({r["features_digest"] for r in (first, delayed, frozen)}) == 3
     assert delayed["accounted"] and delayed["counts"] == first["counts"]
+
+
+def test_a_log_of_one_day_has_a_learning_curve(tmp_path: Path) -> None:
+    week(tmp_path)
+    curve = replay(tmp_path)["metrics"]["curve"]
+    assert [(p["after"], p["requests"]) for p in curve] == [(32, 32), (64, 32), (96, 32), (120, 24)]
+
+
+def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "schema.toml").write_text(SCHEMA)
+    return ReplayConfig(
+        dataset="jsonl",
+        options=jsonl.Options(log=(str(folder / "log.jsonl"),)),
+        schema=str(folder / "schema.toml"),
+        engine="local",
+        report=str(folder / "out"),
+    )
+
+
+SHOWN = {"type": "impression", "request_id": "r", "user_id": 5, "time": 1_700_000_000_000, "candidates": [{"item_id": 1}]}
+DONE = {"type": "engagement", "request_id": "r", "user_id": 5, "time": 1_700_000_001_000, "item_id": 1, "action": "[/b]"}
+
+
+def test_markup_and_control_characters_of_a_log_end_nothing_and_colour_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write_log(tmp_path, SHOWN, DONE, DONE | {"action": "[red]\x1b[31mx"})) == 0
+    told = capfd.readouterr().out
+    assert "[/b] 1" in told and "[red]" in told and "\x1b" not in told
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["log"]["actions"] == {"[/b]": 1, "[red][31mx": 1}
+    assert any("'[/b]' (1)" in warning for warning in report["warnings"])
+
+
+def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> None:
+    assert run(write_log(tmp_path, SHOWN, DONE | {"action": "click"}, DONE | {"action": "<b>"})) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 2 and "&lt;b&gt;" in page and "<b>" not in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creative", "")
+    assert "by place alone" in page and "<td>item</td>" in page
+
+
+def test_the_first_dead_letter_of_a_reason_is_told_with_its_line(tmp_path: Path) -> None:
+    assert run(write_log(tmp_path, SHOWN, DONE | {"item_id": 7, "action": "click"}, DONE | {"request_id": "no"})) == 0
+    first = json.loads((tmp_path / "out" / "report.json").read_text())["first_dead_letters"]
+    assert first["item_not_shown"]["where"].endswith("log.jsonl:2") and "did not show item 7" in first["item_not_shown"]["error"]
+    assert first["no_request"]["where"].endswith("log.jsonl:3")
+
+
+@pytest.mark.parametrize("lines", [[], [DONE]])
+def test_a_log_without_impressions_is_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(write_log(tmp_path, *lines)) == 2
+    assert "the log has no impression that can be used" in capfd.readouterr().err
 
 
 def test_frozen_weights_score_and_do_not_learn(tmp_path: Path) -> None:

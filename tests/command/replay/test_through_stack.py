@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from command.replay.choices import joiner_settings
 from command.replay.run import run
-from command.replay.stage import joiner_settings
 from command.replay.through_stack import stack_options
 from joiner.config import JoinerConfig
 from traffic import jsonl
@@ -29,17 +29,23 @@ def config(folder: Path, **settings: Any) -> ReplayConfig:
 
 def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
     chosen = config(tmp_path, window_ms=60_000, lateness_ms=500)
-    options = stack_options(chosen)
+    options = stack_options(chosen, tmp_path)
     assert options.replay and options.overrides["joiner"] == joiner_settings(chosen)
     rules = JoinerConfig(**joiner_settings(chosen)).rules
     assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
 
 
 def test_the_worker_is_told_when_to_stand_still(tmp_path: Path) -> None:
-    worker = stack_options(config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)).overrides[
-        "worker"
-    ]
+    chosen = config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)
+    worker = stack_options(chosen, tmp_path).overrides["worker"]
     assert worker == {"batch_requests": 8, "threads": 2, "model": "", "freeze_at_ms": 1_714_521_600_000, "seed": 3}
+
+
+def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
+    chosen = config(tmp_path, set=("model.width=32", "shard.publish_interval=1s"))
+    overrides = stack_options(chosen, tmp_path / "home").overrides
+    assert Path(overrides["worker"]["model"]).read_text() == "width = 32\n"
+    assert overrides["shard"] == {"publish_interval_ms": 1000} and overrides["controller"] == {"commit_interval_ms": 5000}
 
 
 @pytest.mark.e2e

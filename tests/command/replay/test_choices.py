@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command.replay.choices import choices_of, with_sets
+from models.config import RankerConfig
+from roo.errors import ConfigError
+from traffic import jsonl
+from traffic.config import ReplayConfig
+
+
+def config(*sets: str, **settings: Any) -> ReplayConfig:
+    options = jsonl.Options(log=(__file__,))
+    return ReplayConfig(dataset="jsonl", options=options, schema=__file__, set=sets, **{"engine": "local", **settings})
+
+
+def test_flags_and_assignments_reach_the_programs() -> None:
+    found = choices_of(
+        config("joiner.next_request=session", "worker.dedupe_horizon=10m", "model.width=32", learning_rate=0.01, batch_requests=8)
+    )
+    assert found.joiner["next_request"] == "session" and found.joiner["window_ms"] == 1_800_000
+    worker = {
+        "seed": 0,
+        "freeze_at_ms": 0,
+        "threads": 1,
+        "batch_requests": 8,
+        "learning_rate": 0.01,
+        "dedupe_horizon_ms": 600_000,
+    }
+    assert found.worker == worker and found.model == {"width": 32}
+
+
+def test_what_is_not_given_is_left_to_the_trainer() -> None:
+    assert choices_of(config()).worker == {"seed": 0, "freeze_at_ms": 0, "threads": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("width=32", "expected PROGRAM.KEY=VALUE"),
+        ("model.width", "expected model.KEY=VALUE"),
+        ("worker.batch_request=3", "did you mean 'batch_requests'"),
+        ("worker.batch_requests=0", "key 'worker.batch_requests': expected 1.."),
+        ("joiner.late_horizon=1s", "at least the longest window"),
+        ("joiner.window=1h", "a replay has --window for it"),
+        ("worker.seed=3", "a replay has --seed for it"),
+        ("controller.commit_interval=1s", "--engine local has no such part"),
+        ("worker.exact=true", "--engine local has no such part"),
+    ],
+)
+def test_an_assignment_that_cannot_be_is_told(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choices_of(config(text))
+
+
+def test_a_stack_has_more_parts() -> None:
+    found = choices_of(config("controller.commit_interval=1s", "worker.exact=true", engine="stack"))
+    assert found.others == {"controller": {"commit_interval_ms": 1000}} and found.worker["exact"] is True
+
+
+def test_a_model_is_changed_key_by_key() -> None:
+    assert with_sets(RankerConfig(prior=0.2), {"width": 32}) == RankerConfig(prior=0.2, width=32)
+    with pytest.raises(ConfigError, match="did you mean 'width'"):
+        with_sets(RankerConfig(), {"widht": 32})
+    with pytest.raises(ConfigError, match=r"expected 1\.\.4096, got 0"):
+        with_sets(RankerConfig(), {"width": 0})
+
+
+def test_only_a_stack_keeps_a_home(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected --engine stack, which alone keeps what it learns"):
+        config(home=str(tmp_path))
