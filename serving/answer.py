@@ -6,11 +6,15 @@ Letters: n candidates in the request's order, T tasks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from roo import roo_pb2 as pb
+
+_DIGITS = (6, 7, 8, 9)  # 9 are always enough for a float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,21 +25,23 @@ class RankAnswer:
     scores_nT: np.ndarray  # float32 probabilities
     order: list[int]  # candidates' indices, first slot first
     degraded: bool  # Redis or the rows were away
+    ranked: Sequence[int | str] | None = None  # ids as the client wrote them, first slot first; None = it didn't ask
 
     def json(self) -> bytes:
-        """See `/docs`."""
-        return msgspec.json.encode(
-            {
-                "request_id": self.request_id,
-                "model_version": self.model_version,
-                "scores": [dict(zip(self.tasks, row, strict=True)) for row in self.scores_nT.tolist()],
-                "order": self.order,
-                "degraded": self.degraded,
-            }
-        )
+        """See `/docs`. Scores are the shortest decimals that are those float32."""
+        answer: dict[str, Any] = {
+            "request_id": self.request_id,
+            "model_version": self.model_version,
+            "scores": [dict(zip(self.tasks, row, strict=True)) for row in shortest(self.scores_nT).tolist()],
+            "order": self.order,
+            "degraded": self.degraded,
+        }
+        if self.ranked is not None:
+            answer["ranked"] = self.ranked
+        return msgspec.json.encode(answer)
 
     def protobuf(self) -> bytes:
-        """A `roo.RankAnswer`."""
+        """A `roo.RankAnswer`; it has no ids."""
         return pb.RankAnswer(
             request_id=self.request_id,
             model_version=self.model_version,
@@ -44,3 +50,22 @@ class RankAnswer:
             order=self.order,
             degraded=self.degraded,
         ).SerializeToString(deterministic=True)
+
+
+def shortest(values: np.ndarray) -> np.ndarray:
+    """float32 in 0..1 → the float64 of fewest decimal digits (6 at least) that rounds to the same float32; same shape.
+
+    Written out, it has those digits and no more. Values below 1e-12 stay as they are.
+    """
+    wide = values.astype(np.float64)
+    out, open_ = wide.copy(), wide >= 1e-12
+    exponent = np.floor(np.log10(np.where(open_, wide, 1.0)))
+    for digits in _DIGITS:
+        scale = 10.0 ** (digits - 1 - exponent)  # a power of ten up to 1e20: exact, so the quotient is rounded once
+        short = np.rint(wide * scale) / scale
+        found = open_ & (short.astype(np.float32) == values)
+        out[found] = short[found]
+        open_ &= ~found
+        if not open_.any():
+            break
+    return out

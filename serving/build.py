@@ -36,8 +36,8 @@ from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.log_topics import LogTopics
 from serving.feature_log.sender import LogSender
-from serving.openapi import rank_example
-from serving.parse import JsonParser
+from serving.http.examples import rank_example
+from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
 from serving.row_follower import RowFollower, rows_reading
 from serving.scorer import Version, Versions, first_version

@@ -28,13 +28,29 @@ class ServingConfig(Deployment):
     heartbeat_ms: int = setting(
         1000, "how often a heartbeat is written to every partition of both event topics", least=10, most=60_000
     )
-    max_in_flight: int = setting(64, "requests in work at once; more are answered 429", least=1, most=100_000)
-    deadline_ms: int = setting(1000, "a request that isn't scored by then is answered 504 and not logged", least=1, most=600_000)
+    max_in_flight: int = setting(
+        64, "requests in work at once; more, and those that can't keep the deadline, are answered 429", least=1, most=100_000
+    )
+    deadline_ms: int = setting(
+        1000,
+        "a request whose body isn't there by then is answered 408, one that isn't scored 504; neither is logged",
+        least=1,
+        most=600_000,
+    )
     max_body_bytes: int = setting(1 << 20, "size of a request's body, also inflated", least=1024, most=1 << 30)
+    max_reading_bytes: int = setting(
+        64 << 20, "of bodies that are being read, all together; more are answered 429", least=1024, most=1 << 36
+    )
+    max_connections: int = setting(
+        1000, "open at once; the one that was idle longest is closed for a new one, or it is answered 503", least=1, most=100_000
+    )
+    strict_actions: bool = setting(
+        False, "answer 400 to an engagement whose action nothing in the schema names, instead of taking and counting it"
+    )
     log_bytes: int = setting(256 << 20, "size of the feature log; when it is full, requests are answered 503", most=1 << 40)
     segment_bytes: int = setting(8 << 20, "size of one of its files", least=1 << 20, most=1 << 30)
-    drain_ms: int = setting(
-        10_000, "at a stop: time for requests in flight, and again for the log to reach Kafka", least=0, most=600_000
+    stop_ms: int = setting(
+        20_000, "time for a whole stop: requests in flight, threads, and the log's way to Kafka", least=0, most=600_000
     )
 
     def __post_init__(self) -> None:

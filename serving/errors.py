@@ -6,26 +6,40 @@ from roo.errors import RoostreamError
 
 CODES = {
     400: "bad_request",
-    404: "unknown_model_version",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
     413: "too_large",
     415: "unsupported_media_type",
     429: "overloaded",
+    431: "headers_too_large",
     500: "internal",
     503: "unavailable",
     504: "deadline_exceeded",
 }
+MOST_SHOWN = 64  # characters of what came that an answer repeats
+_MOST_MESSAGE = 400
+
+
+def shown(value: object) -> str:
+    """What came, for a message: cut, so that an answer's size is ours to say."""
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 class RequestError(RoostreamError):
     """An answer that isn't 200. Nothing was logged, nothing was changed."""
 
-    def __init__(self, status: int, message: str, path: str = "", retry_after_s: int = 0) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, path: str = "", *, retry_after_s: int = 0, code: str = "") -> None:
+        super().__init__(message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]}…")
         self.status, self.path, self.retry_after_s = status, path, retry_after_s
+        self.code = code or CODES[status]
 
     def body(self) -> dict[str, dict[str, str]]:
         """`{"error": {"code", "message", "path"?}}`"""
-        return {"error": {"code": CODES[self.status], "message": str(self)} | ({"path": self.path} if self.path else {})}
+        return {"error": {"code": self.code, "message": str(self)} | ({"path": self.path} if self.path else {})}
 
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        """`retry-after` where trying again can help; a connection whose body wasn't read to its end is closed."""
+        retry = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        return retry | ({"connection": "close"} if self.status in (408, 413) else {})

@@ -15,16 +15,19 @@ from runtime.crew import Crew
 from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.topics import EVENTS, ROWS
-from serving import heartbeat, http_server
-from serving.app import build_app
+from serving import heartbeat
 from serving.build import Process, build_process, warm
 from serving.config import ServingConfig
+from serving.http import http_server
+from serving.http.app import HttpInterface
+from serving.stop_budget import StopBudget
 
 log = logging.getLogger("roostream.serving")
 
 # The scoring thread and the event loop share the interpreter: hand it over sooner than after the usual 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
+CLOSE_S = 1.0  # what is kept of a stop's time for closing
 
 
 def run(config: ServingConfig) -> int:
@@ -35,11 +38,13 @@ def run(config: ServingConfig) -> int:
 def serve(config: ServingConfig, stop: threading.Event) -> None:
     """Start, serve until `stop`, and end in this order:
 
-    1 accept nothing more
-    2 finish the requests in flight                    (drain_ms)
-    3 heartbeats and followers end                     (JOIN_S each)
-    4 what the log holds goes to Kafka                 (drain_ms; the rest is sent at the next start)
+    1 accept nothing more; nobody waits for the rest of a body
+    2 finish the requests in flight
+    3 heartbeats and followers end                     (JOIN_S)
+    4 what the log holds goes to Kafka, while it takes something; the rest is sent at the next start
     5 close
+
+    All of it within `stop_ms`, of which 1 and 2 get a half at most, and 4 what is left.
 
     Raises:
         ConfigError, SetupError: a setting is wrong, or port, home or store can't be used. Kafka, Redis, shards and commits
@@ -55,8 +60,9 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         process.dense.poll()
         warm(process.parts)
         _start_threads(crew, process, halt)
-        http_server.run(build_app(process.parts), bound, stop, config.drain_ms, lambda: health.turned(_missing(process)))
-    _end(process, crew, halt)
+        budget = StopBudget(config.stop_ms / 1000, process.clock)
+        http_server.run(HttpInterface(process.parts), bound, stop, budget, lambda: health.turned(_missing(process)))
+    _end(process, crew, halt, budget)
     crew.check()
 
 
@@ -75,15 +81,15 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
     crew.start("dense", process.dense.run, process.clock, halt)
 
 
-def _end(process: Process, crew: Crew, halt: threading.Event) -> None:
+def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget) -> None:
     """Steps 3 to 5."""
     halt.set()
     process.parts.log.appended.set()
-    late = crew.join(JOIN_S)
+    late = crew.join(min(JOIN_S, budget.left_s()))
     if late:
-        log.warning("threads that did not end in %g s: %s; the log is sent at the next start", JOIN_S, ", ".join(late))
+        log.warning("threads that did not end in time: %s; the log is sent at the next start", ", ".join(late))
         return
-    left = process.sender.drain(process.parts.config.drain_ms / 1000, process.clock.monotonic_s)
+    left = process.sender.drain(budget.left_s(CLOSE_S), process.clock.monotonic_s)
     if left:
         log.warning("%d records of the log stay for the next start", left)
     process.close()

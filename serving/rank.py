@@ -87,6 +87,7 @@ class RankService:
             scores_nT=scores_nT,
             order=order,
             degraded=degraded,
+            ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
         )
         value = self._impression(request, time_ms, (ro, nro), answer, propensities)
         return Ranked(answer, LogRecord(IMPRESSIONS, -1, time_ms, request.key, value))

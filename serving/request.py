@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,14 @@ class RankRequest:
     user_id: int  # uint64; 0 = unknown
     session_id: int  # uint64
     surface: str
-    item_ids: np.ndarray  # int64 [n]
+    item_ids: np.ndarray  # int64 [n], each once, at least one
+    given_ids: Sequence[int | str]  # the same as the client wrote them
     ro: dict[str, Any]
     nro: dict[str, Any]  # columns of n: float64 with NaN = missing, or lists with None = missing
     append: bool  # adds candidates to an open request
     first_position: int  # place of the first slot of this answer
     model_version: str  # "" = the newest
+    wants_ranked: bool = False  # the answer names the items in their order
     blocks: tuple[bytes | None, bytes] | None = None  # RO and NRO as the client encoded them; then `ro` and `nro` are empty
 
     @property
@@ -65,6 +67,8 @@ def ids_of(values: list[int | str], path_of: Callable[[int], str]) -> np.ndarray
 def check_ids(values: list[int | str], path_of: Callable[[int], str]) -> None:
     """Raises RequestError 400 with the path of the first that is no id."""
     integers: list[int] = [v for v in values if type(v) is int]
-    if "" in values or (integers and not (min(integers) >= LOWEST_ID and max(integers) <= MASK64)):
+    if (len(integers) < len(values) and "" in values) or (
+        integers and not (min(integers) >= LOWEST_ID and max(integers) <= MASK64)
+    ):
         for i, value in enumerate(values):
             id_of(value, path_of(i))

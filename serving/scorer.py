@@ -23,7 +23,7 @@ from roo.decode import Decoder
 from roo.errors import WireError
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
-from serving.errors import RequestError
+from serving.errors import RequestError, shown
 
 FIRST = "0-0"
 _VERSION = re.compile(r"^\d{1,20}-\d{1,20}$")
@@ -105,14 +105,13 @@ class Versions:
         if not name:
             return held[0]
         if not _VERSION.match(name):
-            raise RequestError(400, f"expected a model version as '<incarnation>-<seq>', got {name!r}", "$.model_version")
+            raise RequestError(400, f"expected a model version as '<incarnation>-<seq>', got {shown(name)!r}", "$.model_version")
         for version in held:
             if version.name == name:
                 return version
         names = ", ".join(v.name for v in held)
-        raise RequestError(
-            404, f"model version {name} isn't held; expected one of {names}, or none for the newest", "$.model_version"
-        )
+        message = f"model version {name} isn't held; expected one of {names}, or none for the newest"
+        raise RequestError(404, message, "$.model_version", code="unknown_model_version")
 
 
 def probabilities(logits_nT: np.ndarray) -> np.ndarray:

@@ -29,9 +29,9 @@ from serving.build import Parts
 from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
-from serving.parse import JsonParser
+from serving.http.app import HttpInterface
+from serving.http.parse import JsonParser
 from serving.rank import RankService
-from serving.routes import RankEndpoint
 from serving.scorer import Versions, first_version
 from serving.stamps import Stamps
 
@@ -144,14 +144,14 @@ def endpoint(candidates: int) -> Iterator[Work]:
             executor=Inline(),
             waiting_for=lambda: [],
         )
-        asked = RankEndpoint(parts)
+        asked = HttpInterface(parts)
         try:
             yield Work(lambda: loop.run_until_complete(_answer(asked, case.body)))
         finally:
             parts.log.close()
 
 
-async def _answer(asked: RankEndpoint, body: bytes) -> None:
+async def _answer(asked: HttpInterface, body: bytes) -> None:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -160,7 +160,8 @@ async def _answer(asked: RankEndpoint, body: bytes) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await asked({"type": "http", "headers": [(b"content-type", b"application/json")], "query_string": b""}, receive, send)
+    headers = [(b"content-type", b"application/json")]
+    await asked({"type": "http", "method": "POST", "path": "/v1/rank", "headers": headers, "query_string": b""}, receive, send)
     assert sent[0]["status"] == 200, sent
 
 

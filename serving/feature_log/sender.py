@@ -29,6 +29,7 @@ log = logging.getLogger("roostream.serving.log")
 
 MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
+STUCK_S = 2.0  # at a stop: without an acknowledgement for so long, Kafka is away
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
 Done: TypeAlias = Callable[[Outcome, str], None]
@@ -96,14 +97,18 @@ class LogSender:
             self._begin_again(stop)
 
     def drain(self, timeout_s: float, clock_s: Callable[[], float]) -> int:
-        """Deliver what is left, for at most `timeout_s`; the number of records that stay in the log for the next start."""
-        end = clock_s() + timeout_s
+        """Deliver what is left, for at most `timeout_s` and while Kafka takes something every STUCK_S; the number of records that
+        stay in the log for the next start."""
+        now_s = begin_s = taken_s = clock_s()
         over = threading.Event()
-        while not self.idle and clock_s() < end:
+        while not self.idle and now_s < begin_s + timeout_s and now_s < taken_s + STUCK_S:
+            before = self.log.cursor.sequence
             try:
                 self.step(over)
             except UnavailableError:
                 break
+            now_s = clock_s()
+            taken_s = now_s if self.log.cursor.sequence > before else taken_s
         return self.log.backlog_records
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ MAY_LOAD = {
     "command.main, models.build": ("torch",),
     "command.main, trainer.controller": (),
     "command.main, features.updater": ("redis",),
-    "command.main, serving.app": ("torch", "fastapi", "uvicorn", "redis"),
+    "command.main, serving.http.app": ("torch", "fastapi", "uvicorn", "redis"),
     "command.main, trainer.worker": ("torch",),
 }
 

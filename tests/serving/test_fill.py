@@ -11,10 +11,10 @@ from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 from roo import roo_pb2 as pb
 from roo.block import decode_block, encode_nro, encode_ro
-from serving.binary import parse_impression
 from serving.errors import RequestError
 from serving.fill import Filler
-from serving.parse import JsonParser
+from serving.http.binary import parse_impression
+from serving.http.parse import JsonParser
 from serving.request import RankRequest
 
 FILLER = Filler(SCHEMA)
@@ -26,7 +26,7 @@ def of_json(body: dict[str, Any]) -> RankRequest:
 
 
 def of_blocks(ro: bytes | None, nro: bytes, n: int = 2) -> RankRequest:
-    return parse_impression(SCHEMA, pb.Impression(ro=ro, nro=nro, item_ids=range(n)).SerializeToString(), append=False)
+    return parse_impression(SCHEMA, pb.Impression(ro=ro, nro=nro, item_ids=range(n)).SerializeToString())
 
 
 def features(request: RankRequest, ro_online: Any = None, nro_online: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -87,20 +87,17 @@ def test_blocks_that_lack_something_are_completed(ro: dict[str, Any] | None, nro
     assert got_nro["item"] == [[0], [1]]
 
 
-def test_a_request_without_candidates_is_complete() -> None:
-    ro, nro = features(of_json({"candidates": []}), ONLINE_RO)
-    assert ro["num_candidates"] == 0 and nro["clicks"].tolist() == []
-
-
 BAD = [
     (b"\xff\xff", "$", "expected a roo.Impression", 400),
+    (b"", "$.item_ids", "at least one candidate", 400),
+    (pb.Impression(item_ids=[4, 5, 4]), "$.item_ids[2]", r"again", 400),
     (pb.Impression(header=pb.Header(schema=5)), "$.header.schema", "expected schema", 400),
-    (pb.Impression(header=pb.Header(request_id="x" * 65)), "$.header.request_id", "at most 64 bytes", 400),
+    (pb.Impression(item_ids=[1], header=pb.Header(request_id="x" * 65)), "$.header.request_id", "at most 64 bytes", 400),
     (pb.Impression(scores=[1.0]), "$.scores", "serving sets it", 400),
     (pb.Impression(positions=[1]), "$.positions", "serving sets it", 400),
-    (pb.Impression(item_ids=[1] * 21), "$.candidates", "at most 20 candidates", 413),
-    (pb.Impression(ro=b"\xff"), "$.ro", "expected a Block", 400),
-    (pb.Impression(ro=pb.Block(floats=[1.0]).SerializeToString()), "$.ro", "expected 3 floats", 400),
+    (pb.Impression(item_ids=[1] * 21), "$.item_ids", "at most 20 candidates", 413),
+    (pb.Impression(item_ids=[1], ro=b"\xff"), "$.ro", "expected a Block", 400),
+    (pb.Impression(item_ids=[1], ro=pb.Block(floats=[1.0]).SerializeToString()), "$.ro", "expected 3 floats", 400),
     (pb.Impression(item_ids=[1], nro=encode_nro(SCHEMA, {"clicks": [1.0, 2.0]}, 2)), "$.nro", "expected 3 floats", 400),
 ]
 
@@ -109,14 +106,14 @@ BAD = [
 def test_a_bad_impression_is_refused_with_its_path(message: Any, path: str, text: str, status: int) -> None:
     body = message if isinstance(message, bytes) else message.SerializeToString()
     with pytest.raises(RequestError, match=text) as caught:
-        parse_impression(SCHEMA, body, append=False)
+        parse_impression(SCHEMA, body)
     assert (caught.value.status, caught.value.path) == (status, path)
 
 
 def test_a_list_beyond_the_cap_is_413() -> None:
     block = pb.Block(floats=[1, 1, 1], lengths=[11, 0, 0], ids=range(11)).SerializeToString()
     with pytest.raises(RequestError, match="at most 10 entries") as caught:
-        parse_impression(SCHEMA, pb.Impression(ro=block).SerializeToString(), append=False)
+        parse_impression(SCHEMA, pb.Impression(item_ids=[1], ro=block).SerializeToString())
     assert caught.value.status == 413
 
 

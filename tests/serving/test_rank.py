@@ -24,7 +24,7 @@ from roo.ids import hash64, key_bytes
 from roo.lookup import build_lookup
 from roo.wire import Record
 from serving.errors import RequestError
-from serving.parse import JsonParser
+from serving.http.parse import JsonParser
 from serving.rank import Policy, Ranked, RankService
 from serving.scorer import Versions, build_version, first_version, probabilities
 
@@ -131,11 +131,6 @@ def test_a_page_that_adds_candidates_is_scored_with_and_logged_without_request_f
     assert answer["scores"] == whole["scores"] and added.nro == first.nro
     _, _, second = rank(built.service, append=True, first_position=3)
     assert sorted(second.positions) == [3, 4, 5]
-
-
-def test_a_request_without_candidates_is_answered_and_logged(built: Built) -> None:
-    _, answer, impression = rank(built.service, candidates=[])
-    assert answer["scores"] == answer["order"] == [] and not impression.item_ids
 
 
 def test_exploration_is_logged_with_its_propensities(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def write_config(home: Path, /, **changes: object) -> Path:
         "bootstrap": "127.0.0.1:1",
         "shards": ["127.0.0.1:1"],
         "redis": "redis://127.0.0.1:1/0",
-        "drain_ms": 300,
+        "stop_ms": 5_000,
         **changes,
     }
     path = home / "serving.toml"
@@ -119,7 +119,7 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
     ("changes", "error", "text"),
     [
         ({"order_task": "clik"}, ConfigError, "did you mean 'click'"),
-        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store can't be written"),
+        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store can't be used"),
         ({"home": "/proc/home"}, SetupError, "feature log /proc/home/log can't be used"),
         ({"listen": "taken"}, SetupError, "stop what uses it or choose another listen"),
         ({"model": "absent.toml"}, ConfigError, "absent.toml: no such file"),

@@ -22,9 +22,9 @@ from starlette.testclient import TestClient
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from serving.app import build_app
 from serving.feature_log.format import LogRecord
 from serving.heartbeat import beat
+from serving.http.app import HttpInterface
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import build_version, probabilities
@@ -39,7 +39,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
     def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
         built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
         opened.append(built)
-        return TestClient(build_app(built.parts)), built
+        return TestClient(HttpInterface(built.parts)), built
 
     yield open_client
     for built in opened:
@@ -100,8 +100,8 @@ def test_a_client_that_accepts_protobuf_is_answered_in_it(client: Client) -> Non
     assert binary.headers["content-type"] == "application/x-protobuf"
     answer = pb.RankAnswer.FromString(binary.content)
     assert (answer.request_id, list(answer.order), answer.degraded) == ("r-1", plain["order"], plain["degraded"])
-    scores = np.array(answer.scores).reshape(-1, len(answer.tasks)).tolist()
-    assert [dict(zip(answer.tasks, row, strict=True)) for row in scores] == plain["scores"]
+    scores = np.array(answer.scores, dtype=np.float32).reshape(-1, len(answer.tasks))
+    assert (scores == np.array([list(row.values()) for row in plain["scores"]], dtype=np.float32)).all()
     refused = http.post("/v1/rank", content=b"{", headers=wanted)
     assert refused.status_code == 400 and error_of(refused)["code"] == "bad_request", "errors are JSON"
     click = {"request_id": "r-1", "item_id": 8, "action": "click"}
@@ -172,7 +172,7 @@ def _click(i: int) -> dict[str, Any]:
 
 
 def _request() -> RankRequest:
-    from serving.parse import JsonParser
+    from serving.http.parse import JsonParser
 
     return JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
 
@@ -223,25 +223,28 @@ def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client
     schemas = document["components"]["schemas"]
     refs = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
     assert refs <= set(schemas), "every reference has its schema"
-    assert list(schemas["Nro"]["properties"]) == [f.name for f in SCHEMA.nro]
-    assert schemas["Nro"]["properties"]["clicks"]["description"] == "hydrated when missing: clicks_1h"
-    assert {"item_id", *schemas["Nro"]["properties"]} == set(schemas["Candidates"]["properties"])
+    features = schemas["CandidateFeatures"]["properties"]
+    assert list(features) == [f.name for f in SCHEMA.nro]
+    assert features["clicks"]["description"] == "hydrated when missing: clicks_1h"
+    assert {"item_id", *features} == set(schemas["CandidateColumns"]["properties"])
+    assert {"item_id", "nro", *features} == set(schemas["CandidateRow"]["properties"])
     assert http.get("/docs").status_code == 200
 
 
 def test_the_documented_answers_are_those_that_are_given(client: Client) -> None:
     http, _ = client()
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    answer = http.post("/v1/rank", json=BODY).json()
-    assert list(answer) == list(schemas["RankAnswer"]["properties"]) == schemas["RankAnswer"]["required"]
+    answer = http.post("/v1/rank?ranked=true", json=BODY).json()
+    assert [*schemas["RankAnswer"]["required"], "ranked"] == list(answer)
+    assert list(answer) == list(schemas["RankAnswer"]["properties"])
     assert set(answer["scores"][0]) == set(schemas["Scores"]["properties"]) == set(SCHEMA.tasks)
     refused = http.post("/v1/rank", content=b"{").json()
-    assert set(refused) == set(schemas["ErrorAnswer"]["properties"])
+    assert set(refused) == set(schemas["Error"]["properties"])
     assert set(refused["error"]) == set(schemas["Fault"]["properties"])
 
 
 def _async_client(built: Built) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(build_app(built.parts)), base_url="http://serving")
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(HttpInterface(built.parts)), base_url="http://serving")
 
 
 def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
@@ -344,7 +347,8 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
     seen = set()
     for answer in answers:
         seen.add(answer["model_version"])
-        assert [[s["click"], s["dwell"]] for s in answer["scores"]] == expected[answer["model_version"]]
+        scores = np.array([[s["click"], s["dwell"]] for s in answer["scores"]], dtype=np.float32)
+        assert scores.tolist() == expected[answer["model_version"]]
     assert len(seen) > 1
     logged = {r[1].header.model_version for r in (wire.decode(r.value) for r in built.records())}  # type: ignore[attr-defined]
     assert logged == seen
@@ -358,7 +362,7 @@ def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float
 
 def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA))
-    app, sent = build_app(built.parts), []
+    app, sent = HttpInterface(built.parts), []
 
     async def go() -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/rank", "headers": [], "query_string": b""}

@@ -1,12 +1,14 @@
 """JSON body of `POST /v1/rank` → RankRequest. Names, types and numbers are checked here; every refusal has its path.
 
-Candidates come as rows, `[{"item_id": 8, "nro": {"age_h": 2.5}}, …]`, or as columns, `{"item_id": […], "age_h": […]}`.
+Candidates come as rows, `[{"item_id": 8, "age_h": 2.5}, …]` as in a line of a log, or as columns,
+`{"item_id": […], "age_h": […]}`.
+A row's features may also stand in an object of their own: `{"item_id": 8, "nro": {"age_h": 2.5}}`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,13 +17,13 @@ import numpy as np
 from roo.block import main_key
 from roo.errors import nearest
 from roo.schema import Feature, Schema
-from serving.errors import RequestError
-from serving.json_types import build_types
+from roo.wire import MAX_WEIGHT
+from serving.errors import RequestError, shown
+from serving.http.json_types import MAX_FLOAT, build_types
 from serving.request import RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
 
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
-_AT = re.compile(r"(?s)^(?P<what>.*?)(?: - at `(?P<path>\$.*)`)?$")
-_UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`", re.DOTALL)
+_AT = " - at `"
 
 
 class JsonParser:
@@ -36,17 +38,16 @@ class JsonParser:
 
     def parse(self, body: bytes) -> RankRequest:
         """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
-        try:
-            rank: Any = self._decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise decode_error(error, self._types.known) from None
+        rank: Any = decoded(self._decoder, body, self._types.known)
         by_row = isinstance(rank.candidates, list)
+        ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
         return RankRequest(
             request_id=request_id_of(rank.request_id, "$.request_id"),
             user_id=id_of(rank.user_id, "$.user_id"),
             session_id=id_of(rank.session_id, "$.session_id"),
             surface=text_of(rank.surface, "$.surface"),
-            item_ids=self._items(rank.candidates, by_row),
+            item_ids=self._items(ids, "$.candidates[{}].item_id" if by_row else "$.candidates.item_id[{}]"),
+            given_ids=ids,
             ro=self._request_values(rank.ro),
             nro=self._rows(rank.candidates) if by_row else self._columns(rank.candidates),
             append=rank.append,
@@ -54,19 +55,28 @@ class JsonParser:
             model_version=rank.model_version,
         )
 
-    def _items(self, candidates: Any, by_row: bool) -> np.ndarray:
-        ids = [c.item_id for c in candidates] if by_row else candidates.item_id
-        check_candidates(self.schema, len(ids))
-        return ids_of(ids, lambda i: f"$.candidates[{i}].item_id" if by_row else f"$.candidates.item_id[{i}]")
+    def _items(self, ids: list[Any], path: str) -> np.ndarray:
+        check_number(self.schema, len(ids))
+        items = ids_of(ids, path.format)
+        check_once(items, path)
+        return items
 
     def _request_values(self, ro: Any) -> dict[str, Any]:
         values = {f.name: getattr(ro, name) for name, f in self._ro}
         return {f.name: self._checked(f, values[f.name], f"$.ro.{f.name}") for _, f in self._ro if values[f.name] is not None}
 
     def _rows(self, candidates: list[Any]) -> dict[str, Any]:
-        columns = zip(*[msgspec.structs.astuple(c.nro) for c in candidates], strict=True)
-        given = [(f, column) for (_, f), column in zip(self._nro, columns, strict=False) if column.count(None) < len(column)]
-        return self._checked_columns(given, "$.candidates[{}].nro.{}")
+        """Features beside `item_id`, in `nro`, or some here and some there."""
+        _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
+        given = {f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])}
+        if nested.count(None) == len(nested):
+            return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
+        absent = (None,) * len(self._nro)
+        columns = zip(*(absent if c is None else msgspec.structs.astuple(c) for c in nested), strict=True)
+        path = "$.candidates[{}].{}" if given else "$.candidates[{}].nro.{}"
+        for f, column in _given(columns, [f for _, f in self._nro]):
+            given[f.name] = (f, _either(f.name, given[f.name][1], column) if f.name in given else column)
+        return self._checked_columns(list(given.values()), path)
 
     def _columns(self, candidates: Any) -> dict[str, Any]:
         """Candidates in columns: what each of them has, by feature."""
@@ -85,7 +95,7 @@ class JsonParser:
         """`path` has places for index and name. All floats are converted and checked at once."""
         floats = [(f, column) for f, column in given if f.kind == "float"]
         values_Fn = np.array([column for _, column in floats], dtype=np.float64)  # None → NaN
-        large_Fn = np.abs(values_Fn) > _LARGEST_FLOAT
+        large_Fn = np.abs(values_Fn) > MAX_FLOAT
         if large_Fn.any():
             at, row = np.argwhere(large_Fn)[0].tolist()
             self._checked(floats[at][0], float(values_Fn[at, row]), path.format(row, floats[at][0].name))
@@ -102,7 +112,7 @@ class JsonParser:
     def _checked(self, f: Feature, value: Any, path: str) -> Any:
         """One value in the form that `encode_*` takes."""
         if f.kind == "float":
-            if abs(value) > _LARGEST_FLOAT:
+            if abs(value) > MAX_FLOAT:
                 raise RequestError(400, f"expected a finite 32-bit float, got {value}", path)
             return value
         if f.kind == "ids":
@@ -112,7 +122,9 @@ class JsonParser:
         if f.kind == "weighted_ids":
             self._check_list(value.ids, f"{path}.ids", "ids")
             for i, weight in enumerate(value.weights):
-                self._checked(_A_FLOAT, weight, f"{path}.weights[{i}]")
+                if abs(weight) > MAX_WEIGHT:
+                    message = f"expected a weight within ±{MAX_WEIGHT:.0f}, got {weight}"
+                    raise RequestError(400, message, f"{path}.weights[{i}]")
             return _aligned({"ids": value.ids, "weights": value.weights}, path)
         return self._sequence(f, value, path)
 
@@ -136,24 +148,62 @@ class JsonParser:
             raise RequestError(400, "expected times in ms as 64-bit integers", path)
 
 
-_A_FLOAT = Feature(name="weight", kind="float")
+def _given(columns: Iterable[Sequence[Any]], features: list[Feature]) -> list[tuple[Feature, Sequence[Any]]]:
+    """What some row has."""
+    return [(f, column) for f, column in zip(features, columns, strict=False) if column.count(None) < len(column)]
 
 
-def check_candidates(schema: Schema, count: int) -> None:
-    """Raises RequestError 413."""
+def _either(name: str, flat: Sequence[Any], nested: Sequence[Any]) -> list[Any]:
+    """RequestError 400 where a row has a feature in both places."""
+    for row, (here, there) in enumerate(zip(flat, nested, strict=True)):
+        if here is not None and there is not None:
+            message = f"expected {name!r} once, beside item_id or in nro, got both"
+            raise RequestError(400, message, f"$.candidates[{row}].nro.{name}")
+    return [there if here is None else here for here, there in zip(flat, nested, strict=True)]
+
+
+def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None:
+    """Raises RequestError 400 for no candidates, 413 for more than the schema takes."""
+    if not count:
+        raise RequestError(400, "expected at least one candidate, got none", path)
     if count > schema.limits.max_candidates:
-        raise RequestError(413, f"expected at most {schema.limits.max_candidates} candidates, got {count}", "$.candidates")
+        raise RequestError(413, f"expected at most {schema.limits.max_candidates} candidates, got {count}", path)
 
 
-def decode_error(error: msgspec.DecodeError, known: dict[str, tuple[str, ...]]) -> RequestError:
-    """msgspec's error with the nearest name where a name is unknown."""
-    match = _AT.match(str(error))
-    assert match is not None
-    path, unknown = match["path"] or "$", _UNKNOWN.search(match["what"])
+def check_once(item_ids_n: np.ndarray, path: str) -> None:
+    """Raises RequestError 400 with both places of an item that is given twice; `path` has a place for the index."""
+    if len(np.unique(item_ids_n)) == len(item_ids_n):
+        return
+    first: dict[int, int] = {}
+    for i, item in enumerate(item_ids_n.tolist()):
+        if first.setdefault(item, i) != i:
+            message = f"expected each candidate once, got that of {path.format(first[item])} again"
+            raise RequestError(400, message, path.format(i))
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
+    """`body` by `decoder`. Raises RequestError 400, with the path of the field, and the nearest name where one is unknown."""
+    try:
+        return decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$") from None
+    except RecursionError:
+        raise RequestError(400, "expected JSON of this interface, got one that is nested too deep", "$") from None
+    except msgspec.DecodeError as error:
+        raise _told(str(error), known) from None
+
+
+def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
+    """msgspec's words in ours; a name may be as long as the body."""
+    what, at, path = said.rpartition(_AT)
+    if not at or not said.endswith("`"):
+        what, path = said, "$`"
+    path, unknown = path[:-1], _UNKNOWN.search(what)
     if unknown is None:
-        return RequestError(400, match["what"], path)
+        return RequestError(400, what, path)
+    name = shown(unknown["name"])
     names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
-    return RequestError(400, f"unknown field {unknown['name']!r}{nearest(unknown['name'], names)}", f"{path}.{unknown['name']}")
+    return RequestError(400, f"unknown field {name!r}{nearest(name, names)}", f"{path}.{name}")
 
 
 def _position(value: int) -> int:

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from roo.errors import SetupError
 from runtime.address import parse_address
+from serving.http.app import HttpInterface
+from serving.http.connection import limited_to
+from serving.stop_budget import StopBudget
 
 log = logging.getLogger("roostream.serving")
 
 STOP_POLL_S = 0.1
 
 
-class _Server(uvicorn.Server):
+class _OwnServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to runtime.program."""
@@ -51,14 +53,12 @@ def bind(listen: str) -> socket.socket:
     return bound
 
 
-def run(
-    app: ASGIApp, bound: socket.socket, stop: threading.Event, drain_ms: int, turned: Callable[[], None] = lambda: None
-) -> None:
-    """Serve until `stop` is set; then accept nothing more, and finish what is in flight for at most `drain_ms`.
-    `turned` is called from the event loop, over and over."""
+def run(app: HttpInterface, bound: socket.socket, stop: threading.Event, budget: StopBudget, turned: Callable[[], None]) -> None:
+    """Serve until `stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at most half
+    of `budget`, which begins then. `turned` is called from the event loop, over and over, until then."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=limited_to(app.parts.config.max_connections),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -66,16 +66,38 @@ def run(
         log_level="warning",
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(-(-drain_ms // 1000), 1),
+        timeout_graceful_shutdown=max(int(budget.all_s / 2), 1),
     )
-    uvloop.run(_serve(_Server(config), bound, stop, turned))
+
+    def begin_stop() -> None:
+        budget.begin()
+        app.stop()
+
+    with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
+        uvloop.run(_serve(_OwnServer(config), bound, stop, turned, begin_stop))
 
 
-async def _serve(server: uvicorn.Server, bound: socket.socket, stop: threading.Event, turned: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _filtered(logger: logging.Logger, by: logging.Filter) -> Iterator[None]:
+    logger.addFilter(by)
+    try:
+        yield
+    finally:
+        logger.removeFilter(by)
+
+
+async def _serve(
+    server: uvicorn.Server,
+    bound: socket.socket,
+    stop: threading.Event,
+    turned: Callable[[], None],
+    begin_stop: Callable[[], None],
+) -> None:
     async def watch() -> None:
         while not stop.is_set():
             turned()
             await asyncio.sleep(STOP_POLL_S)
+        begin_stop()
         server.should_exit = True
 
     watching = asyncio.create_task(watch())

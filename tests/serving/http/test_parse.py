@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serving_cases import BODY, SCHEMA
 
 from roo.ids import hash64, signed
 from serving.errors import RequestError
-from serving.openapi import rank_example
-from serving.parse import JsonParser
+from serving.http.examples import rank_example
+from serving.http.parse import JsonParser
 from serving.request import RankRequest
 
 PARSER = JsonParser(SCHEMA)
@@ -34,6 +37,12 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return body
 
 
+COLUMNS = changed(
+    "candidates",
+    {"item_id": [8, "nine", 10], "topics": [[1, 2], 7, None], "age_h": [2.5, None, None], "clicks": [3, 0, 1]},
+)
+
+
 def test_rows_become_columns_with_missing_values() -> None:
     request = parse(BODY)
     assert request.item_ids.tolist() == [8, signed(hash64("nine")), 10]
@@ -47,12 +56,46 @@ def test_rows_become_columns_with_missing_values() -> None:
 
 
 def test_the_columnar_form_says_the_same() -> None:
-    columns = {"item_id": [8, "nine", 10], "topics": [[1, 2], 7, None], "age_h": [2.5, None, None], "clicks": [3, 0, 1]}
-    by_row, columnar = parse(BODY), parse(changed("candidates", columns))
+    by_row, columnar = parse(BODY), parse(COLUMNS)
     np.testing.assert_array_equal(by_row.item_ids, columnar.item_ids)
     assert by_row.nro["topics"] == columnar.nro["topics"]
     for name in ("age_h", "clicks"):
         np.testing.assert_array_equal(by_row.nro[name], columnar.nro[name])
+
+
+FLAT = {**BODY, "candidates": [{"item_id": c["item_id"], **c["nro"]} for c in BODY["candidates"]]}
+
+
+def test_a_rows_features_stand_beside_its_item_as_in_a_line_of_a_log() -> None:
+    mixed = copy.deepcopy(FLAT)
+    mixed["candidates"][0] = BODY["candidates"][0]
+    mixed["candidates"][1] = {"item_id": "nine", "topics": 7, "nro": {"age_h": None, "clicks": 0}}
+    nested = parse(BODY)
+    for request in (parse(FLAT), parse(mixed)):
+        assert set(request.nro) == set(nested.nro) and request.nro["topics"] == nested.nro["topics"]
+        for name in ("age_h", "clicks"):
+            np.testing.assert_array_equal(request.nro[name], nested.nro[name])
+
+
+def test_what_an_answer_repeats_is_cut() -> None:
+    for body in ({**BODY, "x" * 1_000_000: 1}, {**BODY, "ro": {"y" * 1_000_000: 1}}, changed("user_id", int("9" * 400))):
+        with pytest.raises(RequestError) as caught:
+            parse(body)
+        assert caught.value.status == 400 and len(json.dumps(caught.value.body())) < 600
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_mutated_bytes_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
+    draw = random.Random(seed)
+    body = bytearray(json.dumps(draw.choice((BODY, FLAT, COLUMNS)), ensure_ascii=False).encode())
+    for _ in range(draw.randrange(1, 6)):
+        at = draw.randrange(len(body))
+        body[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(4))
+    try:
+        assert len(parse(bytes(body)).item_ids) > 0
+    except RequestError as error:
+        assert error.status in (400, 413) and 0 < len(str(error)) <= 401 and error.path.startswith("$")
 
 
 def test_exactly_one_id_a_row_is_an_array() -> None:
@@ -61,16 +104,16 @@ def test_exactly_one_id_a_row_is_an_array() -> None:
 
 
 def test_little_is_needed() -> None:
-    request = parse({"candidates": []})
-    assert len(request.item_ids) == 0 and request.ro == {} and request.nro == {}
+    request = parse({"candidates": [{"item_id": 8}]})
+    assert request.item_ids.tolist() == [8] and request.ro == {} and request.nro == {}
     assert request.user_id == request.session_id == 0
-    assert len(request.request_id) == 32 and request.request_id != parse({"candidates": []}).request_id
+    assert len(request.request_id) == 32 and request.request_id != parse({"candidates": [{"item_id": 8}]}).request_id
 
 
 def test_ids_are_64_bit_integers_or_strings() -> None:
-    request = parse({"user_id": "ann", "session_id": -1, "candidates": {"item_id": [2**64 - 1, -1, "x"]}})
+    request = parse({"user_id": "ann", "session_id": -1, "candidates": {"item_id": [2**64 - 2, -1, "x"]}})
     assert request.user_id == hash64("ann") and request.session_id == 2**64 - 1
-    assert request.item_ids.tolist() == [-1, -1, signed(hash64("x"))]
+    assert request.item_ids.tolist() == [-2, -1, signed(hash64("x"))]
 
 
 def test_a_sequence_may_call_its_ids_ids() -> None:
@@ -105,7 +148,21 @@ BAD = [
     (changed("ro.history.time", [1, 2**63]), "$.ro.history.time", "64-bit", "a time beyond 64 bits"),
     (changed("ro.history.time", [1]), "$.ro.history", "equal length, got item 2, action 2, time 1", "unequal columns"),
     (changed("ro.history.ids", [1, 2]), "$.ro.history", "got them 2 times", "ids under both names"),
-    (changed("ro.likes.weights", [1e39, 1]), "$.ro.likes.weights[0]", "finite 32-bit", "an infinite weight"),
+    (changed("ro.likes.weights", [1, 1e20]), "$.ro.likes.weights[1]", "within ±1000000, got 1e+20", "a weight too large"),
+    (changed("ro.likes.weights", [-1000001, 1]), "$.ro.likes.weights[0]", "within ±1000000", "a weight too small"),
+    (b'{"candidates":[],"request_id":"\xff"}', "$", "expected JSON in UTF-8, got byte 0xff", "not UTF-8"),
+    (b'{"candidates":[],"\xc3(":1}', "$", "expected JSON in UTF-8", "a name that isn't UTF-8"),
+    (b"[" * 100_000, "$", "", "nested deep"),
+    (b'{"candidates":' + b"[" * 100_000, "$.candidates[0]", "Expected", "nested deep where something is"),
+    (changed("candidates", []), "$.candidates", "expected at least one candidate, got none", "no candidates"),
+    (changed("candidates", {"item_id": []}), "$.candidates", "at least one candidate", "no candidates in columns"),
+    (changed("candidates.2.item_id", 8), "$.candidates[2].item_id", "that of $.candidates[0].item_id again", "one twice"),
+    (changed("candidates", {"item_id": [1, "a", "a"]}), "$.candidates.item_id[2]", "$.candidates.item_id[1]", "one twice"),
+    (changed("user_id", ""), "$.user_id", "an empty string", "no user"),
+    (changed("candidates.1.item_id", ""), "$.candidates[1].item_id", "an empty string", "no item"),
+    (changed("ro.user", [1, ""]), "$.ro.user[1]", "an empty string", "no id in a list"),
+    (changed("candidates.0.age_h", 1), "$.candidates[0].nro.age_h", "expected 'age_h' once", "a feature in both places"),
+    (changed("candidates.1.aeg_h", 1), "$.candidates[1].aeg_h", "did you mean 'age_h'", "a misspelt flat feature"),
     (changed("ro.likes.weights", [1]), "$.ro.likes", "equal length", "a weight is missing"),
     (changed("ro.mood", -1e39), "$.ro.mood", "finite 32-bit", "an infinite RO float"),
     (changed("ro", None), "$.ro", "Expected `object`", "null isn't an object"),
@@ -131,7 +188,7 @@ def test_a_bad_field_is_400_with_its_path(body: Any, path: str, text: str) -> No
 
 def test_more_candidates_or_entries_than_the_schema_takes_is_413() -> None:
     for body, path in (
-        ({"candidates": [{"item_id": 1}] * 21}, "$.candidates"),
+        ({"candidates": [{"item_id": i} for i in range(21)]}, "$.candidates"),
         ({"candidates": {"item_id": [1] * 21}}, "$.candidates"),
         (changed("candidates.1.nro.topics", [1] * 11), "$.candidates[1].nro.topics"),
         (changed("ro.history.item", [1] * 11), "$.ro.history.item"),

@@ -10,15 +10,15 @@ from serving_cases import NOW_MS, SCHEMA
 
 from roo import wire
 from roo.ids import hash64, key_bytes
-from serving.engage import MAX_ENGAGEMENTS, parse_engagements
 from serving.errors import RequestError
+from serving.http.engage import MAX_ENGAGEMENTS, EngagementParser
 
 CLICK = {"request_id": "r-1", "user_id": 17, "session_id": 4, "surface": "front", "item_id": 8, "action": "click", "value": 2}
 
 
 def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
-    records, ids = parse_engagements(SCHEMA, body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms)
-    return [(r, *wire.decode(r.value)) for r in records], ids
+    told = EngagementParser(SCHEMA).parse(body if isinstance(body, bytes) else json.dumps(body).encode(), now_ms)
+    return [(r, *wire.decode(r.value)) for r in told.records], told.event_ids
 
 
 def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:

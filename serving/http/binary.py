@@ -13,11 +13,11 @@ from roo.block import check_block
 from roo.errors import WireError
 from roo.schema import Schema
 from serving.errors import RequestError
-from serving.parse import check_candidates
+from serving.http.parse import check_number, check_once
 from serving.request import RankRequest, request_id_of, text_of
 
 
-def parse_impression(schema: Schema, body: bytes, append: bool) -> RankRequest:
+def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
     message = pb.Impression()
     try:
@@ -31,7 +31,9 @@ def parse_impression(schema: Schema, body: bytes, append: bool) -> RankRequest:
     for name in ("scores", "positions", "propensities"):
         if len(getattr(message, name)):
             raise RequestError(400, "expected none: serving sets it", f"$.{name}")
-    check_candidates(schema, n)
+    check_number(schema, n, "$.item_ids")
+    item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
+    check_once(item_ids, "$.item_ids[{}]")
     ro = message.ro if message.HasField("ro") else None
     if ro is not None:
         _check(schema, "ro", ro, 1)
@@ -41,10 +43,11 @@ def parse_impression(schema: Schema, body: bytes, append: bool) -> RankRequest:
         user_id=header.user_id,
         session_id=header.session_id,
         surface=text_of(header.surface, "$.header.surface"),
-        item_ids=np.array(message.item_ids, dtype=np.uint64).view(np.int64),
+        item_ids=item_ids,
+        given_ids=message.item_ids,
         ro={},
         nro={},
-        append=append,
+        append=False,
         first_position=0,
         model_version=header.model_version,
         blocks=(ro, message.nro),

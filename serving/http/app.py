@@ -1,0 +1,146 @@
+"""The HTTP interface: traffic on raw routes (serving/http/routes.py), everything else on FastAPI."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from roo.errors import nearest
+from runtime.exports import Exports
+from serving.build import Parts
+from serving.errors import RequestError, shown
+from serving.http.body import JSON, Intake, refuse
+from serving.http.openapi import describe
+from serving.http.pages import front_page, interface_page
+from serving.http.routes import EngagementsEndpoint, RankEndpoint
+from serving.http.seldom import Seldom, SeldomFilter
+
+LINKS = {
+    "rank": "/v1/rank",
+    "engagements": "/v1/engagements",
+    "interface": "/docs",
+    "openapi": "/openapi.json",
+    "alive": "/healthz",
+    "ready": "/readyz",
+    "metrics": "/metrics",
+}
+
+
+class HttpInterface:
+    """The ASGI application over `parts`; it starts nothing and owns nothing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        seldom = Seldom()
+        self.log_filter = SeldomFilter(seldom)
+        self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
+        rank = RankEndpoint(parts, self.intake, seldom)
+        self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
+        self._others = _others(parts)
+        helps = {
+            "in_flight": "rank requests in work",
+            "reading_bytes": "of bodies that are on their way",
+            "service_time_s": "of recent rank requests, from when the one before was done",
+        }
+        Exports(
+            "serving",
+            lambda: {
+                "in_flight": rank.gate.in_flight,
+                "reading_bytes": self.intake.num_bytes,
+                "service_time_s": rank.gate.service_s,
+            },
+            {},
+            helps=helps,
+        ).register(parts.metrics.registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Traffic goes past the framework."""
+        endpoint = self._traffic.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._others(scope, receive, send)
+        elif scope["method"] == "POST":
+            await endpoint(scope, receive, send)
+        else:
+            await refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+
+    def stop(self) -> None:
+        """From the event loop, before connections are closed: nobody waits for the rest of a body any more."""
+        self.intake.stop()
+
+
+def _others(parts: Parts) -> FastAPI:
+    """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    document = functools.cache(lambda: describe(parts.schema, _version()))
+
+    async def root(request: Request) -> Response:
+        about = {**_about(parts), "links": LINKS}
+        wants_page = "text/html" in request.headers.get("accept", "")
+        return HTMLResponse(front_page(about)) if wants_page else JSONResponse(about)
+
+    async def healthz(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def readyz(request: Request) -> Response:
+        waiting_for = parts.waiting_for()
+        body = {"ready": not waiting_for, "waiting_for": waiting_for, "model_version": parts.service.versions.newest.name}
+        return JSONResponse(body, 503 if waiting_for else 200, {"retry-after": "1"} if waiting_for else None)
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(parts.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(request: Request) -> Response:
+        return Response(msgspec.json.encode(document()), media_type=JSON)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(interface_page(document()))
+
+    routes = {"/": root, "/healthz": healthz, "/readyz": readyz, "/metrics": metrics, "/openapi.json": openapi, "/docs": docs}
+    for path, answer in routes.items():
+        app.add_route(path, answer, methods=["GET"])  # with HEAD
+    app.add_exception_handler(HTTPException, _told)
+    app.add_exception_handler(Exception, _defect)
+    return app
+
+
+def _about(parts: Parts) -> dict[str, Any]:
+    waiting_for = parts.waiting_for()
+    return {
+        "name": "Roostream serving",
+        "version": _version(),
+        "schema": parts.schema.name,
+        "model_version": parts.service.versions.newest.name,
+        "ready": not waiting_for,
+    }
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    """404 and 405 of the framework, in the shape of all errors."""
+    assert isinstance(error, HTTPException)
+    path, method = shown(request.url.path), shown(request.method)
+    if error.status_code == 405:
+        said = RequestError(405, f"expected GET or HEAD, got {method}")
+    else:
+        said = RequestError(404, f"nothing is at {path!r}{nearest(path, ('/', *LINKS.values()))}")
+    return JSONResponse(said.body(), said.status, {**(error.headers or {}), **said.headers()})
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    said = RequestError(500, "this request could not be answered; the cause is in serving's log")
+    return JSONResponse(said.body(), 500)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("roostream")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

@@ -1,0 +1,170 @@
+"""Bodies of requests: read under a deadline with their size bounded before memory is taken; and answers, straight on ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from serving.answer import RankAnswer
+from serving.errors import RequestError, shown
+from serving.http.admission import RETRY_AFTER_S
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+_WINDOW = {"gzip": 31, "deflate": 15}
+_CHARSETS = ("utf-8", "utf8", "us-ascii")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its body was complete: there is nobody to answer."""
+
+
+class Intake:
+    """Bodies that are on their way, of all routes: before a body is there, its request takes no place in any queue. Used by one
+    event loop."""
+
+    def __init__(self, max_body_bytes: int, max_bytes: int) -> None:
+        """`max_body_bytes`: of one body; `max_bytes`: of all that are being read, as far as they have come."""
+        self.max_body_bytes, self.max_bytes = max_body_bytes, max_bytes
+        self.num_bytes = 0
+        self.is_stopping = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    def stop(self) -> None:
+        """Whoever waits for the rest of a body is answered 503, now and from now on."""
+        self.is_stopping = True
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
+
+    async def read(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
+        """A body, inflated; `until_s` is the event loop's time.
+
+        Raises:
+            RequestError: 408 not there in time, 413 beyond `max_body_bytes` (as sent or inflated), 415 unknown encoding, 400
+                damaged compression; 429: too many bytes are being read; 503: the process stops.
+            ClientGoneError: it hung up.
+        """
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name.startswith(b"content-")}
+        stated = headers.get(b"content-length", "")
+        if stated.isdecimal() and int(stated[:20]) > self.max_body_bytes:
+            raise _too_large(self.max_body_bytes)
+        try:
+            async with asyncio.timeout_at(until_s) as wait:
+                self._waits.add(wait)
+                try:
+                    body = await self._receive_all(receive)
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            if self.is_stopping:
+                raise stopping() from None
+            raise RequestError(408, "expected a whole body within the deadline, got a part of one") from None
+        encoding = headers.get(b"content-encoding", "identity").strip().lower()
+        return body if encoding == "identity" else _inflate(body, encoding, self.max_body_bytes)
+
+    async def _receive_all(self, receive: Receive) -> bytes:
+        """Counts as it comes: a stated length may be a lie or absent."""
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                chunk: bytes = message.get("body", b"")
+                size += len(chunk)
+                self.num_bytes += len(chunk)
+                if size > self.max_body_bytes:
+                    raise _too_large(self.max_body_bytes)
+                if not message.get("more_body", False):
+                    return b"".join((*chunks, chunk)) if chunks else chunk
+                if self.num_bytes > self.max_bytes:
+                    full = f"{self.max_bytes} bytes of bodies are being read, the most that this process takes; try again"
+                    raise RequestError(429, full, retry_after_s=RETRY_AFTER_S)
+                if self.is_stopping:
+                    raise stopping()
+                chunks.append(chunk)
+        finally:
+            self.num_bytes -= size
+
+
+def stopping() -> RequestError:
+    return RequestError(503, "this process is stopping; ask another one", retry_after_s=RETRY_AFTER_S)
+
+
+def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """At most `max_bytes` of output are made, whatever the input claims to hold."""
+    if encoding not in _WINDOW:
+        raise RequestError(415, f"expected content-encoding gzip, deflate or none, got {shown(encoding)!r}")
+    inflater = zlib.decompressobj(_WINDOW[encoding])
+    try:
+        out = inflater.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise RequestError(400, f"expected a {encoding} body: {error}") from None
+    if len(out) > max_bytes:
+        raise _too_large(max_bytes)
+    if not inflater.eof:
+        raise RequestError(400, f"expected a whole {encoding} body, got one that was cut")
+    return out
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    return RequestError(413, f"expected a body of at most {max_bytes} bytes (also inflated)")
+
+
+def media_of(scope: Scope, expected: tuple[str, ...]) -> str:
+    """JSON or PROTOBUF, whichever the body says that it is: `application/…+json`, an empty type and none at all are JSON.
+
+    Raises:
+        RequestError: 415 for a type that isn't one of `expected`, or for JSON in another encoding than UTF-8.
+    """
+    stated = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"), "")
+    media, _, parameters = stated.partition(";")
+    media = media.strip().lower()
+    if media in ("", JSON) or (media.startswith("application/") and media.endswith("+json")):
+        charset = _charset(parameters)
+        if charset not in _CHARSETS:
+            raise RequestError(415, f"expected charset utf-8, got {shown(charset)!r}")
+        return JSON
+    if media not in expected:
+        wanted = " or ".join(expected)
+        raise RequestError(415, f"expected content-type {wanted}, got {shown(media)!r}; curl: add -H 'content-type: {JSON}'")
+    return media
+
+
+def _charset(parameters: str) -> str:
+    for part in parameters.split(";"):
+        name, _, value = part.partition("=")
+        if name.strip().lower() == "charset":
+            return value.strip().strip('"').lower()
+    return _CHARSETS[0]
+
+
+def accepts_protobuf(scope: Scope) -> bool:
+    """Whether the client named protobuf among what it accepts; JSON is for everybody else."""
+    return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
+
+
+def encoded(answer: object, protobuf: bool) -> tuple[bytes, str]:
+    """(body, its media type). Only a rank's answer has a form in protobuf; everything else, errors too, is JSON."""
+    if isinstance(answer, RankAnswer):
+        return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
+    return msgspec.json.encode(answer), JSON
+
+
+async def respond(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
+    """One whole answer."""
+    raw: list[tuple[bytes, bytes]] = [(b"content-type", media.encode()), (b"content-length", str(len(body)).encode())]
+    raw += [(name.encode(), value.encode()) for name, value in headers.items()]
+    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": raw}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, error: RequestError, **headers: str) -> None:
+    """The one shape of whatever isn't 200."""
+    await respond(send, error.status, msgspec.json.encode(error.body()), JSON, {**error.headers(), **headers})

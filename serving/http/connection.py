@@ -1,0 +1,158 @@
+"""A connection that can't hurt the others: its headers are bounded in bytes and time, and so are the connections.
+
+uvicorn's protocol with these limits; whatever breaks one is answered in the one shape of errors where it still can be, and
+closed. What is bounded, and why by us: httptools collects a header, a trailer or an address without an end, joining it anew with
+every piece; uvicorn keeps a connection that says nothing for ever, before its first request and in the middle of its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serving.errors import RequestError
+from serving.http.admission import RETRY_AFTER_S
+
+MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
+MAX_PIPELINED = 64  # requests of one connection that wait for their turn
+HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
+LINGER_S = 5.0  # for the last answer to be taken
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One a connection. `max_connections` is set by a subclass (`limited_to`)."""
+
+    max_connections = 1000
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._in_head, self._refused = True, False
+        self._barren_bytes = 0  # that came since the last time they were good for something
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._active_s = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Between requests, with nothing of the next one here."""
+        return self._in_head and not self._barren_bytes and (self.cycle is None or self.cycle.response_complete)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_head()
+        if len(self.connections) > self.max_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._active_s = time.monotonic()
+        self._barren_bytes += len(data)
+        if self._in_head and self._head_timer is None:
+            self._time_head()
+        super().data_received(data)
+        if self._barren_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._time_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_is_here()
+        self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))
+        if not self._refused:
+            self._barren_bytes = 0
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._barren_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._barren_bytes, self._in_head = 0, True
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's for what isn't HTTP."""
+        self._refuse(RequestError(400, "expected an HTTP request"))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._close()
+
+    def _time_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _head_is_here(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._barren_bytes:
+            self._refuse(RequestError(408, f"expected complete headers within {HEAD_S:g} s", code="header_timeout"))
+        else:
+            self._close()
+
+    def _refuse_head(self) -> None:
+        self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
+
+    def _make_room(self) -> None:
+        """The connection that has been idle longest goes; where all are at work, the new one does."""
+        others = (c for c in self.connections if c is not self and isinstance(c, LimitedProtocol) and c.is_idle)
+        oldest = min(others, key=lambda c: c._active_s, default=None)
+        if oldest is not None:
+            oldest._close()
+        else:
+            message = f"{self.max_connections} connections are open, the most that this process takes; try again"
+            self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer and close; a request that is being answered on this connection is cut off."""
+        if self._refused:
+            return
+        self._refused = True
+        self._head_is_here()
+        body = msgspec.json.encode(error.body())
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers(), "connection": "close"}
+        lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
+        self._close()
+
+    def _close(self) -> None:
+        """A client that doesn't take its last answer is not waited for."""
+        if not self.transport.is_closing():
+            self.transport.close()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def limited_to(max_connections: int) -> type[LimitedProtocol]:
+    """The protocol with this limit, for uvicorn, which makes its objects itself."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections})

@@ -1,0 +1,44 @@
+"""Bodies and answers that a schema's documents show; tests send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roo.block import main_key
+from roo.schema import Feature, Schema
+
+ENGAGED = {"accepted": 1, "event_ids": ["18136445899183003242"], "unused_actions": []}
+
+
+def rank_example(schema: Schema) -> dict[str, Any]:
+    """A body that this schema takes; features that are kept online are left out, as clients leave them."""
+    own = {f.name: _value(f) for f in schema.nro if not f.online and f.name not in ("item", "item_id", "nro")}
+    return {
+        "request_id": "r-1",
+        "user_id": 17,
+        "session_id": 4,
+        "ro": {f.name: _value(f) for f in schema.ro if not f.online},
+        "candidates": [{"item_id": 8, **own}, {"item_id": 9, **own}],
+    }
+
+
+def engagement_example(schema: Schema) -> dict[str, Any]:
+    """One that a label counts."""
+    action = schema.labels[0].action
+    return {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": action, "value": 1.0}
+
+
+def _value(f: Feature) -> Any:
+    if f.kind == "float":
+        return 2.5
+    if f.kind == "ids":
+        return [3]
+    if f.kind == "weighted_ids":
+        return {"ids": [3], "weights": [0.5]}
+    return {main_key(f): [8, 3], **{c: [1, 1] if kind == "ids" else [1700000000000] * 2 for c, kind in f.columns.items()}}
+
+
+def answer_example(schema: Schema) -> dict[str, Any]:
+    """What it may say."""
+    scores = [dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)]
+    return {"request_id": "r-1", "model_version": "1-27", "scores": scores, "order": [1, 0], "degraded": False}

@@ -1,0 +1,211 @@
+"""The OpenAPI document: of every route, from the types that requests are parsed with and those of the answers. It is complete and
+strict: what it doesn't name is refused, and every status that can come is in it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from roo.schema import Schema
+from serving.errors import CODES
+from serving.http import examples
+from serving.http.body import JSON, PROTOBUF
+from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
+from serving.http.json_types import NAME, PlainId, build_types, limits
+from serving.http.query import RANK_QUERY
+
+_REF = "#/components/schemas/{name}"
+_ERRORS = {
+    400: "a bad field; `path` names it",
+    404: "the model version that was asked for isn't held; ask without one",
+    408: "the body was not there within the deadline; send it again",
+    413: "too many bytes (also inflated), candidates, list entries or engagements",
+    415: "another media type, charset or encoding",
+    429: "overloaded: send it again after Retry-After",
+    431: "more than 32 KiB of headers",
+    500: "a defect of ours, or a model that gives no number; sending it again can help",
+    503: "the feature log is full, or the process is stopping: send it again after Retry-After",
+    504: "not scored within the deadline; nothing was logged: send it again after Retry-After",
+}
+_RETRY = {"Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}, "required": True}}
+_WITH_RETRY = (429, 503, 504)
+
+
+class Fault(msgspec.Struct, forbid_unknown_fields=True):
+    """What is wrong, in a word for programs and in one sentence for people."""
+
+    code: Annotated[str, limits("in a word", examples=[*CODES.values(), "unknown_model_version"])]
+    message: Annotated[str, Meta(description="one sentence: expected, got, what to do")]
+    path: Annotated[str, Meta(description="the field, where one is at fault")] = ""
+
+
+class ErrorAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """Any answer that isn't 200; nothing was logged. JSON, whatever the client accepts."""
+
+    error: Fault
+
+
+class Accepted(msgspec.Struct, forbid_unknown_fields=True):
+    """All of a body's engagements are in the log."""
+
+    accepted: Annotated[int, limits(minimum=0, maximum=MAX_ENGAGEMENTS)]
+    event_ids: Annotated[
+        list[Annotated[str, limits(pattern="^[0-9]{1,20}$")]],
+        Meta(description="64-bit numbers as text, in the body's order; sent as event_id, the same event is told again"),
+    ]
+    unused_actions: Annotated[
+        list[Annotated[str, NAME]], Meta(description="actions of the body that no label and no online feature counts")
+    ]
+
+
+class Readiness(msgspec.Struct, forbid_unknown_fields=True):
+    """Whether answers are complete, and what is still missing."""
+
+    ready: bool
+    waiting_for: list[str]
+    model_version: str
+
+
+class Alive(msgspec.Struct, forbid_unknown_fields=True):
+    """The process is up."""
+
+    status: str
+
+
+class About(msgspec.Struct, forbid_unknown_fields=True):
+    """Who answers here."""
+
+    name: str
+    version: str
+    schema: str
+    model_version: str
+    ready: bool
+    links: dict[str, str]
+
+
+# Component names are what generated clients call their classes.
+_NAMES = {"EngagementBody": "Engagement", "ErrorAnswer": "Error", "Accepted": "EngagementsAnswer"}
+
+
+def describe(schema: Schema, version: str) -> dict[str, Any]:
+    """The document, OpenAPI 3.1."""
+    components = _components(schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Roostream serving",
+            "version": version,
+            "description": "Rank the candidates of a request; tell what users did. Pages with examples: docs/http.md.",
+        },
+        "tags": [{"name": "traffic", "description": "what clients call"}, {"name": "health", "description": "who runs it"}],
+        "paths": {
+            "/v1/rank": {"post": _rank(schema)},
+            "/v1/engagements": {"post": _engage(schema)},
+            "/healthz": {"get": _get("alive", "The process is up", _ok(_json("Alive")))},
+            "/readyz": {"get": _get("ready", "Whether answers are complete", _readiness())},
+            "/metrics": {"get": _get("metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}}))},
+            "/": {"get": _get("about", "Who answers here; a page where text/html is accepted", _ok(_about()))},
+        },
+        "components": {"schemas": components},
+    }
+
+
+def _components(schema: Schema) -> dict[str, Any]:
+    types = (build_types(schema).rank, EngagementBody, _answer_type(schema), Accepted, ErrorAnswer, Readiness, Alive, About)
+    _, components = msgspec.json.schema_components(types, ref_template=_REF)
+    named = {_NAMES.get(name, name): component for name, component in components.items()}
+    for name, component in named.items():
+        component["title"] = name
+    return named
+
+
+def _rank(schema: Schema) -> dict[str, Any]:
+    binary = {"type": "string", "format": "binary"}
+    body = {
+        JSON: {"schema": {"$ref": _REF.format(name="RankRequest")}, "example": examples.rank_example(schema)},
+        PROTOBUF: {"schema": {**binary, "description": "a roo.Impression without scores"}},
+    }
+    answer = {
+        JSON: {"schema": {"$ref": _REF.format(name="RankAnswer")}, "example": examples.answer_example(schema)},
+        PROTOBUF: {"schema": {**binary, "description": "a roo.RankAnswer, for a client that accepts it"}},
+    }
+    asked = [
+        {"name": name, "in": "query", "description": text, "required": False, "schema": {"type": "boolean", "default": False}}
+        for name, text in RANK_QUERY.items()
+    ]
+    return {
+        "operationId": "rank",
+        "tags": ["traffic"],
+        "summary": "Rank the candidates of a request",
+        "parameters": asked,
+        "requestBody": {"required": True, "content": body},
+        "responses": _ok(answer, "scored, and logged") | _errors(*_ERRORS),
+    }
+
+
+def _engage(schema: Schema) -> dict[str, Any]:
+    one = {"$ref": _REF.format(name="Engagement")}
+    either = {"anyOf": [one, {"type": "array", "items": one, "maxItems": MAX_ENGAGEMENTS}]}
+    answer = {JSON: {"schema": {"$ref": _REF.format(name="EngagementsAnswer")}, "example": examples.ENGAGED}}
+    return {
+        "operationId": "engage",
+        "tags": ["traffic"],
+        "summary": "Tell what users did",
+        "requestBody": {"required": True, "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}}},
+        "responses": _ok(answer, "logged") | _errors(*(status for status in _ERRORS if status not in (404, 504))),
+    }
+
+
+def _get(operation: str, summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "operationId": operation,
+        "tags": ["health"],
+        "summary": summary,
+        "responses": responses | _errors(431, 500) | _errors(503, unless=responses),
+    }
+
+
+def _ok(content: dict[str, Any], text: str = "as asked") -> dict[str, Any]:
+    return {"200": {"description": text, "content": content}}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {JSON: {"schema": {"$ref": _REF.format(name=name)}}}
+
+
+def _about() -> dict[str, Any]:
+    return {**_json("About"), "text/html": {"schema": {"type": "string"}}}
+
+
+def _readiness() -> dict[str, Any]:
+    waiting = {"description": "still waiting for something", "headers": _RETRY}
+    either = {"anyOf": [{"$ref": _REF.format(name="Readiness")}, {"$ref": _REF.format(name="Error")}]}
+    return _ok(_json("Readiness"), "rows are here") | {"503": {**waiting, "content": {JSON: {"schema": either}}}}
+
+
+def _errors(*statuses: int, unless: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        str(status): {"description": _ERRORS[status], "content": _json("Error")}
+        | ({"headers": _RETRY} if status in _WITH_RETRY else {})
+        for status in statuses
+        if str(status) not in (unless or ())
+    }
+
+
+def _answer_type(schema: Schema) -> type[msgspec.Struct]:
+    """`RankAnswer.json` (serving/answer.py) as a type."""
+    names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
+    score = Annotated[float, limits(minimum=0, maximum=1)]
+    scores = msgspec.defstruct("Scores", [(name, score) for name in names], rename=names, forbid_unknown_fields=True)
+    index = Annotated[int, limits(minimum=0)]
+    fields: list[Any] = [
+        ("request_id", str),
+        ("model_version", str),
+        ("scores", Annotated[list[scores], Meta(description="by candidate, in the request's order")]),  # type: ignore[valid-type]
+        ("order", Annotated[list[index], Meta(description="candidates' indices, first slot first")]),
+        ("degraded", Annotated[bool, Meta(description="Redis or the rows were away")]),
+        ("ranked", Annotated[list[PlainId], Meta(description="with ?ranked=true: item ids, first slot first")], []),
+    ]
+    return msgspec.defstruct("RankAnswer", fields, forbid_unknown_fields=True)

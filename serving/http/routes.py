@@ -1,0 +1,182 @@
+"""The two routes that carry traffic, straight on ASGI: no validation framework between the socket and the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from roo.errors import WireError
+from serving.answer import RankAnswer
+from serving.build import Parts
+from serving.errors import RequestError
+from serving.feature_log.format import LogRecord
+from serving.feature_log.log import LogFullError
+from serving.http.admission import RETRY_AFTER_S, Gate
+from serving.http.binary import parse_impression
+from serving.http.body import JSON, PROTOBUF, ClientGoneError, Intake, accepts_protobuf, encoded, media_of, respond, stopping
+from serving.http.engage import EngagementParser
+from serving.http.parse import JsonParser
+from serving.http.query import options_of
+from serving.http.seldom import Seldom, kind_of
+from serving.rank import Ranked
+from serving.request import RankRequest
+
+log = logging.getLogger("roostream.serving")
+
+
+class _Endpoint:
+    """Errors, metrics and the answer, the same for both routes."""
+
+    route = ""
+
+    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
+        self.parts, self.intake, self.seldom = parts, intake, seldom
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, answered whatever happens in it; only to a client that hung up nothing is said."""
+        begin_s = time.perf_counter()
+        headers: dict[str, str] = {}
+        answer: object
+        until_s = asyncio.get_running_loop().time() + self.parts.config.deadline_ms / 1000
+        try:
+            status, answer = 200, await self.answer(scope, receive, until_s)
+        except ClientGoneError:
+            return
+        except (RequestError, asyncio.CancelledError) as error:
+            refusal = self._refusal(error)
+            status, answer, headers = refusal.status, refusal.body(), refusal.headers()
+        except Exception as error:
+            self._complain(error)
+            defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
+            status, answer = 500, defect.body()
+        body, media = encoded(answer, accepts_protobuf(scope))
+        self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
+        await respond(send, status, body, media, headers)
+
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
+        """What a 200 says; `body.encoded` gives it its form. `until_s`: its deadline. Raises RequestError, ClientGoneError."""
+        raise NotImplementedError
+
+    def append(self, records: list[LogRecord]) -> None:
+        """From the loop's thread: after it the answer goes out, whatever becomes of the deadline."""
+        try:
+            for record in records:
+                self.parts.log.append(record)
+        except LogFullError as error:
+            raise RequestError(503, str(error), retry_after_s=RETRY_AFTER_S) from None
+        except WireError as error:
+            raise RequestError(413, str(error)) from None
+
+    def _refusal(self, error: RequestError | asyncio.CancelledError) -> RequestError:
+        """At a stop the server cancels what has not ended in time."""
+        if isinstance(error, RequestError):
+            return error
+        if not self.intake.is_stopping:
+            raise error
+        return stopping()
+
+    def _complain(self, error: Exception) -> None:
+        left_out = self.seldom.due(kind_of(error))
+        if left_out is not None:
+            more = f" ({left_out} more since the last that was told)" if left_out else ""
+            log.exception("a %s request failed: this is a defect of Roostream%s", self.route, more)
+
+
+class RankEndpoint(_Endpoint):
+    """`POST /v1/rank`: body → parse → a place at the gate → score in the scoring thread → log → answer."""
+
+    route = "rank"
+
+    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
+        super().__init__(parts, intake, seldom)
+        self.gate = Gate(parts.config.max_in_flight)
+        self.json = JsonParser(parts.schema)
+
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> RankAnswer:
+        """Once the log has its impression.
+
+        Raises:
+            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed. Nothing is logged
+                then.
+            ClientGoneError: nothing is logged.
+        """
+        self.gate.check(self._left_s(until_s))  # before a body is read and parsed for nothing
+        options = options_of(scope["query_string"])
+        media = media_of(scope, (JSON, PROTOBUF))
+        body = await self.intake.read(scope, receive, until_s)
+        request = self._parse(body, media, options)
+        self._check_room(len(body))
+        with self.gate.admit(self._left_s(until_s)):
+            answer = await self._scored(request, until_s)
+        self.parts.metrics.candidates.inc(len(request.item_ids))
+        if answer.degraded:
+            self.parts.metrics.degraded.inc()
+        return answer
+
+    async def _scored(self, request: RankRequest, until_s: float) -> RankAnswer:
+        """Stamped only now: a body that comes slowly holds no heartbeat back."""
+        stamp_ms = self.parts.stamps.open()
+        try:
+            async with asyncio.timeout_at(until_s):
+                ranked = await self._score(request, stamp_ms)
+            self.append([ranked.record])
+            return ranked.answer
+        except TimeoutError:
+            message = f"not scored within {self.parts.config.deadline_ms} ms; nothing was logged"
+            raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
+        finally:
+            self.parts.stamps.close(stamp_ms)
+
+    def _parse(self, body: bytes, media: str, options: dict[str, bool]) -> RankRequest:
+        if media == PROTOBUF:
+            request = parse_impression(self.parts.schema, body)
+        else:
+            request = self.json.parse(body)
+        request.append |= options.get("append", False)
+        request.wants_ranked = options.get("ranked", False)
+        return request
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse before scoring what could not be logged after it."""
+        if not self.parts.log.has_room(num_bytes):
+            message = "the feature log is full: Kafka has not taken its records; try again"
+            raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
+
+    def _score(self, request: RankRequest, stamp_ms: int) -> Awaitable[Ranked]:
+        """Cancelling it (the deadline) takes it out of the queue if it hasn't begun."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self.parts.executor, self.parts.service.rank, request, stamp_ms)
+
+    def _left_s(self, until_s: float) -> float:
+        return until_s - asyncio.get_running_loop().time()
+
+
+class EngagementsEndpoint(_Endpoint):
+    """`POST /v1/engagements`: answered once the log has them."""
+
+    route = "engagements"
+
+    def __init__(self, parts: Parts, intake: Intake, seldom: Seldom) -> None:
+        super().__init__(parts, intake, seldom)
+        self.json = EngagementParser(parts.schema, strict=parts.config.strict_actions)
+
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
+        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: what came before the log was full is."""
+        media_of(scope, (JSON,))
+        body = await self.intake.read(scope, receive, until_s)
+        stamp_ms = self.parts.stamps.open()
+        try:
+            told = self.json.parse(body, stamp_ms)
+            self.append(told.records)
+        finally:
+            self.parts.stamps.close(stamp_ms)
+        metrics, unused = self.parts.metrics, self.json.unused(told.actions)
+        metrics.engagements.inc(len(told.records))
+        for action in unused:
+            metrics.unused_action(action, told.actions.count(action))
+        return {"accepted": len(told.records), "event_ids": [str(e) for e in told.event_ids], "unused_actions": unused}
