@@ -114,7 +114,7 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, An
 def trainer_state(worker: Scraped, control: Mapping[str, Any]) -> dict[str, Any]:
     """Lag, watermark, caught-up state and ETA of worker 0."""
     report = _worker_report(control)
-    exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite")
+    exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite", "lost_records")
     reported = ("watermark_ms", "step", "requests", "candidates", "duplicates", "dead_letters")
     return {
         "state": worker.state("roostream_worker_state", "state"),

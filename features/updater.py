@@ -83,6 +83,9 @@ class FeatureMetrics:
         self.events = Counter("roostream_features_events", "events applied", ["topic"], registry=registry)
         self.bad = Counter("roostream_features_bad_records", "records that can't be read", registry=registry)
         self.restarts = Counter("roostream_features_reloads", "times that offsets were read again", registry=registry)
+        self.lost = Gauge(
+            "roostream_features_lost_records", "events that Kafka no longer had when they were to be read", registry=registry
+        )
         self.time_ms = Gauge("roostream_features_event_time_ms", "event time of the newest record applied", registry=registry)
 
 
@@ -107,6 +110,7 @@ class FeatureUpdater:
         **If it fails** (UnavailableError, CheckpointError): whether they are applied is unknown; `open` finds out.
         """
         records = self.source.poll(self.batch_records, timeout_s)
+        self.metrics.lost.set(self.source.num_lost)
         if records and not self._apply(records):
             log.warning("the offsets in Redis changed (it was emptied, or another updater runs); going on from what is there")
             self.open()
@@ -170,7 +174,9 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis, timeout_s=_REDIS_TIMEOUT_S)
     log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
-    reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix, merged=True)
+    reading = Reading(
+        partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix, merged=True, skips_lost=config.skip_lost
+    )
     source = KafkaReader.open(config.broker, f"{config.prefix}features", reading)
     store = FeatureStore(connection, config.redis, config.prefix, config.partitions)
     try:

@@ -63,7 +63,7 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
-    reading = Reading(partitions=engine.partitions, prefix=config.prefix)
+    reading = Reading(partitions=engine.partitions, prefix=config.prefix, skips_lost=config.skip_lost)
     source = KafkaReader.open(config.broker, f"{config.prefix}roostream-joiner", reading)
     sink = KafkaSink(config.broker, config.prefix)
     snapshots = Snapshots(open_store(config.home))

@@ -16,7 +16,7 @@ class Meters:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.records = Counter("roostream_joiner_records", "records read", registry=registry)
         self.lost = Gauge(
-            "roostream_joiner_lost_records", "events that retention deleted before they were joined", registry=registry
+            "roostream_joiner_lost_records", "events that Kafka no longer had when they were to be joined", registry=registry
         )
         self.outputs = Counter("roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry)
         self.watermark = Gauge("roostream_joiner_watermark_ms", "event time that all partitions have reached", registry=registry)

@@ -39,6 +39,9 @@ class Deployment(Watched):
     prefix: str = setting("", "of topic names and Redis keys")
     schema: str = setting("", "schema TOML")
     store: str = setting("", "checkpoint store: a directory, or its URL")
+    skip_lost: bool = setting(
+        True, "records that Kafka no longer has when they are to be read are counted and passed over; false = stop and say so"
+    )
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
 

@@ -70,5 +70,9 @@ class BatchSource(Protocol):
     def lag(self) -> dict[Partition, PartitionLag]:
         """As of a moment ago; {} while the ends are not known. Asks nobody; any thread."""
 
+    @property
+    def num_lost(self) -> int:
+        """Samples that were gone before they could be read, so far. Any thread."""
+
     def close(self) -> None:
         """Idempotent."""

@@ -75,6 +75,7 @@ class Monitor:
             "incarnation": self.worker.incarnation,
             "training": int(self.worker.training),
             "duplicates": self.worker.loop.own.num_skipped,
+            "lost_records": self.worker.loop.source.num_lost,
             "row_wait_share": counts.waiting_s / counts.busy_s if counts.busy_s else 0.0,
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,

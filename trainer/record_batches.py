@@ -51,6 +51,10 @@ class RecordBatches:
     def lag(self) -> dict[Partition, PartitionLag]:
         return self.reader.lag()
 
+    @property
+    def num_lost(self) -> int:
+        return self.reader.num_lost
+
     def close(self) -> None:
         self.reader.close()
 

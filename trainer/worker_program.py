@@ -104,6 +104,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordB
         prefix=config.prefix,
         merged=True,
         follows_ends=True,
+        skips_lost=config.skip_lost,
     )
     reader = KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
     return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms)

@@ -65,6 +65,10 @@ class Endless:
     def lag(self) -> dict[Partition, PartitionLag]:
         return {}
 
+    @property
+    def num_lost(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Nothing is held."""
 

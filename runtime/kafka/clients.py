@@ -57,6 +57,7 @@ def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
         "enable.auto.offset.store": False,
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
+        "check.crcs": True,
         "fetch.wait.max.ms": 50,
         "fetch.error.backoff.ms": 100,
         "queued.max.messages.kbytes": 65_536,

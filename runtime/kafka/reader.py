@@ -56,13 +56,9 @@ class KafkaReader:
         return cls(consumer, reading, ends, what=f"Kafka at {broker}")
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
-        """See RecordReader. The broker is asked for every oldest offset first, so that nothing is changed where it is away."""
-        oldest = {p: self.bounds(p)[0] for p in self.partitions}
-        wanted = {p: progress.get(p, oldest[p]) for p in self.partitions}
-        for p, at in wanted.items():
-            if at < oldest[p]:
-                self._lose(p, at, oldest[p])
-        self._given = {p: max(at, oldest[p]) for p, at in wanted.items()}
+        """See RecordReader. The broker is asked for all bounds first, so that nothing is changed where it is away."""
+        bounds = {p: self.bounds(p) for p in self.partitions}
+        self._given = {p: self._place(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions}
         self._given_ms = dict.fromkeys(self.partitions, 0)
         self._fetched = dict(self._given)
         self._merge.clear()
@@ -160,29 +156,28 @@ class KafkaReader:
         if not self._gone:
             return
         try:
-            oldest = {p: self.bounds(p)[0] for p in self._gone}
+            bounds = {p: self.bounds(p) for p in self._gone}
         except UnavailableError as error:
             log.debug("%s", error)
             return
-        for p, at in oldest.items():
-            self._lose(p, self._fetched[p], at)
-            self._fetched[p] = at
+        for p, found in bounds.items():
+            self._fetched[p] = self._place(p, self._fetched[p], *found)
         self._assign()
 
-    def _lose(self, partition: Partition, wanted: int, oldest: int) -> None:
+    def _place(self, partition: Partition, wanted: int, oldest: int, end: int) -> int:
+        """Where to go on for `wanted`: there, or where records are that can still be read; what lies between is lost."""
+        if oldest <= wanted <= end:
+            return wanted
+        name, at = self._named(partition), oldest if wanted < oldest else end
         if not self.reading.skips_lost:
-            raise RecordsGoneError(f"{self._named(partition)} no longer has offset {wanted}, the oldest is {oldest}")
-        if wanted >= oldest:
-            log.error("%s ends before offset %d: it was made anew; going on from %d", self._named(partition), wanted, oldest)
-            return
-        self.num_lost += oldest - wanted
-        log.error(
-            "%s: offset %d is gone, the oldest is %d: retention deleted %d records before they were read; raise it",
-            self._named(partition),
-            wanted,
-            oldest,
-            oldest - wanted,
-        )
+            raise RecordsGoneError(f"{name} no longer has offset {wanted}: it has {oldest} to {end}")
+        self.num_lost += abs(wanted - at)
+        if wanted < oldest:
+            why = f"retention deleted {oldest - wanted} records before they were read; raise it"
+        else:
+            why = f"Kafka lost {wanted - end} offsets that were read, and what was behind them; new records have the same offsets"
+        log.error("%s: offset %d is gone, it has %d to %d: %s; going on from %d", name, wanted, oldest, end, why, at)
+        return at
 
     def _assign(self) -> None:
         """All partitions, at what was fetched; this ends every pause."""

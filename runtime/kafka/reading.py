@@ -27,7 +27,7 @@ class Reading:
     prefix: str = ""
     merged: bool = False  # oldest record first over all partitions; otherwise as they come
     buffered: int = 4096  # records a partition; a partition with so many is not fetched
-    skips_lost: bool = True  # past what retention deleted, with a word and a count; otherwise RecordsGoneError
+    skips_lost: bool = True  # past what the broker no longer has, with a word and a count; otherwise RecordsGoneError
     follows_ends: bool = False  # `lag` is wanted
 
     def place(self, partition: Partition, *offset: int) -> TopicPartition:

@@ -44,14 +44,15 @@ class RecordReader(Protocol):
 
     @property
     def num_lost(self) -> int:
-        """Records that retention deleted before they were given, since this reader was made."""
+        """Records that retention deleted before they were given, and offsets that were given and that the log has lost again
+        (an unclean stop of the broker), since this reader was made."""
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
         """Go on from these next offsets; a partition that isn't named, from its oldest record. What was fetched is forgotten.
         Comes before the first `poll`.
 
-        **If an offset is gone** (retention passed it): goes on from the oldest record, says how many were lost and counts
-        them in `num_lost`; a reader that may not skip raises RecordsGoneError.
+        **If an offset is gone**: says so and counts what is lost in `num_lost`; goes on from the oldest record where retention
+        passed the offset, from the end where it lies beyond. A reader that may not skip raises RecordsGoneError.
 
         Raises:
             UnavailableError: the source is away, or a topic can't be read; nothing was changed.
@@ -113,11 +114,12 @@ class MemoryReader:
     def seek(self, progress: Mapping[Partition, int]) -> None:
         self._check()
         wanted = {p: progress.get(p, self._first[p]) for p in self.partitions}
-        lost = sum(max(self._first[p] - at, 0) for p, at in wanted.items())
+        there = {p: min(max(at, self._first[p]), len(self._logs[p])) for p, at in wanted.items()}
+        lost = sum(abs(there[p] - at) for p, at in wanted.items())
         if lost and not self.skips_lost:
             raise RecordsGoneError(f"expected the offsets {wanted}, {lost} of them are gone; begin at the oldest")
         self.num_lost += lost
-        self._at = {p: max(at, self._first[p]) for p, at in wanted.items()}
+        self._at = there
         self._position_ms = dict.fromkeys(self.partitions, 0)
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
@@ -171,8 +173,8 @@ class MemoryReader:
                 continue
             if not self.skips_lost:
                 raise RecordsGoneError(f"{p}: offset {at} is gone, the oldest is {first}")
-            self.num_lost += max(first - at, 0)
-            self._at[p] = first
+            self._at[p] = first if at < first else len(self._logs[p])
+            self.num_lost += abs(self._at[p] - at)
 
     def _check(self) -> None:
         if self.away:

@@ -241,9 +241,17 @@ def test_a_reader_that_may_not_skip_says_that_records_are_gone(records: Log) -> 
 def test_offsets_beyond_the_end_are_gone_too(records: Log) -> None:
     reader = records.reader(skips_lost=False)
     records.write(P0, 1_000)
-    reader.seek({P0: 1_000_000})
     with pytest.raises(RecordsGoneError):
-        read(reader, 1)
+        reader.seek({P0: 1_000_000})
+
+
+def test_a_reader_that_may_skip_goes_on_at_the_end_of_a_log_that_was_cut(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000, 1_001)
+    reader.seek({P0: 7})
+    assert reader.num_lost == 5 and reader.positions()[P0] == 2
+    records.write(P0, 1_002)
+    assert places(read(reader, 1)) == [(P0, 2)]
 
 
 def test_closing_twice_is_closing_once(records: Log) -> None:

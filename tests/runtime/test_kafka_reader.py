@@ -40,7 +40,7 @@ def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogC
     reader = KafkaReader(consumer, MERGED)
     with caplog.at_level(logging.ERROR):
         reader.seek({P0: 4, P1: 10})
-    assert "t.samples-0: offset 4 is gone, the oldest is 10: retention deleted 6 records" in caplog.text
+    assert "t.samples-0: offset 4 is gone, it has 10 to 100: retention deleted 6 records" in caplog.text
     assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
 
 
@@ -53,7 +53,7 @@ def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(caplo
         reader.poll(9, 0)
         reader.poll(9, 0)
     assert reader.num_lost == 4 and consumer.assigned == {AT0: 5, AT1: 0, AT2: 0}
-    assert "offset 1 is gone, the oldest is 5" in caplog.text
+    assert "offset 1 is gone, it has 5 to 100" in caplog.text
 
 
 def test_skipping_waits_for_a_broker_that_is_away() -> None:
@@ -67,15 +67,33 @@ def test_skipping_waits_for_a_broker_that_is_away() -> None:
     assert consumer.assigned[AT0] == 3 and reader.num_lost == 3
 
 
-def test_a_topic_that_was_made_anew_is_read_from_its_oldest_record(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 0, 5)])
+def test_a_log_that_was_cut_before_a_seek_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 50, 5)], newest=50)
+    reader = KafkaReader(consumer, AS_THEY_COME)
+    with caplog.at_level(logging.ERROR):
+        reader.seek({P0: 60, P1: 50})
+    assert "offset 60 is gone, it has 0 to 50: Kafka lost 10 offsets that were read" in caplog.text and reader.num_lost == 10
+    assert consumer.assigned == {AT0: 50, AT1: 50, AT2: 0}
+    assert [r.offset for r in reader.poll(9, 0)] == [50], "the first of the new ones"
+
+
+def test_a_log_that_is_cut_while_it_is_read_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError._AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)])
     reader = KafkaReader(consumer, AS_THEY_COME)
     reader.seek({P0: 50})
+    consumer.newest = 20
     with caplog.at_level(logging.ERROR):
         reader.poll(9, 0)
         reader.poll(9, 0)
-    assert "ends before offset 50: it was made anew" in caplog.text and reader.num_lost == 0
-    assert [r.offset for r in reader.poll(9, 0)] == [0]
+    assert "offset 50 is gone, it has 0 to 20" in caplog.text and reader.num_lost == 30
+    assert [r.offset for r in reader.poll(9, 0)] == [20]
+
+
+def test_an_offset_that_is_there_after_all_is_read() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)])
+    reader = KafkaReader(consumer, AS_THEY_COME)
+    reader.seek({P0: 50})
+    assert [r.offset for _ in range(3) for r in reader.poll(9, 0)] == [50] and reader.num_lost == 0
 
 
 @pytest.mark.parametrize("code", [KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE])
@@ -85,8 +103,10 @@ def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
     with pytest.raises(RecordsGoneError, match=r"t\.samples-1 no longer has offset 0"):
         reader.poll(9, 0)
     consumer.oldest = 3
-    with pytest.raises(RecordsGoneError, match="offset 1, the oldest is 3"):
+    with pytest.raises(RecordsGoneError, match="no longer has offset 1: it has 3 to 100"):
         reader.seek({P1: 1})
+    with pytest.raises(RecordsGoneError, match="no longer has offset 101"):
+        reader.seek({P1: 101})
     reader.seek({})
     assert consumer.assigned[AT1] == 3 and reader.num_lost == 0
 
