@@ -93,12 +93,13 @@ def compile_operator(console: Console) -> None:
         return
     console.print(f"compiling {len(sources)} Java files")
     with tempfile.TemporaryDirectory(prefix="roostream-classes-") as classes:
-        _compile(sources, libraries, Path(classes))
+        compile_java(sources, libraries, Path(classes))
         _pack(Path(classes))
     stamp("operator", value)
 
 
-def _compile(sources: list[Path], libraries: list[Path], classes: Path) -> None:
+def compile_java(sources: list[Path], libraries: list[Path], classes: Path) -> None:
+    """Compile `sources` into the folder `classes`. Raises SetupError: they don't compile; says where."""
     compiler = next(iter(COMPILER_JARS.glob("*.jar")))
     path = os.pathsep.join(str(p) for p in libraries)
     options = ("--release", "17", "-proc:none", "-nowarn", "-classpath", path, "-d", str(classes))

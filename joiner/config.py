@@ -25,6 +25,15 @@ class JoinerConfig(Rules, Deployment):
     lateness_ms: int = setting(2_000, "bound of disorder within a partition: watermark = newest time - lateness - 1 ms", least=0)
     idleness_ms: int = setting(0, "a partition silent for this long no longer holds the watermark; 0 = off (replays)", least=0)
     checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or the local engine's snapshots", least=100)
+    delivery: Literal["at_least_once", "exactly_once"] = setting(
+        "at_least_once",
+        "of the Flink job; exactly_once: nothing is written twice, in transactions that readers see after a checkpoint",
+    )
+    transaction_timeout_ms: int = setting(
+        600_000,
+        "exactly_once: the longest outage that loses nothing; at most the broker's transaction.max.timeout.ms",
+        least=10_000,
+    )
     parallelism: int = setting(1, "of the Flink operator; one slot each", least=1)
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it is given up; 0 = no limit", least=0)
     read_ahead_ms: int = setting(
@@ -42,6 +51,14 @@ class JoinerConfig(Rules, Deployment):
         super().__post_init__()
         if self.engine == "flink" and self.flink and not self.flink.startswith(("http://", "https://")):
             raise refusal("flink", "http://host:port", self.flink)
+        if self.delivery == "exactly_once" and self.engine != "flink":
+            raise refusal("delivery", "at_least_once with the local engine, which has no transactions", self.delivery)
+        if self.delivery == "exactly_once" and self.transaction_timeout_ms < 2 * self.checkpoint_interval_ms:
+            raise refusal(
+                "transaction_timeout_ms",
+                f"at least two checkpoints ({2 * self.checkpoint_interval_ms} ms)",
+                self.transaction_timeout_ms,
+            )
 
     @property
     def rules(self) -> Rules:

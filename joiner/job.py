@@ -1,8 +1,8 @@
 """The Flink job; `joiner/submit.py` has Flink's client run `main` with `--settings FILE`.
 
-    impressions ─► deserializer ─► watermarks ─┐
-                                               ├─► drop heartbeats ─► by key ─► JoinFunction ─► samples, corrections, dead_letters
-    engagements ─► deserializer ─► watermarks ─┘
+    impressions ─► deserializer ─► event time ─┐
+                                               ├─► drop heartbeats ─► by key ─► watermark ─► JoinFunction ─► samples, corrections,
+    engagements ─► deserializer ─► event time ─┘                                                             dead_letters
 
 Uids, the execution mode, the state's type and the maximal parallelism stay as they are: savepoints depend on them. The join's uid
 carries the version of its state, so that Flink refuses a savepoint of another version before a record is read.
@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from pyflink.common import Configuration, Duration, Types, WatermarkStrategy
+from pyflink.common import Configuration, Types, WatermarkStrategy
 from pyflink.datastream import DataStream, KeyedStream, StreamExecutionEnvironment
 from pyflink.datastream.connectors import DeliveryGuarantee
 from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSink, KafkaSource
@@ -39,7 +39,8 @@ def build(config: JoinerConfig) -> StreamExecutionEnvironment:
     """The environment with the whole job in it."""
     env = _environment(config)
     impressions, engagements = (_read(env, config, topic) for topic in range(len(EVENTS)))
-    joined = _by_key(_events(impressions.union(engagements))).process(JoinFunction(config), output_type=_ENVELOPE)
+    events = _by_key(_events(impressions.union(engagements)))
+    joined = events.process(JoinFunction(config), output_type=_ENVELOPE)
     joined.name("join").uid(UID).sink_to(_sink(config)).name("write").uid("write")
     return env
 
@@ -63,7 +64,7 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 
 def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
-    """One topic. Event time is the record timestamp; the watermark is per partition, and the slowest one's counts."""
+    """One topic. Event time is taken per partition (joiner/local_watermark.py says how), and the slowest one's counts."""
     name = name_of(config.prefix, EVENTS[topic])
     builder = (
         KafkaSource.builder()
@@ -79,13 +80,13 @@ def _read(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> 
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)
     builder._j_builder.setDeserializer(get_gateway().jvm.roostream.RecordDeserializer(topic))
-    strategy = WatermarkStrategy.for_bounded_out_of_orderness(Duration.of_millis(config.lateness_ms))
-    strategy = strategy.with_watermark_alignment(
-        JOB_NAME, Duration.of_millis(config.drift_ms), Duration.of_millis(_ALIGN_EVERY_MS)
-    )
+    java = get_gateway().jvm
+    strategy = java.roostream.EventTime(config.lateness_ms, config.drift_ms, config.producer_timeout_ms)
+    most, every = (java.java.time.Duration.ofMillis(ms) for ms in (config.drift_ms, _ALIGN_EVERY_MS))
+    strategy = strategy.withWatermarkAlignment(JOB_NAME, most, every)
     if config.idleness_ms and not config.replay:
-        strategy = strategy.with_idleness(Duration.of_millis(config.idleness_ms))
-    return env.from_source(builder.build(), strategy, name).uid(f"read-{EVENTS[topic]}")
+        strategy = strategy.withIdleness(java.java.time.Duration.ofMillis(config.idleness_ms))
+    return env.from_source(builder.build(), WatermarkStrategy(strategy), name).uid(f"read-{EVENTS[topic]}")
 
 
 def _events(records: DataStream) -> DataStream:
@@ -95,19 +96,26 @@ def _events(records: DataStream) -> DataStream:
 
 def _by_key(events: DataStream) -> KeyedStream:
     """By field 0, which the deserializer made of the record's key. `DataStream.key_by` would add a second Python operator."""
-    key_type = Types.ROW([Types.LONG()]).get_java_type_info()
-    return KeyedStream(events._j_data_stream.keyBy(get_gateway().jvm.KeyByKeySelector(), key_type), _ENVELOPE, events)
+    java = get_gateway().jvm
+    selector, key_type = java.KeyByKeySelector(), Types.ROW([Types.LONG()]).get_java_type_info()
+    keyed = events._j_data_stream.keyBy(selector, key_type)
+    kept = keyed.transform("watermark", keyed.getType(), java.roostream.WatermarkKeeper()).uid("watermark")
+    utils = java.org.apache.flink.streaming.api.datastream.DataStreamUtils
+    return KeyedStream(utils.reinterpretAsKeyedStream(kept, selector, key_type), _ENVELOPE, events)
 
 
 def _sink(config: JoinerConfig) -> KafkaSink:
     builder = (
         KafkaSink.builder()
         .set_bootstrap_servers(config.bootstrap)
-        .set_delivery_guarantee(DeliveryGuarantee.AT_LEAST_ONCE)
+        .set_delivery_guarantee(DeliveryGuarantee[config.delivery.upper()])
         .set_property("linger.ms", "5")
         .set_property("compression.type", "zstd")
         .set_property("max.request.size", str(MAX_MESSAGE_BYTES))
     )
+    if config.delivery == "exactly_once":
+        builder.set_transactional_id_prefix(f"{config.prefix}{JOB_NAME}")
+        builder.set_property("transaction.timeout.ms", str(config.transaction_timeout_ms))
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)
     topics = ",".join(name_of(config.prefix, topic) for topic in OUTPUTS)

@@ -16,6 +16,7 @@ import java.nio.ByteOrder;
 final class Envelope {
     static final int IN_HEAD = 29;
     static final int OUT_HEAD = 13;
+    private static final int TIMESTAMP_AT = 13;
     private static final int KEY_BYTES_AT = 21;
 
     private Envelope() {}
@@ -35,10 +36,12 @@ final class Envelope {
         return out.array();
     }
 
-    /** The type byte of the record inside, 0 if there is none. */
-    static int kindOf(byte[] in) {
-        int keyBytes = ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getInt(KEY_BYTES_AT);
-        int at = IN_HEAD + Math.max(keyBytes, 0);
-        return in.length >= at + 2 ? in[at] & 0xFF : 0;
+    static long timestampOf(byte[] in) {
+        return ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getLong(TIMESTAMP_AT);
+    }
+
+    /** Where the record's value begins; it ends with the array. */
+    static int valueAt(byte[] in) {
+        return IN_HEAD + Math.max(ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getInt(KEY_BYTES_AT), 0);
     }
 }

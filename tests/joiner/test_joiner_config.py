@@ -35,6 +35,8 @@ def test_timeouts_follow_the_longest_window_of_any_surface() -> None:
         ({"window_ms": 10, "window_jitter_ms": 10}, "less than the shortest window"),
         ({"window_ms": 1_000, "late_horizon_ms": 999}, "at least the longest window"),
         ({"window_ms": 10, "correction_horizon_ms": 101}, "at most the late horizon"),
+        ({"delivery": "exactly_once", "engine": "local"}, "'delivery': expected at_least_once with the local engine"),
+        ({"delivery": "exactly_once", "checkpoint_interval_ms": 400_000}, "at least two checkpoints"),
     ],
 )
 def test_a_setting_that_can_not_be_is_refused_with_its_name_and_value(settings: dict[str, Any], message: str) -> None:
@@ -62,3 +64,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     file.write_text("windw_ms = 5\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"joiner.toml:1: unknown key 'windw_ms' = 5; did you mean 'window_ms'"):
         load(JoinerConfig, file)
+
+
+def test_a_partition_may_be_read_ahead_as_far_as_topics_accept_of_the_future() -> None:
+    assert JoinerConfig(window_ms=5_000).drift_ms == 60_000
+    assert JoinerConfig(window_ms=20_000).drift_ms == 120_000 and JoinerConfig(read_ahead_ms=7).drift_ms == 7

@@ -1,4 +1,5 @@
-"""A savepoint of the joiner's state, on a real cluster: the next job goes on from it, and nothing is joined twice or lost."""
+"""A savepoint of the joiner's state, on a real cluster: the next job goes on from it, and nothing is joined twice or lost; all of
+it is written exactly once."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import pytest
 
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
+from roo import roo_pb2 as pb
+from roo import wire
 from roo.schema_registry import to_toml
+from roo.wire import Record
 from tests.joiner import generated
-from tests.joiner.cases import SCHEMA, SCHEMAS, seen
-from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
+from tests.joiner.cases import SCHEMA, SCHEMAS, record, seen
+from tests.joiner.joined_topics import SETTINGS, consume, distinct, produce, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -19,11 +23,24 @@ RECORDS = generated.arrivals(12)
 HALF = len(RECORDS) // 2
 
 
-def expected() -> dict[object, bytes]:
+def message_of(value: bytes) -> pb.Sample:
+    message = wire.decode(value)[1]
+    assert isinstance(message, pb.Sample)
+    return message
+
+
+def expected(records: list[Record] = RECORDS) -> dict[object, bytes]:
     """Sample id → sample, as the same join gives it in this process."""
     engine = LocalEngine(JoinerConfig(**generated.SETTINGS), SCHEMA, SCHEMAS.get)  # type: ignore[arg-type]
-    outputs = [o for r in generated.placed(RECORDS) for o in engine.process(r)]
+    outputs = [o for r in generated.placed(records) for o in engine.process(r)]
     return {seen(o).message.sample_id: o.value for o in outputs if o.topic == "samples"}
+
+
+def forgotten(reached_ms: int) -> list[Record]:
+    """The impressions of requests that are forgotten where event time has reached `reached_ms`."""
+    end_ms = generated.WINDOW_MS + 2 * generated.HORIZON_MS
+    impressions = [m for m in generated.messages(12) if isinstance(m, pb.Impression)]
+    return [record(m, partition=-1) for m in impressions if m.header.time_ms + end_ms <= reached_ms]
 
 
 def test_a_job_goes_on_from_a_savepoint_with_requests_in_every_phase(tmp_path: Path) -> None:
@@ -32,24 +49,31 @@ def test_a_job_goes_on_from_a_savepoint_with_requests_in_every_phase(tmp_path: P
     from runtime.flink_rest import FlinkRest
 
     samples = expected()
+    halfway = expected(RECORDS[:HALF])
+    copies = forgotten(max(sample.close_ms for sample in map(message_of, halfway.values())))
+    assert copies, "what is forgotten halfway comes again"
     (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
-    options = StackOptions(schema=tmp_path / "schema.toml", replay=True, overrides={"joiner": SETTINGS})
+    overrides = {"joiner": {**SETTINGS, "delivery": "exactly_once", "checkpoint_interval_ms": 1_000}}
+    options = StackOptions(schema=tmp_path / "schema.toml", replay=True, overrides=overrides)
     with Stack(tmp_path / "stack", options) as stack:
         stack.start(["kafka", "joiner"])
         stack.wait_ready("kafka", timeout_s=60)
         kafka = stack.endpoints.kafka
         produce(kafka, "", RECORDS[:HALF])
         stack.wait_ready("joiner", timeout_s=90)
-        wait("a first sample and correction", lambda: count(kafka, "", "samples") > 20 and count(kafka, "", "corrections") > 0)
+        wait("all samples so far", lambda: len(consume(kafka, "", "samples")) == len(halfway))
         flink = FlinkRest(stack.endpoints.flink)
         first = flink.live_job()
         assert first is not None
         savepoint = flink.stop_with_savepoint(first["jid"], (tmp_path / "stack" / "flink" / "savepoints").as_uri(), 60)
-        produce(kafka, "", RECORDS[HALF:])
-        wait("the last sample", lambda: count(kafka, "", "samples") >= len(samples))
+        produce(kafka, "", [*copies, *RECORDS[HALF:]])
+        wait("the last sample", lambda: len(consume(kafka, "", "samples")) >= len(samples))
         second = flink.live_job()
         assert second is not None and second["jid"] != first["jid"]
         restored = flink.get(f"/jobs/{second['jid']}/checkpoints")
         assert restored is not None and restored["latest"]["restored"]["external_path"] in savepoint
-        assert count(kafka, "", "samples") == len(samples), "each was written once"
+        assert len(consume(kafka, "", "samples")) == len(samples), "each was written once"
         assert {i: row[3] for i, row in distinct(kafka, "", "samples").items()} == samples
+        refused = [wire.decode(m.value())[1] for m in consume(kafka, "", "dead_letters")]
+        late = {m.raw for m in refused if isinstance(m, pb.DeadLetter) and m.reason == "too_late"}
+        assert {r.value for r in copies} <= late, "the watermark is where it was: nothing is taken for new"

@@ -1,0 +1,36 @@
+package roostream;
+
+import java.io.DataInputStream;
+import java.io.DataOutputStream;
+import java.io.EOFException;
+import java.io.IOException;
+import org.apache.flink.types.Row;
+
+/** Reads (timestamp, length, value) from standard input, and writes of each: whether the filter keeps it, what it says of time, and the event time that a partition of these records has reached. */
+public final class Differential {
+    public static void main(String[] args) throws IOException {
+        DataInputStream in = new DataInputStream(new java.io.BufferedInputStream(System.in));
+        DataOutputStream out = new DataOutputStream(new java.io.BufferedOutputStream(System.out));
+        EventFilter filter = new EventFilter();
+        EventTime time = new EventTime(0, Long.parseLong(args[0]), Long.parseLong(args[1]));
+        EventTime.Split split = (EventTime.Split) time.createWatermarkGenerator(null);
+        while (true) {
+            long timestamp;
+            try {
+                timestamp = in.readLong();
+            } catch (EOFException end) {
+                break;
+            }
+            byte[] value = new byte[in.readInt()];
+            in.readFully(value);
+            byte[] envelope = Envelope.in(0, 0, 0, timestamp, null, value);
+            TimeSignal signal = TimeSignal.of(envelope);
+            split.observe(signal);
+            out.writeByte(filter.filter(Row.of(0L, envelope)) ? 1 : 0);
+            out.writeByte(signal.kind.ordinal());
+            out.writeLong(signal.timeMs);
+            out.writeLong(split.reachedMs());
+        }
+        out.flush();
+    }
+}

@@ -1,0 +1,148 @@
+"""What Java decides before Python sees a record: held against Python's own reading of the same bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from infra.flink_cluster import pyflink_home
+from infra.jars import COMPILER_JARS, CONNECTOR_JARS, find_java
+from infra.prepare import JAVA_SOURCES, compile_java
+from joiner.build import Output
+from joiner.ingest import LATEST_MS
+from joiner.local_watermark import SplitTime
+from joiner.state import START, Engagement, Impression
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.wire import Record
+from tests.joiner.cases import engagement, impression, reader, record
+
+MOST_MS, SILENT_MS = 1_000, 5_000
+NOTHING, EVENT, HEARTBEAT, END_MARKER = range(4)
+T = 1_000
+
+pytestmark = pytest.mark.skipif(not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler")
+
+Told = tuple[bool, int, int, int]
+"""(whether it goes on to Python, kind, time, event time that the partition has reached)."""
+
+
+@pytest.fixture(scope="module")
+def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]], list[Told]]:
+    """What Java makes of the records of one partition."""
+    classes = tmp_path_factory.mktemp("classes")
+    libraries = [*(pyflink_home() / "lib").glob("*.jar"), *CONNECTOR_JARS.glob("*.jar")]
+    own = Path(__file__).parent / "java"
+    compile_java([*JAVA_SOURCES.rglob("*.java"), *own.rglob("*.java")], libraries, classes)
+    path = ":".join(map(str, [classes, *libraries]))
+    command = (str(find_java()), "-Xmx256m", "-cp", path, "roostream.Differential", str(MOST_MS), str(SILENT_MS))
+
+    def run(records: Sequence[Record]) -> list[Told]:
+        given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
+        done = subprocess.run(command, input=given, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        return [(bool(keep), kind, ms, reached) for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)]
+
+    return run
+
+
+def plain(value: bytes, time_ms: int = T) -> Record:
+    return Record("impressions", 0, 0, time_ms, None, value)
+
+
+def python(r: Record) -> tuple[int, int]:
+    """(kind, time) as the local engine has them; an event is one only under its own key."""
+    found = reader().read(r)
+    if isinstance(found, (Impression, Engagement)):
+        return EVENT, found.time_ms
+    if isinstance(found, Output) or found.time_ms != r.timestamp_ms or not 1 <= found.time_ms <= LATEST_MS:
+        return NOTHING, START
+    return HEARTBEAT if isinstance(found, pb.Heartbeat) else END_MARKER, found.time_ms
+
+
+Run = Callable[[Sequence[Record]], list[Told]]
+BODIES = (
+    b"",
+    b"\xff\xff",
+    pb.Heartbeat(time_ms=T, producer="p").SerializeToString(),
+    pb.EndMarker(time_ms=T).SerializeToString(),
+)
+
+
+def test_java_drops_nothing_that_python_would_make_a_dead_letter_of(java: Run) -> None:
+    """Over all first two bytes."""
+    records = [plain(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 16)]
+    records += [plain(b""), plain(b"\x06"), plain(b"\x07")]
+    dropped = [r for r, told in zip(records, java(records), strict=True) if not told[0]]
+    assert {r.value for r in dropped} == {b"\x06\x01" + BODIES[2], b"\x06\x01" + BODIES[3], b"\x07\x01" + BODIES[3]}
+    assert not [r for r in dropped if isinstance(reader().read(r), Output)]
+
+
+def damaged(rng: random.Random, r: Record) -> Record:
+    value = bytearray(r.value)
+    for _ in range(rng.randrange(3)):
+        at = rng.randrange(len(value))
+        edit = rng.choice(["flip", "cut", "insert"])
+        if edit == "flip":
+            value[at] ^= 1 << rng.randrange(8)
+        elif edit == "cut" and len(value) > 1:
+            del value[at:]
+        else:
+            value[at:at] = rng.randbytes(rng.randrange(4))
+        value = value or bytearray(b"\x06")
+    return r._replace(value=bytes(value))
+
+
+def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> None:
+    """What Python takes, Java has read too; what Java drops is what Python would say nothing of."""
+    rng = random.Random(7)
+    good = [
+        record(impression(T)),
+        record(engagement(T, event=1)),
+        record(pb.Heartbeat(time_ms=T, producer="serving-1")),
+        record(pb.Heartbeat(time_ms=T)),
+        record(pb.EndMarker(time_ms=T)),
+        record(pb.Heartbeat(time_ms=0)),
+    ]
+    records = [damaged(rng, rng.choice(good)) for _ in range(4_000)]
+    wrong = [r._replace(timestamp_ms=T + 1) for r in good]
+    kinds = set()
+    for r, (keep, kind, ms, _) in zip(records + wrong, java(records + wrong), strict=True):
+        expected = python(r)
+        kinds.add(kind)
+        if expected[0] == NOTHING and kind == EVENT:
+            assert ms == r.timestamp_ms, "only what Python alone can judge (shapes, numbers, text)"
+        elif expected[0] == NOTHING and kind != NOTHING:
+            assert keep and isinstance(reader().read(r), Output), "text that is not UTF-8"
+        else:
+            assert (kind, ms) == expected, r
+        assert keep or (kind in (HEARTBEAT, END_MARKER) and expected[0] == kind)
+    assert kinds == {NOTHING, EVENT, HEARTBEAT, END_MARKER}
+
+
+def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
+    rng, records, expected, split, now_ms = random.Random(3), [], [], SplitTime(), 100_000
+    for _ in range(3_000):
+        now_ms += rng.choice([0, 1, 100, 900])
+        time_ms = rng.choice([now_ms, now_ms, now_ms - rng.randrange(3_000), now_ms + rng.randrange(9_000)])
+        if rng.random() < 0.3:
+            name = rng.choice(["", "a", "a", "b", "c"])
+            records.append(record(pb.Heartbeat(time_ms=time_ms, producer=name)))
+            split.beat(time_ms, name, SILENT_MS)
+        elif rng.random() < 0.01:
+            records.append(record(pb.EndMarker(time_ms=time_ms)))
+            split.end(time_ms)
+        else:
+            records.append(record(engagement(time_ms, event=1)))
+            split.event(time_ms, MOST_MS)
+        expected.append(split.reached_ms(SILENT_MS))
+    assert [told[3] for told in java(records)] == expected
+
+
+def test_the_marks_of_kinds_are_the_wire_s() -> None:
+    assert (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER, wire.VERSION) == (1, 2, 6, 7, 1)
