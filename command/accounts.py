@@ -1,257 +1,309 @@
 """G1 and G2 as sums over the topics themselves. Pure: records in, numbers out; `command.auditor` reads them from Kafka.
 
-    distinct engagements = folded + corrected + dead-lettered + pending       the other engagement records are duplicates
+    distinct engagements = folded + corrected + only in a repeated sample + dead-lettered + pending
     distinct requests    = sampled + only dead-lettered + pending
+    other engagement records are duplicates
 
-An id counts once: the first sample of a sample id; an event id as folded before corrected before dead-lettered. Topics may
-be read in any order relative to each other, so an outcome can be seen before its event: it waits as `unknown`.
+An id counts once, for the first of these that it has. A dead letter settles what stands at the place that it names, whether
+its reason lets an id be known or not. Topics may be read in any order relative to each other: an outcome that comes before its
+event waits as `unknown`, a dead letter before its record as a place. Nothing that a record holds raises.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 
+from command.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
+from command.sums import Sums
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError
 from roo.ids import MASK64, key_bytes, sample_id
 from roo.wire import Record
-from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PREDICTIONS, SAMPLES, Partition
 
-Place: TypeAlias = tuple[str, int, int]
-"""Topic without prefix, partition, offset."""
+At: TypeAlias = tuple[int, int]
+"""Partition and offset of a sample."""
 
-SEEN, PREDICTED = 1, 2  # marks that settle nothing
-FOLDED, CORRECTED, DEAD, SAMPLED = 4, 8, 16, 32  # outcomes
-_MOST_DEAD = 100_000  # dead letters that are told apart from their re-emissions
-
-
-class Ledger:
-    """What has been seen of each id, and which outcome counts. Settled ids are forgotten between one and two `horizon_ms` of
-    event time after their last mark (0 = never); the counts stay."""
-
-    def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0) -> None:
-        self.outcomes, self.horizon_ms = outcomes, horizon_ms
-        self.counts: Counter[int] = Counter()  # outcome → ids seen that it counts for
-        self.pending: dict[int, int] = {}  # seen, without an outcome: id → event time
-        self.unknown: dict[int, int] = {}  # an outcome, not seen: id → event time
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
-        self._turned_ms = 0
-
-    def mark(self, id_: int, bit: int, time_ms: int) -> bool:
-        """Whether the mark is new."""
-        before = self.bits(id_)
-        after = before | bit
-        self._young[id_] = after
-        if after == before:
-            return False
-        self._recount(id_, before, after, time_ms)
-        self._turn(time_ms)
-        return True
-
-    def bits(self, id_: int) -> int:
-        return self._young.get(id_) or self._old.get(id_, 0)
-
-    def _recount(self, id_: int, before: int, after: int, time_ms: int) -> None:
-        old, new = self._outcome(before), self._outcome(after)
-        if before & SEEN:
-            self.counts[old] -= old > 0
-        if after & SEEN:
-            self.counts[new] += new > 0
-        for waiting, belongs in ((self.pending, after & SEEN and not new), (self.unknown, new and not after & SEEN)):
-            if belongs:
-                waiting.setdefault(id_, time_ms)
-            else:
-                waiting.pop(id_, None)
-
-    def _outcome(self, bits: int) -> int:
-        return next((o for o in self.outcomes if bits & o), 0)
-
-    def _turn(self, time_ms: int) -> None:
-        self._turned_ms = self._turned_ms or time_ms
-        if self.horizon_ms and time_ms - self._turned_ms >= self.horizon_ms:
-            kept = {i: bits for i, bits in self._old.items() if i in self.pending or i in self.unknown}
-            self._old, self._young, self._turned_ms = self._young, kept, time_ms
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums:
-    """Both sums of G1, and G2's count. `accounted`: both hold, and nothing waits longer than it may."""
-
-    requests: int
-    candidates: int
-    engagements: int
-    actions: dict[str, int]
-    samples: int
-    closed_by: dict[str, int]
-    folded: int
-    corrected: int
-    corrections: int
-    dead_engagements: int
-    dead_requests: int
-    dead_letters: dict[str, int]
-    duplicates: int
-    pending: int
-    pending_requests: int
-    unread: int
-    unknown: int
-    overdue: int
-    predicted: int
-    accounted: bool
-
-    def counts(self) -> dict[str, object]:
-        """`counts` of a report (docs/protocols.md, Reports)."""
-        values = dataclasses.asdict(self)
-        del values["accounted"]
-        return values
+_EVENT_KINDS = (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER)
+_KINDS = {
+    IMPRESSIONS: _EVENT_KINDS,
+    ENGAGEMENTS: _EVENT_KINDS,
+    SAMPLES: (wire.SAMPLE,),
+    CORRECTIONS: (wire.CORRECTION,),
+    DEAD_LETTERS: (wire.DEAD_LETTER,),
+    PREDICTIONS: (wire.PREDICTION,),
+}
+_SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # of these somebody writes dead letters
+_MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
+_MOST_NAMES = 1000
+_MOST_UNPREDICTED = 1_000_000
+_OTHER = "other"
 
 
 class Accounts:
     """Feed every record of impressions, engagements, samples, corrections, dead_letters and predictions, each partition in
-    its order. Records are told apart by their type byte. Not thread-safe."""
+    its order. Not thread-safe."""
 
-    def __init__(self, *, prefix: str = "", settle_ms: int = 600_000, horizon_ms: int = 0) -> None:
+    def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0, digest: bool = True) -> None:
         """`settle_ms`: how far the joiner's closes may be past an event that still waits (window + orphan timeout + slack).
-        `prefix`: the stack's, in front of the topics that dead letters name."""
-        self.prefix, self.settle_ms = prefix, settle_ms
-        self.events = Ledger((FOLDED, CORRECTED, DEAD), horizon_ms)
+        `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = everything is remembered. `since_ms`: what is older is left
+        out: its counterpart may have been deleted. `digest`: whether features are hashed."""
+        self.settle_ms, self.since_ms, self.digest = settle_ms, since_ms, digest
+        self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
         self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
-        self.untrained: dict[int, tuple[int, int]] = {}  # sample id → (partition, offset) of its first sample
+        self.bad = Ledger((DEAD,), horizon_ms)  # inputs that can't be read, by place
+        self.bad_samples = Ledger((DEAD,), horizon_ms)
+        self.dead = Ledger((), horizon_ms)  # places that have a dead letter
+        self.untrained: dict[int, At] = {}  # sample id → place of its first sample
         self.closed_until_ms = 0
         self.num_records: Counter[str] = Counter()  # topic → records read, whatever they were
         self.sample_ends: dict[int, int] = {}  # partition of the samples → offset after the newest one read
         self.features_digest = 0  # the same for the same samples in any order
+        self._untrained_at: dict[At, int] = {}
+        self._newest_ms: dict[Partition, int] = {}
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()
         self._dead_letters: Counter[str] = Counter()
-        self._dead_at: dict[Place, None] = {}
-        self._bad_at: dict[Place, int] = {}  # inputs that can't be read, without a dead letter so far: event time
-        self._request_at: dict[Place, int] = {}  # impressions of pending requests
-        self._places_of: dict[int, list[Place]] = {}
+        self._untrained_by: Counter[str] = Counter()
+        self._unreadable: Counter[str] = Counter()
+
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        return {n: getattr(self, n) for n in ("events", "requests", "bad", "bad_samples", "dead")}
+
+    @property
+    def counters(self) -> dict[str, Counter[str]]:
+        names = ("_count", "_actions", "_closed_by", "_dead_letters", "_untrained_by", "_unreadable", "num_records")
+        return {n: getattr(self, n) for n in names}
 
     def add(self, record: Record) -> None:
-        """Heartbeats and end markers pass through; an input that can't be read waits for its dead letter."""
-        place = (record.topic, record.partition, record.offset)
+        """Heartbeats and end markers pass through; a record that can't be read waits for its dead letter."""
         self.num_records[record.topic] += 1
+        now_ms = self._now_ms(record)
         try:
             kind, message = wire.decode(record.value)
+            if kind not in _KINDS[record.topic]:
+                raise WireError("unknown_type", f"expected another type in {record.topic}, got type {kind}")
         except WireError:
-            if record.topic in (IMPRESSIONS, ENGAGEMENTS) and place not in self._dead_at:
-                self._bad_at[place] = record.timestamp_ms
-            return
+            return self._bad(record, now_ms)
         match message:
             case pb.Impression():
-                self._impression(message, record, place)
+                self._impression(message, record, now_ms)
             case pb.Engagement():
-                self._engagement(message, place)
+                self._engagement(message, record, now_ms)
             case pb.Sample() if kind == wire.CORRECTION:
-                self._correction(message)
+                self._correction(message, now_ms)
             case pb.Sample():
-                self._sample(message, record)
+                self._sample(message, record, now_ms)
             case pb.DeadLetter():
-                self._dead_letter(message, record.timestamp_ms)
+                self._dead_letter(message, now_ms)
             case pb.Prediction():
-                self._count["predicted"] += self.requests.mark(message.sample_id, PREDICTED, message.time_ms)
-                self.untrained.pop(message.sample_id, None)
+                self._prediction(message, now_ms)
 
     @property
     def unread(self) -> int:
-        """Inputs that can't be read and have no dead letter so far."""
-        return len(self._bad_at)
+        """Records that can't be read and have no dead letter so far."""
+        return len(self.bad.pending) + len(self.bad_samples.pending)
+
+    @property
+    def num_waiting(self) -> int:
+        """Inputs that wait for what the joiner makes of them."""
+        return len(self.events.pending) + len(self.requests.pending) + len(self.bad.pending)
 
     def untrained_below(self, offsets: Mapping[int, int]) -> int:
         """G2: samples before the given offsets of their partitions (a manifest's) that nothing has predicted; should be 0."""
         return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
 
-    def _impression(self, message: pb.Impression, record: Record, place: Place) -> None:
-        key = record.key or key_bytes(message.header.user_id, message.header.session_id, message.header.request_id)
-        id_ = sample_id(key, message.header.request_id)
-        self._count["requests"] += self.requests.mark(id_, SEEN, message.header.time_ms)
-        if place in self._dead_at:
-            self.requests.mark(id_, DEAD, message.header.time_ms)
-        elif id_ in self.requests.pending:
-            self._request_at[place] = id_
-            self._places_of.setdefault(id_, []).append(place)
+    def _now_ms(self, record: Record) -> int:
+        """The newest time of its partition so far: how far reading has come there, however late this record is."""
+        at = record.topic, record.partition
+        newest_ms = self._newest_ms[at] = max(self._newest_ms.get(at, 0), record.timestamp_ms)
+        return newest_ms
 
-    def _engagement(self, message: pb.Engagement, place: Place) -> None:
-        new = self.events.mark(message.event_id, SEEN, message.header.time_ms)
-        self._count["engagements" if new else "duplicates"] += 1
-        self._actions[message.action] += new
-        if place in self._dead_at:
-            self.events.mark(message.event_id, DEAD, message.header.time_ms)
+    def _bad(self, record: Record, now_ms: int) -> None:
+        """What calls itself a heartbeat or end marker holds no event; Flink drops it, the local engine dead-letters it."""
+        if record.topic not in _SETTLED or (record.topic != SAMPLES and wire.kind_of(record.value) in _MARKERS):
+            self._unreadable[record.topic] += 1
+        elif record.timestamp_ms >= self.since_ms:
+            place = _place(record.topic, record.partition, record.offset)
+            ledger = self.bad_samples if record.topic == SAMPLES else self.bad
+            self._see(ledger, place, now_ms, place)
 
-    def _sample(self, message: pb.Sample, record: Record) -> None:
-        id_ = message.sample_id
-        self.sample_ends[record.partition] = record.offset + 1
-        self.closed_until_ms = max(self.closed_until_ms, message.close_ms)
-        if not self.requests.mark(id_, SAMPLED, message.header.time_ms):
+    def _see(self, ledger: Ledger, id_: int, now_ms: int, place: int) -> bool:
+        new = ledger.mark(id_, SEEN, now_ms, place)
+        if self.dead.bits(place):
+            ledger.mark(id_, DEAD, now_ms)
+        return new
+
+    def _impression(self, message: pb.Impression, record: Record, now_ms: int) -> None:
+        header = message.header
+        if record.timestamp_ms < self.since_ms:
             return
-        for place in self._places_of.pop(id_, ()):
-            del self._request_at[place]
-        if not self.requests.bits(id_) & PREDICTED:
-            self.untrained[id_] = (record.partition, record.offset)
-        for event_id, time_ms in zip(message.event_ids, message.event_times, strict=True):
-            self.events.mark(event_id, FOLDED, time_ms)
+        key = record.key or key_bytes(header.user_id, header.session_id, header.request_id)
+        place = _place(record.topic, record.partition, record.offset)
+        self._count["requests"] += self._see(self.requests, sample_id(key, header.request_id), now_ms, place)
+
+    def _engagement(self, message: pb.Engagement, record: Record, now_ms: int) -> None:
+        if record.timestamp_ms < self.since_ms:
+            return
+        if not message.event_id:
+            return self._bad(record, now_ms)
+        place = _place(record.topic, record.partition, record.offset)
+        new = self._see(self.events, message.event_id, now_ms, place)
+        self._count["engagements" if new else "duplicates"] += 1
+        self._actions[_named(message.action, self._actions)] += new
+
+    def _sample(self, message: pb.Sample, record: Record, now_ms: int) -> None:
+        id_, at = message.sample_id, (record.partition, record.offset)
+        self.sample_ends[record.partition] = record.offset + 1
+        self._closed_until(min(message.close_ms, record.timestamp_ms))
+        is_old = message.header.time_ms < self.since_ms
+        if is_old or self._is_out(self.requests, id_, message.header.time_ms) or not self.requests.mark(id_, SAMPLED, now_ms):
+            self._fold(message, FOLDED if is_old else REPEATED, now_ms)
+            return
+        self._fold(message, FOLDED, now_ms)
+        if not self.requests.bits(id_) & PREDICTED and not self.dead.bits(_place(SAMPLES, *at)):
+            self._wait_for_training(id_, at)
         self._count["samples"] += 1
         self._count["candidates"] += len(message.item_ids)
-        self._closed_by[pb.CloseReason.Name(message.close_reason).removeprefix("CLOSE_").lower()] += 1
-        self.features_digest = (self.features_digest + features_hash(message)) & MASK64
+        self._closed_by[_close_reason(message.close_reason)] += 1
+        if self.digest:
+            self.features_digest = (self.features_digest + features_hash(message)) & MASK64
 
-    def _correction(self, message: pb.Sample) -> None:
-        new = [self.events.mark(e, CORRECTED, t) for e, t in zip(message.event_ids, message.event_times, strict=True)]
-        self._count["corrections"] += any(new)
+    def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
+        """Mark the engagements of a sample or correction; whether one of them is new to that outcome."""
+        new = False
+        for event_id, time_ms in _events(message):
+            if not self._is_out(self.events, event_id, time_ms):
+                new |= self.events.mark(event_id, outcome, now_ms)
+        return new
 
-    def _dead_letter(self, message: pb.DeadLetter, time_ms: int) -> None:
-        place = (message.topic.removeprefix(self.prefix), message.partition, message.offset)
-        if place in self._dead_at:
+    def _is_out(self, ledger: Ledger, id_: int, time_ms: int) -> bool:
+        """Whether an outcome is of what is not audited, or was forgotten."""
+        stale = ledger.is_stale(id_, time_ms)
+        self._count["stale"] += stale
+        return stale or time_ms < self.since_ms
+
+    def _correction(self, message: pb.Sample, now_ms: int) -> None:
+        self._count["corrections"] += self._fold(message, CORRECTED, now_ms)
+
+    def _prediction(self, message: pb.Prediction, now_ms: int) -> None:
+        id_ = message.sample_id
+        if self._forget_untrained(id_) and self.requests.is_stale(id_, message.time_ms):
+            self._count["predicted"] += 1
+        elif not self._is_out(self.requests, id_, message.time_ms):
+            self._count["predicted"] += self.requests.mark(id_, PREDICTED, now_ms)
+
+    def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
+        place = _place(message.topic, message.partition, message.offset)
+        if place == NOWHERE:
+            self._unreadable[DEAD_LETTERS] += 1
             return
-        self._dead_at[place] = None
-        if len(self._dead_at) > _MOST_DEAD:
-            del self._dead_at[next(iter(self._dead_at))]
-        self._dead_letters[message.reason] += 1
-        self._bad_at.pop(place, None)
-        if place in self._request_at:
-            self.requests.mark(self._request_at[place], DEAD, time_ms)
-        if place[0] == SAMPLES:
-            self.untrained = {id_: at for id_, at in self.untrained.items() if at != place[1:]}
-        elif event_id := message.event_id or _event_id(message.raw):
-            self.events.mark(event_id, DEAD, time_ms)
+        if not self.dead.mark(place, DEAD, now_ms):
+            return
+        reason = message.reason if message.reason in wire.REASONS else _OTHER
+        self._dead_letters[reason] += 1
+        if message.topic == SAMPLES:
+            self._untrained_by[reason] += 1
+            self.bad_samples.die(place, now_ms)
+            self._forget_untrained(self._untrained_at.get((message.partition, message.offset)))
+            return
+        for ledger in (self.bad, self.requests, self.events):
+            ledger.die(place, now_ms)
+
+    def _wait_for_training(self, id_: int, at: At) -> None:
+        self.untrained[id_] = at
+        self._untrained_at[at] = id_
+        if len(self.untrained) > _MOST_UNPREDICTED:
+            for oldest in list(islice(self.untrained, _MOST_UNPREDICTED // 2)):
+                self._count["never_predicted"] += self._forget_untrained(oldest)
+
+    def _forget_untrained(self, id_: int | None) -> bool:
+        at = self.untrained.pop(id_, None) if id_ is not None else None
+        self._untrained_at.pop(at, None) if at is not None else None
+        return at is not None
+
+    def _closed_until(self, time_ms: int) -> None:
+        if time_ms > self.closed_until_ms:
+            self.closed_until_ms = time_ms
+            for ledger in (self.events, self.requests, self.bad):
+                ledger.overdue_before_ms = time_ms - self.settle_ms
 
     def sums(self, *, ended: bool = False) -> Sums:
         """`ended`: the input is over and closed, so nothing may be pending."""
         limit_ms = (1 << 62) if ended else self.closed_until_ms - self.settle_ms
-        waiting = (self.events.pending, self.requests.pending, self.events.unknown, self.requests.unknown, self._bad_at)
-        overdue = sum(time_ms < limit_ms for times in waiting for time_ms in times.values())
+        ledgers = [self.events, self.requests, self.bad, *([self.bad_samples] if ended else [])]
+        overdue = sum(ledger.num_overdue(limit_ms) for ledger in ledgers)
+        count, events = self._count, self.events
         return Sums(
-            requests=self._count["requests"],
-            candidates=self._count["candidates"],
-            engagements=self._count["engagements"],
+            requests=count["requests"],
+            candidates=count["candidates"],
+            engagements=count["engagements"],
             actions=dict(self._actions),
-            samples=self._count["samples"],
+            samples=count["samples"],
             closed_by=dict(self._closed_by),
-            folded=self.events.counts[FOLDED],
-            corrected=self.events.counts[CORRECTED],
-            corrections=self._count["corrections"],
-            dead_engagements=self.events.counts[DEAD],
+            folded=events.counts[FOLDED],
+            corrected=events.counts[CORRECTED],
+            only_repeated=events.counts[REPEATED],
+            corrections=count["corrections"],
+            dead_engagements=events.counts[DEAD],
             dead_requests=self.requests.counts[DEAD],
             dead_letters=dict(self._dead_letters),
-            duplicates=self._count["duplicates"],
-            pending=len(self.events.pending),
+            duplicates=count["duplicates"],
+            pending=len(events.pending),
             pending_requests=len(self.requests.pending),
             unread=self.unread,
-            unknown=len(self.events.unknown) + len(self.requests.unknown),
+            unreadable=dict(self._unreadable),
+            unknown=len(events.unknown) + len(self.requests.unknown),
             overdue=overdue,
-            predicted=self._count["predicted"],
+            predicted=count["predicted"],
+            unpredicted=len(self.untrained) + count["never_predicted"],
+            untrained_by=dict(self._untrained_by),
+            stale=count["stale"],
+            lost_records=count["lost_records"],
+            since_ms=self.since_ms,
             accounted=overdue == 0,
         )
+
+    def lose(self, records: int) -> None:
+        """Retention deleted so many records before they were read."""
+        self._count["lost_records"] += records
+
+    def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """(numbers fit for JSON, arrays): all that `load` needs."""
+        numbers: dict[str, Any] = {n: dict(c) for n, c in self.counters.items()}
+        arrays: dict[str, np.ndarray] = {}
+        for name, ledger in self.ledgers.items():
+            numbers[name], of_ledger = ledger.dump()
+            arrays |= {f"{name}.{key}": array for key, array in of_ledger.items()}
+        numbers |= {"since_ms": self.since_ms, "closed_until_ms": self.closed_until_ms, "digest": self.features_digest}
+        numbers["sample_ends"] = list(self.sample_ends.items())
+        numbers["newest_ms"] = [(*at, time_ms) for at, time_ms in self._newest_ms.items()]
+        arrays["untrained_ids"] = np.fromiter(self.untrained, np.uint64, len(self.untrained))
+        arrays["untrained_at"] = np.array(list(self.untrained.values()), np.int64).reshape(-1, 2)
+        return numbers, arrays
+
+    def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Be as the one that `dump` was of; what `__init__` was given stays, but for `since_ms`."""
+        for name, counter in self.counters.items():
+            counter.clear()
+            counter.update({str(k): int(v) for k, v in numbers[name].items()})
+        for name, ledger in self.ledgers.items():
+            ledger.load(numbers[name], {k.removeprefix(f"{name}."): a for k, a in arrays.items() if k.startswith(f"{name}.")})
+        self.since_ms, self.closed_until_ms = int(numbers["since_ms"]), int(numbers["closed_until_ms"])
+        self.features_digest = int(numbers["digest"])
+        self.sample_ends = {int(p): int(end) for p, end in numbers["sample_ends"]}
+        self._newest_ms = {(str(topic), int(p)): int(time_ms) for topic, p, time_ms in numbers["newest_ms"]}
+        self.untrained = dict(zip(arrays["untrained_ids"].tolist(), map(tuple, arrays["untrained_at"].tolist()), strict=True))
+        self._untrained_at = {at: id_ for id_, at in self.untrained.items()}
 
 
 def features_hash(sample: pb.Sample) -> int:
@@ -266,10 +318,26 @@ def features_hash(sample: pb.Sample) -> int:
     return digest.intdigest()
 
 
-def _event_id(raw: bytes) -> int:
-    """Of a dead-lettered engagement that the joiner did not name; 0 if it can't be read."""
-    try:
-        message = wire.decode(raw)[1]
-    except WireError:
-        return 0
-    return message.event_id if isinstance(message, pb.Engagement) else 0
+def _place(topic: str, partition: int, offset: int) -> int:
+    """A place as one number below 2^63; NOWHERE if nothing that is audited can be there."""
+    if topic not in _SETTLED or not 0 <= partition < 1 << 12 or not 0 <= offset < 1 << 48:
+        return NOWHERE
+    return _SETTLED.index(topic) << 60 | partition << 48 | offset
+
+
+def _events(message: pb.Sample) -> Iterator[tuple[int, int]]:
+    """(event id, time) of what a sample folds; a time that is missing is its request's."""
+    times, default_ms = message.event_times, message.header.time_ms
+    for n, event_id in enumerate(message.event_ids):
+        yield event_id, times[n] if n < len(times) else default_ms
+
+
+def _close_reason(number: int) -> str:
+    """Its name, also of one that a newer joiner wrote."""
+    known = pb.CloseReason.DESCRIPTOR.values_by_number.get(number)
+    return _OTHER if known is None else known.name.removeprefix("CLOSE_").lower()
+
+
+def _named(name: str, known: Counter[str]) -> str:
+    """`name`, or one name for all beyond the first thousand: whoever sends events chooses them."""
+    return name if name in known or len(known) < _MOST_NAMES else _OTHER

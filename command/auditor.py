@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from command.accounts import Accounts, Sums
+from command.accounts import Accounts
+from command.sums import Sums
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
@@ -47,7 +48,7 @@ class Auditor:
         """`settle_ms`, `horizon_ms`: see Accounts; `on_record` sees every record too, after the accounts."""
         self.broker, self.prefix, self.schema = broker, prefix, schema
         self.num_partitions = num_partitions
-        self.accounts = Accounts(prefix=prefix, settle_ms=settle_ms, horizon_ms=horizon_ms)
+        self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms)
         self._on_record = on_record
         self._clock = clock or SystemClock()
         self._reader: RecordReader | None = None

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from collections.abc import Sequence
 
-from command.accounts import DEAD, FOLDED, SEEN, Accounts, Ledger
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from command.accounts import Accounts
+from command.ledger import DEAD, FOLDED, SEEN, Ledger
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes, sample_id
@@ -94,6 +101,230 @@ def test_the_topics_may_be_read_in_any_order_relative_to_each_other() -> None:
         accounts = accounts_of(shuffled)
         assert accounts.sums(ended=True) == expected
         assert not accounts.untrained
+
+
+def reading_orders(story: Sequence[Record], seeds: int = 12) -> list[list[Record]]:
+    """Topics one after the other, both ways, and mixed; each partition in its own order."""
+    parts: dict[tuple[str, int], list[Record]] = {}
+    for record in story:
+        parts.setdefault((record.topic, record.partition), []).append(record)
+    orders = [list(itertools.chain(*parts.values())), list(itertools.chain(*reversed(parts.values())))]
+    for seed in range(seeds):
+        rng, left = random.Random(seed), [list(part) for part in parts.values()]
+        mixed = []
+        while left := [part for part in left if part]:
+            mixed.append(rng.choice(left).pop(0))
+        orders.append(mixed)
+    return orders
+
+
+def refused(what: str) -> Record:
+    """An input for which the joiner writes a dead letter."""
+    whole = engagement("a", 9)
+    match what:
+        case "engagement":
+            return whole
+        case "engagement without an id":
+            return engagement("a", 0)
+        case "impression":
+            return impression("refused")
+        case "impression of another key":
+            return impression("a")._replace(key=b"another")
+        case "garbage":
+            return whole._replace(value=b"\xff\xff\xff")
+        case "nothing":
+            return whole._replace(value=b"")
+        case "half a heartbeat":
+            return whole._replace(value=b"\x06\x01\xff\xff")
+        case _:
+            return whole._replace(value=sample("a").value)  # a sample among the events
+
+
+REFUSED = (
+    *("engagement", "engagement without an id", "impression", "impression of another key"),
+    *("garbage", "nothing", "half a heartbeat", "another type"),
+)
+
+
+@pytest.mark.parametrize("reason", wire.REASONS)
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_dead_letter_settles_what_stands_at_its_place_in_every_reading_order(what: str, reason: str) -> None:
+    source = refused(what)
+    story = [impression("a"), source, engagement("a", 1), sample("a", (1,)), dead(source, reason)]
+    expected = accounts_of(story).sums(ended=True)
+    assert expected.accounted and expected.pending == expected.pending_requests == expected.unread == 0
+    assert expected.dead_letters == {reason: 1}
+    assert expected.dead_engagements == (what == "engagement") and expected.dead_requests == what.startswith("impression")
+    for order in reading_orders(story):
+        assert accounts_of(order).sums(ended=True) == expected
+
+
+@pytest.mark.parametrize("what", [w for w in REFUSED if w != "half a heartbeat"])
+def test_without_its_dead_letter_it_is_missed(what: str) -> None:
+    sums = accounts_of([impression("a"), refused(what), sample("a")]).sums(ended=True)
+    assert not sums.accounted and sums.pending + sums.pending_requests + sums.unread == 1
+
+
+def test_a_heartbeat_that_can_not_be_read_needs_no_dead_letter() -> None:
+    """Flink drops it, the local engine writes one: either way no event is lost."""
+    assert accounts_of([refused("half a heartbeat")]).sums(ended=True).accounted
+    assert accounts_of([refused("half a heartbeat")]).sums().unreadable == {"engagements": 1}
+
+
+def test_only_the_copy_that_a_dead_letter_names_is_settled_by_it() -> None:
+    first, retry, other = engagement("a", 1), engagement("a", 1), engagement("a", 2)
+    for place in (first, retry):
+        sums = accounts_of([first, retry, other, dead(place, "no_request")]).sums()
+        assert (sums.dead_engagements, sums.pending, sums.duplicates) == (1, 1, 1)
+
+
+def test_a_dead_letter_of_another_place_settles_nothing() -> None:
+    event = engagement("a", 1)
+    for wrong in (event._replace(offset=event.offset + 1), event._replace(partition=0), event._replace(topic="impressions")):
+        assert accounts_of([event, dead(wrong, "no_request", 1)]).sums().pending == 1
+    nowhere = (event._replace(topic="x.engagements"), event._replace(partition=1 << 20), event._replace(offset=-1))
+    assert accounts_of([dead(place, "too_late") for place in nowhere]).sums().unreadable == {"dead_letters": 3}
+
+
+def test_a_late_fold_in_a_copy_of_a_sample_is_counted_by_name() -> None:
+    story = [impression("a"), engagement("a", 1), engagement("a", 2), sample("a", (1,)), sample("a", (1, 2))]
+    for order in reading_orders(story):
+        sums = accounts_of(order).sums(ended=True)
+        assert (sums.folded, sums.only_repeated, sums.pending, sums.samples) == (1, 1, 0, 1)
+        assert sums.accounted
+    corrected = accounts_of([*story, sample("a", (2,), wire.CORRECTION)]).sums(ended=True)
+    assert (corrected.corrected, corrected.only_repeated) == (1, 0)
+
+
+def test_what_the_trainer_refuses_is_counted_by_reason() -> None:
+    whole, garbage = sample("a"), sample("b")._replace(value=b"\x03\x01\xff")
+    story = [impression("a"), whole, garbage, dead(whole, "non_finite"), dead(garbage, "undecodable")]
+    for order in reading_orders(story):
+        accounts = accounts_of(order)
+        sums = accounts.sums(ended=True)
+        assert sums.untrained_by == {"non_finite": 1, "undecodable": 1}
+        assert sums.accounted and sums.unread == sums.unpredicted == 0 and not accounts.untrained
+    late = accounts_of([impression("a"), whole, garbage, sample("c", close_ms=T0 + 10**9)], settle_ms=1000).sums()
+    assert late.unread == 1 and late.overdue == 0, "a trainer that is behind loses nothing"
+
+
+def test_reasons_and_names_of_other_builds_do_not_end_the_audit() -> None:
+    message = wire.decode(sample("a", (1, 2)).value)[1]
+    assert isinstance(message, pb.Sample)
+    message.close_reason = 77  # type: ignore[assignment]
+    del message.event_times[:]
+    odd = sample("a")._replace(value=wire.encode(wire.SAMPLE, message))
+    sums = accounts_of([impression("a"), engagement("a", 1), engagement("a", 2), odd, dead(odd, "of a newer build")]).sums()
+    assert sums.closed_by == {"other": 1} and sums.folded == 2 and sums.dead_letters == {"other": 1}
+
+
+def test_names_are_bounded() -> None:
+    sums = accounts_of([engagement("a", n + 1, action=f"action {n}") for n in range(1200)]).sums()
+    assert len(sums.actions) == 1001 and sums.actions["other"] == 200
+
+
+@given(
+    topic=st.sampled_from(("impressions", "engagements", "samples", "corrections", "dead_letters", "predictions")),
+    which=st.integers(0, 15),
+    at=st.integers(0, 60),
+    value=st.binary(max_size=3),
+)
+def test_nothing_that_a_record_holds_raises(topic: str, which: int, at: int, value: bytes) -> None:
+    source = (story := whole_story())[which]
+    at = min(at, len(source.value))
+    damaged = source._replace(topic=topic, value=source.value[:at] + value + source.value[at + len(value) :])
+    assert accounts_of([*story, damaged]).sums().engagements >= 2
+
+
+def test_a_dump_is_the_same_accounts() -> None:
+    story = [*whole_story(), impression("open"), engagement("open", 40), sample("early", (41,)), sample("c")]
+    story += [refused("garbage"), sample("d")._replace(value=b""), dead(engagement("later", 50), "too_late")]
+    for cut in range(len(story) + 1):
+        first, second = accounts_of(story[:cut], horizon_ms=10_000), Accounts(horizon_ms=10_000)
+        numbers, arrays = first.dump()
+        second.load(json.loads(json.dumps(numbers)), arrays)
+        for record in story[cut:]:
+            first.add(record)
+            second.add(record)
+        assert second.sums() == first.sums() and second.dump()[0] == first.dump()[0]
+        assert second.untrained == first.untrained
+
+
+def test_what_is_older_than_the_audit_is_left_out_on_both_sides() -> None:
+    old, new = T0 - 1000, T0
+    orphaned = sample("deleted", (7,))
+    message = wire.decode(orphaned.value)[1]
+    assert isinstance(message, pb.Sample)
+    message.header.time_ms, message.event_times[0] = old, old
+    story = [impression("a", old), engagement("a", 1, old), orphaned._replace(value=wire.encode(wire.SAMPLE, message))]
+    story += [impression("b", new), engagement("b", 2), sample("b", (2,))]
+    accounts = Accounts(since_ms=new)
+    for record in story:
+        accounts.add(record)
+    sums = accounts.sums(ended=True)
+    assert sums.accounted and (sums.requests, sums.samples, sums.engagements, sums.since_ms) == (1, 1, 1, new)
+
+
+def test_memory_ends_at_the_horizon_and_the_sums_go_on() -> None:
+    accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
+    for n in range(500):
+        at = T0 + n * 1000
+        for record in story_of(n, at):
+            accounts.add(record)
+    sums = accounts.sums()
+    assert (sums.requests, sums.samples, sums.engagements, sums.folded, sums.predicted) == (500, 500, 500, 500, 500)
+    assert sums.accounted and sums.dead_letters == {"too_late": 500}
+    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
+    for record in story_of(3, T0 + 3000):
+        if record.topic not in ("impressions", "engagements"):
+            accounts.add(record._replace(offset=record.offset + 10**6))
+    again = accounts.sums()
+    assert again.stale >= 2 and (again.samples, again.folded, again.unknown) == (500, 500, 0) and again.accounted
+
+
+def story_of(n: int, at: int) -> list[Record]:
+    header = pb.Header(request_id=f"r{n}", user_id=5, time_ms=at)
+    message = pb.Sample(
+        header=header,
+        sample_id=sample_id(KEY, f"r{n}"),
+        close_ms=at + 100,
+        event_ids=[n + 1],
+        event_times=[at + 10],
+    )
+    prediction = pb.Prediction(sample_id=message.sample_id, time_ms=at)
+    late = Record("engagements", 0, n, at + 1, KEY, b"\xff")
+    return [
+        impression(f"r{n}", at),
+        engagement(f"r{n}", n + 1, at + 10),
+        late,
+        Record("samples", 2, n, at + 100, KEY, wire.encode(wire.SAMPLE, message)),
+        dead(late, "too_late")._replace(timestamp_ms=at + 150),
+        Record("predictions", 0, n, at, KEY, wire.encode(wire.PREDICTION, prediction)),
+    ]
+
+
+def test_what_was_lost_stays_lost_when_it_is_forgotten() -> None:
+    accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
+    accounts.add(impression("lost", T0))
+    accounts.add(engagement("lost", 10**9, T0))
+    for n in range(100):
+        for record in story_of(n, T0 + n * 1000):
+            accounts.add(record)
+    sums = accounts.sums()
+    assert (sums.pending, sums.pending_requests, sums.overdue, sums.accounted) == (0, 0, 2, False)
+
+
+def test_an_outage_of_the_joiner_is_no_loss_however_long() -> None:
+    accounts, story = Accounts(horizon_ms=10_000, settle_ms=1000), [story_of(n, T0 + n * 1000) for n in range(100)]
+    for record in itertools.chain(*story):
+        if record.topic in ("impressions", "engagements"):
+            accounts.add(record)
+    assert accounts.sums().accounted and accounts.num_waiting == 300
+    for record in itertools.chain(*story):
+        if record.topic not in ("impressions", "engagements"):
+            accounts.add(record)
+    sums = accounts.sums(ended=True)
+    assert sums.accounted and (sums.samples, sums.folded, accounts.num_waiting) == (100, 100, 0)
 
 
 def test_what_is_emitted_again_counts_once() -> None:
