@@ -89,9 +89,10 @@ class RowFollower:
         self.ready = True
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
 
-    def lag(self) -> int:
-        """Records of the topic that weren't taken a moment ago; 0 before the bootstrap. Any thread."""
-        return sum(behind.records for behind in self.topic.lag().values()) if self.ready else 0
+    def lag(self) -> int | None:
+        """Records of the topic that weren't taken a moment ago; None before the bootstrap, and while Kafka is away. Any thread."""
+        behind = self.topic.lag() if self.ready else {}
+        return sum(at.records for at in behind.values()) if behind else None
 
     def step(self) -> int:
         """Apply what the topic has, or wait POLL_S; how many records there were. Raises RecordsGoneError (step 4)."""

@@ -4,6 +4,8 @@ initial ──► catching_up ──► caught_up        blocked: at the last st
 (history     (behind the       │                  for longer than the joiner takes to commit one
 of before    bound)  ▲─────────┘
 the start)
+
+unknown, from any of these: the ends are not known now. What was true a moment ago is not told as if it still were.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class Liveness(enum.StrEnum):
     CATCHING_UP = "catching_up"
     CAUGHT_UP = "caught_up"
     BLOCKED = "blocked"  # everything readable is trained; an open transaction hides the rest
+    UNKNOWN = "unknown"  # Kafka does not say where the topics end: it is away, or has not been asked yet
 
 
 _WORST = (Liveness.INITIAL, Liveness.BLOCKED, Liveness.CATCHING_UP, Liveness.CAUGHT_UP)
@@ -33,10 +36,13 @@ class Report:
 
     state: Liveness
     partitions: dict[Partition, Liveness]
-    lag_records: int
-    lag_ms: int  # event time, of the partition furthest behind
-    drained_per_s: float  # records by which the lag shrinks; negative while it grows
+    lag_records: int | None  # None here and below: not known now
+    lag_ms: int | None  # event time, of the partition furthest behind
+    drained_per_s: float | None  # records by which the lag shrinks; negative while it grows
     eta_s: float | None  # until the lag is gone at this rate; None = not foreseeable, 0 = there
+
+
+_NOT_KNOWN = Report(state=Liveness.UNKNOWN, partitions={}, lag_records=None, lag_ms=None, drained_per_s=None, eta_s=None)
 
 
 class CaughtUp:
@@ -50,17 +56,21 @@ class CaughtUp:
         self._history: deque[tuple[float, int]] = deque()
 
     def observe(self, lags: Mapping[Partition, PartitionLag], now_s: float) -> Report:
-        """`lags` of every partition; {} (ends not known yet) counts as behind."""
+        """`lags` of every partition; {} = the ends are not known, so nothing is."""
+        if not lags:
+            self._small_since_s.clear()
+            self._history.clear()
+            return _NOT_KNOWN
         states = {p: self._state(p, lag, now_s) for p, lag in lags.items()}
         records = sum(lag.records for lag in lags.values())
         rate = self._rate(records, now_s)
         return Report(
-            state=min(states.values(), key=_WORST.index, default=Liveness.INITIAL),
+            state=min(states.values(), key=_WORST.index),
             partitions=states,
             lag_records=records,
-            lag_ms=max((lag.event_ms for lag in lags.values()), default=0),
+            lag_ms=max(lag.event_ms for lag in lags.values()),
             drained_per_s=rate,
-            eta_s=0.0 if lags and not records else records / rate if rate > 0 else None,
+            eta_s=0.0 if not records else records / rate if rate > 0 else None,
         )
 
     def _state(self, p: Partition, lag: PartitionLag, now_s: float) -> Liveness:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from typing import Any, NamedTuple
 
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
@@ -17,6 +18,7 @@ log = logging.getLogger("roostream.reader")
 _ENDS_EVERY_S = 1.0
 _JOIN_S = 0.5  # it may wait for a broker that is away; nothing is lost by leaving it
 _ASK_S = 5.0
+_KNOWN_FOR_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,15 @@ class Ends:
 
     def __init__(self, admin: AdminClient, reading: Reading) -> None:
         self.admin, self.reading = admin, reading
-        self.known: dict[Partition, End] = {}
+        self._known: dict[Partition, End] = {}
+        self._known_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reader-ends", daemon=True)
+
+    @property
+    def known(self) -> dict[Partition, End]:
+        """As they last were; {} before the first answer, and when the broker has not answered for a while."""
+        return self._known if time.monotonic() - self._known_s < _KNOWN_FOR_S else {}
 
     def start(self) -> None:
         self._thread.start()
@@ -64,6 +72,10 @@ class Ends:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_JOIN_S)
+
+    def learn(self, ends: dict[Partition, End]) -> None:
+        """These are the ends now."""
+        self._known, self._known_s = ends, time.monotonic()
 
     def ask(self) -> dict[Partition, End]:
         """KafkaException: the broker is away, or refuses."""
@@ -75,7 +87,7 @@ class Ends:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self.known = self.ask()
+                self.learn(self.ask())
             except KafkaException as error:
                 log.debug("ends of %s are not known now: %s", self.reading.named(), error)
             self._stop.wait(_ENDS_EVERY_S)

@@ -202,10 +202,19 @@ def test_markers_of_transactions_are_not_lag() -> None:
     reader.seek({})
     assert reader.lag() == {}
     reader.poll(9, 0)
-    ends.known = {P0: End(2, 4, 10)}
+    ends.learn({P0: End(2, 4, 10)})
     lag = reader.lag()[P0]
     assert (lag.records, lag.high_watermark, lag.position_ms, lag.newest_ms) == (0, 4, 10, 10)
     assert reader.positions()[P0] == 1
+
+
+def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(None, MERGED)
+    reader = KafkaReader(FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends)
+    ends.learn({P0: End(1, 1, 10)})
+    assert reader.lag()[P0].stable_end == 1
+    monkeypatch.setattr("runtime.kafka.reading._KNOWN_FOR_S", 0.0)
+    assert reader.lag() == {}, "the broker has not spoken since"
 
 
 def test_a_broker_that_is_away_is_waited_for() -> None:

@@ -88,7 +88,7 @@ class Stage:
 def test_rows_come_from_the_shards_and_then_from_the_topic() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.topic.add(delta(8, 0.1, 1))  # before the bootstrap: the shard's answer holds it
-    assert not stage.follower.ready and stage.follower.lag() == 0
+    assert not stage.follower.ready and stage.follower.lag() is None
     stage.follower.bootstrap()
     assert stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
     initial = initial_rows(0, np.array([ITEM.id], np.uint32), np.array([9], np.int64), ITEM.dim, ITEM.init_scale)

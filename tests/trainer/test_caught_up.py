@@ -35,10 +35,22 @@ def test_history_then_catching_up_then_caught_up() -> None:
 
 def test_no_data_is_not_an_error() -> None:
     watch = CaughtUp(bound_ms=1000, hold_s=2)
-    assert watch.observe({}, 0).state is Liveness.INITIAL, "the ends aren't known yet"
+    assert watch.observe({}, 0).state is Liveness.UNKNOWN, "the ends aren't known yet"
     watch.observe({0: at(0, 0), 1: at(0, 0)}, 1)
     report = watch.observe({0: at(0, 0), 1: at(0, 0)}, 3)
     assert report.state is Liveness.CAUGHT_UP and report.eta_s == 0.0 and report.lag_ms == 0
+
+
+def test_a_reading_that_can_not_be_taken_is_unknown_and_never_good() -> None:
+    watch = CaughtUp(bound_ms=1000, hold_s=2)
+    there = {0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
+    watch.observe(there, 0)
+    assert watch.observe(there, 3).state is Liveness.CAUGHT_UP
+    away = watch.observe({}, 4)
+    assert away.state is Liveness.UNKNOWN and away.partitions == {}
+    assert away.lag_records is away.lag_ms is away.drained_per_s is away.eta_s is None
+    assert watch.observe(there, 5).state is Liveness.CATCHING_UP, "it has to hold anew"
+    assert watch.observe(there, 7).state is Liveness.CAUGHT_UP
 
 
 def test_the_partition_furthest_behind_decides() -> None:
