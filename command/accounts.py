@@ -51,11 +51,11 @@ class Accounts:
     """Feed every record of impressions, engagements, samples, corrections, dead_letters and predictions, each partition in
     its order. Not thread-safe."""
 
-    def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0, digest: bool = True) -> None:
+    def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0) -> None:
         """`settle_ms`: how far the joiner's closes may be past an event that still waits (window + orphan timeout + slack).
         `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = everything is remembered. `since_ms`: what is older is left
-        out: its counterpart may have been deleted. `digest`: whether features are hashed."""
-        self.settle_ms, self.since_ms, self.digest = settle_ms, since_ms, digest
+        out: its counterpart may have been deleted."""
+        self.settle_ms, self.since_ms = settle_ms, since_ms
         self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
         self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
         self.bad = Ledger((DEAD,), horizon_ms)  # inputs that can't be read, by place
@@ -175,8 +175,7 @@ class Accounts:
         self._count["samples"] += 1
         self._count["candidates"] += len(message.item_ids)
         self._closed_by[_close_reason(message.close_reason)] += 1
-        if self.digest:
-            self.features_digest = (self.features_digest + features_hash(message)) & MASK64
+        self.features_digest = (self.features_digest + features_hash(message)) & MASK64
 
     def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
         """Mark the engagements of a sample or correction; whether one of them is new to that outcome."""

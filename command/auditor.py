@@ -1,14 +1,21 @@
-"""The auditor: reads the topics from their start and keeps the sums of `command.accounts` current."""
+"""The auditor: reads the topics, oldest record first, and keeps the sums of `command.accounts` current.
+
+1 go on from what was saved, or from the oldest records
+2 where retention has deleted records, leave out all events of before them: their counterparts may be gone
+3 read; while too many inputs wait for the joiner, read its outputs only
+4 nothing is told of a part: `is_current` once every end that was there at the start has been passed
+"""
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 
 from command.accounts import Accounts
+from command.audit_file import Saved
 from command.sums import Sums
 from roo.errors import UnavailableError
-from roo.schema import Schema
 from roo.wire import Record
 from runtime.clock import Clock, SystemClock
 from runtime.kafka.broker import Broker
@@ -20,14 +27,19 @@ from runtime.kafka.topics import (
     DEAD_LETTERS,
     DEFAULT_PARTITIONS,
     ENGAGEMENTS,
+    EVENTS,
     IMPRESSIONS,
     PREDICTIONS,
     SAMPLES,
+    Progress,
     all_partitions,
 )
 
+log = logging.getLogger("roostream.auditor")
 AUDITED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, DEAD_LETTERS, PREDICTIONS)
 _AT_ONCE = 2000
+_FIRST_S = 5.0
+_MOST_WAITING = 1_000_000
 
 
 class Auditor:
@@ -37,21 +49,24 @@ class Auditor:
         self,
         broker: Broker,
         prefix: str,
-        schema: Schema,
         *,
         num_partitions: int = DEFAULT_PARTITIONS,
         settle_ms: int = 600_000,
         horizon_ms: int = 0,
         on_record: Callable[[Record], None] | None = None,
         clock: Clock | None = None,
+        most_waiting: int = _MOST_WAITING,
     ) -> None:
         """`settle_ms`, `horizon_ms`: see Accounts; `on_record` sees every record too, after the accounts."""
-        self.broker, self.prefix, self.schema = broker, prefix, schema
-        self.num_partitions = num_partitions
+        self.broker, self.prefix, self.num_partitions, self.most_waiting = broker, prefix, num_partitions, most_waiting
         self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms)
+        self._horizon_ms = horizon_ms
         self._on_record = on_record
         self._clock = clock or SystemClock()
         self._reader: RecordReader | None = None
+        self._num_lost = 0
+        self._goal: Progress = {}  # the ends that were there at the start, of partitions that have not passed them
+        self._has_goal = False
 
     def poll(self, budget_s: float = 1.0) -> int:
         """Read what is there, for at most about `budget_s`; the number of records. 0 = up to date, or Kafka is away: a first
@@ -64,22 +79,43 @@ class Auditor:
         reader = self._reader or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:
-            records = reader.poll(_AT_ONCE, 0.1)
+            records = self._next(reader)
             for record in records:
                 self._add(record)
             count += len(records)
+            self._look(reader)
             if (not records and reader.at_end()) or self._clock.monotonic_s() >= until_s:
                 return count
 
-    def open_with(self, reader: RecordReader) -> RecordReader:
-        """Use this reader, from its beginning; `poll` opens one otherwise. UnavailableError as `poll`."""
-        reader.seek({})
+    def open_with(self, reader: RecordReader, saved: Saved | None = None) -> RecordReader:
+        """Use this reader, from what was `saved` or its beginning; `poll` opens one otherwise. UnavailableError as `poll`."""
+        if saved is None:
+            self._begin(reader)
+        else:
+            self.accounts.load(saved.numbers, saved.arrays)
+            reader.seek(saved.progress)
         self._reader = reader
+        self._look(reader)
         return reader
+
+    def is_current(self) -> bool:
+        """Whether every end that was there at the start has been passed: until then the sums are those of a part."""
+        return self._has_goal and not self._goal
+
+    def behind(self) -> int | None:
+        """Records that are there and were not read a moment ago; None = Kafka does not tell."""
+        lags = self._reader.lag() if self._reader is not None else {}
+        return sum(lag.records for lag in lags.values()) if lags else None
 
     def sums(self, *, ended: bool = False) -> Sums:
         """As of the last `poll`; see Accounts.sums."""
         return self.accounts.sums(ended=ended)
+
+    def saved(self, topics: dict[str, str]) -> Saved:
+        """What `open_with` goes on from; `topics` as `Saved` has them."""
+        assert self._reader is not None, "nothing was read yet"
+        numbers, arrays = self.accounts.dump()
+        return Saved(numbers=numbers, arrays=arrays, progress=self._reader.positions(), topics=topics)
 
     def close(self) -> None:
         """Idempotent; the sums stay."""
@@ -87,15 +123,55 @@ class Auditor:
             self._reader.close()
             self._reader = None
 
+    def open_reader(self) -> RecordReader:
+        """One of all audited topics; `open_with` must follow."""
+        reading = Reading(
+            partitions=all_partitions(AUDITED, self.num_partitions), prefix=self.prefix, merged=True, follows_ends=True
+        )
+        return KafkaReader.open(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", reading)
+
     def _open(self) -> RecordReader:
-        partitions = all_partitions(AUDITED, self.num_partitions)
-        group = f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}"
-        reader = KafkaReader.open(self.broker, group, Reading(partitions=partitions, prefix=self.prefix))
+        reader = self.open_reader()
         try:
             return self.open_with(reader)
         except UnavailableError:
             reader.close()
             raise
+
+    def _begin(self, reader: RecordReader) -> None:
+        """New accounts, from the oldest records (2)."""
+        reader.seek({})
+        starts, ends, since_ms = reader.positions(), reader.end_offsets(), 0
+        for p, at in starts.items():
+            if at > 0:
+                first = reader.poll(1, _FIRST_S, p) if at < ends[p] else []
+                oldest_ms = first[0].timestamp_ms if first else self._clock.now_ms()
+                since_ms = max(since_ms, oldest_ms + self.accounts.settle_ms)
+        if since_ms:
+            reader.seek(starts)
+        lost = self.accounts.sums().lost_records
+        self.accounts = Accounts(settle_ms=self.accounts.settle_ms, horizon_ms=self._horizon_ms, since_ms=since_ms)
+        self.accounts.lose(lost)
+        self._goal, self._has_goal = {}, False
+
+    def _next(self, reader: RecordReader) -> list[Record]:
+        if self.accounts.num_waiting < self.most_waiting:
+            return reader.poll(_AT_ONCE, 0.1)
+        outputs = [p for p in reader.partitions if p[0] not in EVENTS]
+        return [record for p in outputs for record in reader.poll(_AT_ONCE, 0.1 / len(outputs), p)]
+
+    def _look(self, reader: RecordReader) -> None:
+        """Note what retention has taken, and how far the ends of the start are (4)."""
+        if lost := reader.num_lost - self._num_lost:
+            self._num_lost = reader.num_lost
+            log.error("%d records were deleted before the auditor read them: it begins anew with what is left", lost)
+            self.accounts.lose(lost)
+            self._begin(reader)
+            return
+        lags = reader.lag() if not self.is_current() else {}
+        if lags and not self._has_goal:
+            self._goal, self._has_goal = {p: lag.stable_end for p, lag in lags.items()}, True
+        self._goal = {p: end for p, end in self._goal.items() if p not in lags or lags[p].position < end}
 
     def _add(self, record: Record) -> None:
         self.accounts.add(record)

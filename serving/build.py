@@ -193,7 +193,7 @@ def serving_exports(process: Process) -> Exports:
     """What is read of the process when it is scraped."""
     log_, rows, sender = process.parts.log, process.rows, process.sender
 
-    def read() -> dict[str, float]:
+    def read() -> dict[str, float | None]:
         return {
             "ready": rows.ready,
             "log_backlog_records": log_.backlog_records,

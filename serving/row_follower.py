@@ -90,7 +90,7 @@ class RowFollower:
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
 
     def lag(self) -> int | None:
-        """Records of the topic that weren't taken a moment ago; None before the bootstrap, and while Kafka is away. Any thread."""
+        """Records of the topic that weren't taken a moment ago; None = not known (no bootstrap yet, Kafka away). Any thread."""
         behind = self.topic.lag() if self.ready else {}
         return sum(at.records for at in behind.values()) if behind else None
 

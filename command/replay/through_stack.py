@@ -112,7 +112,6 @@ class _Replay:
         self.auditor = Auditor(
             Broker(stack.endpoints.kafka),
             stack.prefix,
-            schema,
             num_partitions=stack.options.partitions,
             on_record=self.findings.add,
         )

@@ -11,7 +11,6 @@ from typing import Any
 from command.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
-from roo.schema_file import load_schema
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.kafka import clients
@@ -64,8 +63,7 @@ def applied(stack: Stack) -> int:
 
 
 def auditor(stack: Stack) -> Auditor:
-    schema = load_schema(stack.options.schema)
-    return Auditor(Broker(stack.endpoints.kafka), stack.prefix, schema, settle_ms=stack.options.settle_ms)
+    return Auditor(Broker(stack.endpoints.kafka), stack.prefix, settle_ms=stack.options.settle_ms)
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
