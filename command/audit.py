@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from command.auditor import Auditor
 from roo.errors import RoostreamError
-from roo.schema_file import load_schema
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS
 
@@ -20,11 +18,10 @@ class Audit:
     """`stack` as in stack.json."""
 
     def __init__(self, stack: Mapping[str, Any]) -> None:
-        schema, settle_ms = load_schema(Path(str(stack["schema"]))), int(stack["settle_ms"])
+        settle_ms = int(stack["settle_ms"])
         self.auditor = Auditor(
             Broker(str(stack["kafka"])),
             str(stack["prefix"]),
-            schema,
             num_partitions=int(stack.get("partitions", DEFAULT_PARTITIONS)),
             settle_ms=settle_ms,
             horizon_ms=max(_REMEMBERED_MS, 20 * settle_ms),
