@@ -77,6 +77,12 @@ def test_jitter_shortens_windows_by_a_hash_of_the_request_and_spreads_them() -> 
     assert min(widths) >= 50 and max(widths) <= 100 and len(set(widths)) > 10
 
 
+def test_jitter_reaches_both_the_widest_and_the_narrowest_window() -> None:
+    driver = Driver(rules(window_jitter_ms=3, max_open_requests=99))
+    driver.send(*(impression(T, request=f"r{n}") for n in range(60)))
+    assert {s.message.close_ms - T for s in samples(driver.end())} == {97, 98, 99, 100}
+
+
 # engaged
 
 
@@ -130,6 +136,15 @@ def test_the_next_request_in_scope_closes_after_linger(scope: str, session: int,
     driver.send(impression(T), impression(T + 40, request="next", session=session))
     first = samples(driver.end())[0].message
     assert (first.header.request_id, first.close_ms) == ("r", close)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_request_is_emitted_when_the_watermark_reaches_the_next_one_whichever_came_first(order: tuple[int, ...]) -> None:
+    driver = Driver(rules(next_request="user", linger_ms=5))
+    events = [impression(T, request="a"), impression(T + 20, request="b"), impression(T + 60, request="c")]
+    driver.send(*(events[n] for n in order))
+    emitted = {ms: [s.message.header.request_id for s in samples(driver.at(T + ms))] for ms in (24, 25, 64, 65, 159, 160)}
+    assert emitted == {24: [], 25: ["a"], 64: [], 65: ["b"], 159: [], 160: ["c"]}
 
 
 def test_the_smallest_later_time_is_the_next_request_whatever_the_order_of_arrival() -> None:

@@ -77,6 +77,22 @@ def test_an_engagement_takes_effect_no_sooner_than_its_item_is_shown() -> None:
     assert list(sample.message.event_times) == [T, T + 8]
 
 
+@pytest.mark.parametrize(("shown", "joins"), [(T + 40, True), (T + 41, False)])
+def test_an_item_may_be_shown_up_to_the_timeout_after_its_engagement(shown: int, joins: bool) -> None:
+    driver = Driver(rules(orphan_timeout_ms=40))
+    driver.send(impression(T), engagement(T, 3, event=1), impression(shown, (3,), ro=None))
+    outputs = driver.end()
+    assert only(outputs, "samples").events == ([1] if joins else [])
+    assert reasons(outputs) == ([] if joins else ["item_not_shown"])
+
+
+@pytest.mark.parametrize(("begin", "reason"), [(T + 40, "item_not_shown"), (T + 41, "no_request")])
+def test_a_request_that_began_by_the_timeout_is_one_that_did_not_show_the_item(begin: int, reason: str) -> None:
+    driver = Driver(rules(orphan_timeout_ms=40))
+    driver.send(engagement(T, 99, event=1), impression(begin))
+    assert reasons(driver.end()) == [reason]
+
+
 def test_a_request_that_begins_after_the_orphan_was_given_up_does_not_get_it() -> None:
     driver = Driver(rules(orphan_timeout_ms=40))
     driver.send(impression(T + 41), engagement(T, event=1))
@@ -139,6 +155,10 @@ def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "in time order"
 
 
+def test_a_correction_is_no_older_than_its_request() -> None:
+    assert list(corrected(engagement(T - 30, event=2)).message.event_times) == [T]
+
+
 def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_events() -> None:
     driver = Driver(rules(engaged_threshold=1))
     driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))
@@ -182,6 +202,18 @@ def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
     driver.at(time + 200)
     assert reasons(driver.outputs) == ([reason] if reason else []), why
     assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
+
+
+def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
+    """Of the one in the sample, of one that came too late, and of one that came when only the name was left."""
+    driver = Driver(rules())
+    sampled, late, later = (impression(T + n, (n + 1,)) for n in range(3))
+    driver.send(sampled)
+    driver.at(T + 100)
+    assert reasons(driver.send(late)) == ["after_close"] and driver.send(sampled, late) == []
+    driver.at(T + 1_100)
+    assert driver.state.requests["r"].phase == THIN and driver.send(sampled, late) == []
+    assert reasons(driver.send(later)) == ["after_close"] and driver.send(later, late, sampled) == []
 
 
 def test_the_tombstone_thins_and_then_goes() -> None:
@@ -264,6 +296,15 @@ def test_engagements_of_one_request_beyond_the_cap_overflow() -> None:
     driver = Driver(rules(max_engagements=2))
     outputs = driver.send(impression(T), *(engagement(T + n, event=n) for n in range(1, 4)))
     assert reasons(outputs) == ["overflow"]
+
+
+def test_engagements_that_were_folded_or_corrected_count_for_the_cap() -> None:
+    driver = Driver(rules(max_engagements=2))
+    driver.send(impression(T), engagement(T + 1, event=1))
+    driver.at(T + 100)
+    assert driver.send(engagement(T + 101, event=2)) == []
+    assert [o.topic for o in driver.at(T + 101)] == ["corrections"]
+    assert reasons(driver.send(engagement(T + 102, event=3))) == ["overflow"]
 
 
 def test_a_dead_letter_names_where_it_came_from_and_carries_the_record() -> None:

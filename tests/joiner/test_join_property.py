@@ -7,9 +7,10 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from joiner.rules import Rules
-from joiner.state import Engagement, MemoryState
+from joiner.rules import Rules, close_at
+from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
 from tests.joiner.cases import KEY, KINDS, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
@@ -113,6 +114,30 @@ def _sample(m: Any, view: Any) -> dict[str, Any]:
         "events": [(i, m.item_ids[c], m.actions[a], v, t) for i, c, a, v, t in columns],
         "num_duplicates": m.num_duplicates,
     }
+
+
+def check_due(driver: Driver, with_rules: Rules) -> None:
+    """Every open request is due when the rules say that it closes, by all that is there now. Those that came behind the watermark
+    are left out: they end nobody's window."""
+    requests = [r for r in driver.state.requests.values() if r.phase != WAITING]
+    for request in requests:
+        if request.phase == OPEN and not request.late:
+            later = [r.time_ms for r in requests if r.scope == request.scope is not None and r.time_ms > request.time_ms]
+            planned = structs.replace(request, next_ms=min(later, default=NEVER))
+            assert request.due_ms == close_at(with_rules, planned, with_rules.closes_on_engagement)[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic(), rule_sets, st.data())
+def test_every_open_request_is_due_at_its_close_after_every_call(messages: list[Message], settings_: dict, data: Any) -> None:
+    driver = Driver(with_rules := rules(**settings_), "memory")
+    mark = 0
+    for message in data.draw(st.permutations(messages)):
+        mark += data.draw(st.sampled_from([0, 0, 10, 60]))
+        driver.at(mark)
+        check_due(driver, with_rules)
+        driver.send(message)
+        check_due(driver, with_rules)
 
 
 @settings(max_examples=400, deadline=None)
