@@ -1,0 +1,96 @@
+"""Who is let in, in simulated time: one server, deterministic arrivals, any load."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+
+from serving.errors import RequestError
+from serving.http.admission import Gate
+
+
+class Line:
+    """Requests of `service_s` each for one server, with a deadline; time is simulated."""
+
+    def __init__(self, service_s: float, deadline_s: float, max_in_flight: int = 1000) -> None:
+        self.now_s, self.service_s, self.deadline_s = 0.0, service_s, deadline_s
+        self.gate = Gate(max_in_flight, lambda: self.now_s)
+        self.in_time = self.late = self.refused = 0
+        self._free_s = 0.0
+        self._ends: list[tuple[float, float]] = []  # (when it is done, when it came)
+        self._open: dict[float, object] = {}
+
+    def arrive(self, at_s: float) -> None:
+        self._advance(at_s)
+        try:
+            admitted = self.gate.admit(self.deadline_s)
+            admitted.__enter__()
+        except RequestError as error:
+            assert error.status == 429 and error.retry_after_s == 1
+            self.refused += 1
+            return
+        self._free_s = max(self._free_s, at_s) + self.service_s
+        heapq.heappush(self._ends, (self._free_s, at_s))
+        self._open[at_s] = admitted
+
+    def _advance(self, to_s: float) -> None:
+        while self._ends and self._ends[0][0] <= to_s:
+            self.now_s, came_s = heapq.heappop(self._ends)
+            self._open.pop(came_s).__exit__(None, None, None)  # type: ignore[attr-defined]
+            if self.now_s - came_s <= self.deadline_s:
+                self.in_time += 1
+            else:
+                self.late += 1
+        self.now_s = to_s
+
+    def run(self, rate: float, seconds: float) -> None:
+        for _ in range(int(rate * seconds)):
+            self.arrive(self.now_s + 1 / rate)
+
+
+@pytest.mark.parametrize("load", [0.5, 1.0, 2.0, 3.0, 10.0])
+@pytest.mark.parametrize("service_s", [0.003, 0.05, 0.3])
+def test_g7_goodput_does_not_fall_when_more_comes_than_can_be_answered(load: float, service_s: float) -> None:
+    line = Line(service_s, deadline_s=1.0)
+    seconds = 200 * service_s + 10
+    line.run(load / service_s, seconds)
+    possible = min(load, 1.0) * seconds / service_s
+    assert line.in_time >= 0.9 * possible, "90 % of what one server can do"
+    first = load + 1  # come before the first one is done, when nothing is known yet
+    assert line.late <= 0.01 * line.in_time + first, "what is let in keeps its deadline"
+    assert load > 1 or line.refused == 0
+
+
+def test_without_an_estimate_what_is_too_much_would_be_late() -> None:
+    line = Line(0.1, deadline_s=1.0)
+    line.gate.expected_s = lambda: 0.0  # type: ignore[method-assign]
+    line.run(30, 60)
+    assert line.late > 10 * line.in_time, "the case that the estimate is for"
+
+
+def test_a_slow_moment_does_not_close_the_gate_for_ever() -> None:
+    line = Line(5.0, deadline_s=1.0)
+    line.run(0.25, 60)
+    slow, refused = line.gate.service_s, line.refused
+    assert slow > 4 and line.late
+    line.service_s = 0.01
+    line.run(10, 30)
+    assert line.gate.service_s < 0.1 and line.refused - refused < 100
+    refused = line.refused
+    line.run(10, 10)
+    assert line.refused == refused
+
+
+def test_no_more_than_the_bound_are_in_work() -> None:
+    gate = Gate(2)
+    with gate.admit(1.0), gate.admit(1.0), pytest.raises(RequestError, match="2 requests are in work"):
+        gate.check(1.0)
+    assert gate.in_flight == 0
+
+
+def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> None:
+    gate = Gate(2)
+    with pytest.raises(ZeroDivisionError), gate.admit(1.0):
+        raise ZeroDivisionError
+    assert gate.service_s == 0.0 and gate.in_flight == 0

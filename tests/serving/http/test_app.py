@@ -1,0 +1,185 @@
+"""What isn't traffic, and what all routes have in common: pages, HEAD, one shape of errors, media types, options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_cases import BODY, SCHEMA, Built, build
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.ids import MASK64
+from serving.http.app import LINKS, HttpInterface
+from serving.http.engage import EngagementParser
+from serving.http.openapi import describe
+
+Client = Callable[..., tuple[TestClient, Built]]
+CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    opened: list[Built] = []
+
+    def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
+        built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
+        opened.append(built)
+        return TestClient(HttpInterface(built.parts), follow_redirects=False, raise_server_exceptions=False), built
+
+    yield open_client
+    for built in opened:
+        built.close()
+
+
+def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> None:
+    http, built = client()
+    built.waiting_for.append("rows")
+    about = http.get("/").json()
+    assert (about["name"], about["ready"], about["model_version"]) == ("Roostream serving", False, "0-0")
+    assert set(about["links"].values()) == set(LINKS.values())
+    page = http.get("/", headers={"accept": "text/html,*/*"})
+    assert page.headers["content-type"].startswith("text/html") and 'href="/docs"' in page.text
+
+
+def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
+    http, _ = client()
+    for path in ("/", "/docs"):
+        page = http.get(path, headers={"accept": "text/html"}).text
+        assert not re.search(r"<script|<link|<img|src=|https?://", page)
+    for word in ("/v1/rank", "/v1/engagements", "RankRequest", "retry-after", "429", "ranked"):
+        assert word in http.get("/docs").text.replace("Retry-After", "retry-after")
+
+
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"])
+def test_load_balancers_may_ask_with_head(client: Client, path: str) -> None:
+    http, _ = client()
+    assert http.head(path).status_code == http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "text"),
+    [
+        ("GET", "/v1/rnk", 404, "not_found", "did you mean '/v1/rank'?"),
+        ("POST", "/v1/rank/", 404, "not_found", "nothing is at"),
+        ("GET", "/" + "x" * 5000, 404, "not_found", "…"),
+        ("GET", "/v1/rank", 405, "method_not_allowed", "expected POST, got GET"),
+        ("OPTIONS", "/v1/engagements", 405, "method_not_allowed", "expected POST"),
+        ("DELETE", "/healthz", 405, "method_not_allowed", "expected GET or HEAD"),
+    ],
+)
+def test_what_isnt_there_is_refused_in_the_one_shape(
+    client: Client, method: str, path: str, status: int, code: str, text: str
+) -> None:
+    http, _ = client()
+    answer = http.request(method, path, headers={"host": "evil.example"})
+    assert answer.status_code == status and answer.json()["error"]["code"] == code
+    assert text in answer.json()["error"]["message"] and len(answer.content) < 300
+    assert "location" not in answer.headers, "nobody is sent to what a Host header says"
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("media", "status", "text"),
+    [
+        ("application/json", 200, ""),
+        ("application/json; charset=UTF-8", 200, ""),
+        ('application/json; charset="utf-8"', 200, ""),
+        ("application/vnd.shop+json", 200, ""),
+        ("", 200, ""),
+        ("application/x-www-form-urlencoded", 415, "curl: add -H 'content-type: application/json'"),
+        ("application/json; charset=utf-16", 415, "expected charset utf-8, got 'utf-16'"),
+        ("text/" + "x" * 5000, 415, "…"),
+    ],
+)
+def test_media_types_are_taken_as_clients_send_them(client: Client, media: str, status: int, text: str) -> None:
+    http, _ = client()
+    for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
+        answer = http.post(path, content=json.dumps(body), headers={"content-type": media})
+        assert answer.status_code == status, answer.text
+        assert text in answer.text and (status == 200 or len(answer.content) < 400)
+
+
+def test_an_answer_names_the_items_in_their_order_on_request(client: Client) -> None:
+    http, _ = client()
+    answer = http.post("/v1/rank?ranked=true", json=BODY).json()
+    given = [c["item_id"] for c in BODY["candidates"]]
+    assert answer["ranked"] == [given[i] for i in answer["order"]] and "nine" in answer["ranked"]
+    assert "ranked" not in http.post("/v1/rank?ranked=false", json=BODY).json()
+    message = pb.Impression(item_ids=[MASK64, 5]).SerializeToString()
+    binary = http.post("/v1/rank?ranked=true", content=message, headers={"content-type": "application/x-protobuf"}).json()
+    assert set(binary["ranked"]) == {MASK64, 5}
+
+
+def test_options_are_checked_as_fields_are(client: Client) -> None:
+    http, built = client()
+    for query, text in (("appendd=true", "did you mean 'append'"), ("append=1", "expected true or false"), ("ranked", "got ''")):
+        answer = http.post(f"/v1/rank?{query}", json=BODY)
+        assert answer.status_code == 400 and text in answer.json()["error"]["message"]
+    assert http.post("/v1/rank?append=true", json=BODY).is_success
+    assert not wire.decode(built.records()[0].value)[1].HasField("ro"), "a page carries no RO features"
+
+
+def test_event_ids_are_texts_that_tell_the_same_event_again(client: Client) -> None:
+    http, built = client()
+    first = http.post("/v1/engagements", json=CLICK).json()["event_ids"]
+    again = http.post("/v1/engagements", json={**CLICK, "event_id": first[0]}).json()["event_ids"]
+    number = http.post("/v1/engagements", json={**CLICK, "event_id": int(first[0])}).json()["event_ids"]
+    assert isinstance(first[0], str) and first == again == number
+    assert http.post("/v1/engagements", json={**CLICK, "event_id": 0}).json()["event_ids"] == first, "0 is none"
+    other = http.post("/v1/engagements", json={**CLICK, "event_id": "e-1"}).json()["event_ids"]
+    beyond = http.post("/v1/engagements", json={**CLICK, "event_id": "9" * 20}).json()["event_ids"]
+    assert len({*first, *other, *beyond}) == 3
+    assert {str(wire.decode(r.value)[1].event_id) for r in built.records()} == {*first, *other, *beyond}
+
+
+def test_an_action_that_nothing_counts_is_told_and_counted_in_bounds(client: Client) -> None:
+    http, _ = client()
+    body = [CLICK, {**CLICK, "action": "clik"}, {**CLICK, "action": "clik", "item_id": 9}, {**CLICK, "action": "read"}]
+    assert http.post("/v1/engagements", json=body).json()["unused_actions"] == ["clik"]
+    for i in range(50):
+        http.post("/v1/engagements", json={**CLICK, "action": f"made-up-{i}"})
+    lines = [n for n in http.get("/metrics").text.splitlines() if n.startswith("roostream_serving_engagements_unused_total{")]
+    assert 'roostream_serving_engagements_unused_total{action="clik"} 2.0' in lines and len(lines) == 21
+    assert 'roostream_serving_engagements_unused_total{action="(other)"} 31.0' in lines
+
+
+def test_a_strict_process_refuses_an_action_that_nothing_counts(client: Client) -> None:
+    http, built = client(strict_actions=True)
+    answer = http.post("/v1/engagements", json=[CLICK, {**CLICK, "action": "clik"}])
+    assert answer.status_code == 400 and answer.json()["error"]["path"] == "$[1].action"
+    assert "did you mean 'click'?" in answer.json()["error"]["message"] and not built.records()
+    assert EngagementParser(SCHEMA).known == ("click", "read")
+
+
+def test_a_defect_is_told_in_full_once_a_minute(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def gather(self, lookup: Any) -> Any:
+            raise ZeroDivisionError("secret")
+
+    http, _ = client(rows=Broken())
+    assert {http.post("/v1/rank", json=BODY).status_code for _ in range(20)} == {500}
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+def test_every_refusal_that_can_come_is_documented() -> None:
+    document = describe(SCHEMA, "1")
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert operation["operationId"] and operation["tags"], path
+            for status, answer in operation["responses"].items():
+                assert answer["description"] and answer["content"]
+                assert status == "200" or f"| {status} |" in page
+                if status in ("429", "503", "504"):
+                    assert answer["headers"]["Retry-After"]["required"]
+    names = set(document["components"]["schemas"])
+    assert {"RankRequest", "CandidateRow", "CandidateColumns", "Engagement", "RankAnswer", "Error"} <= names
+    objects = [s for s in document["components"]["schemas"].values() if "properties" in s]
+    assert all(s["additionalProperties"] is False for s in objects)

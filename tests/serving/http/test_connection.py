@@ -1,0 +1,195 @@
+"""Connections of clients that mean no good, on a real socket: they are closed, and the others notice nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from live_serving import LiveServing, answer_of, serving_live
+from serving_cases import BODY, SCHEMA, build
+from serving_fakes import FakeRows
+
+from serving.http import connection
+from serving.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED
+
+RANK = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HALF = RANK + b"content-length: 500\r\n\r\n{"
+
+
+def live_of(tmp_path: Path, **settings: Any) -> Any:
+    return serving_live(build(tmp_path, FakeRows(SCHEMA), **settings))
+
+
+def code_of(answer: bytes) -> str:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+def ranks(live: LiveServing) -> int:
+    return httpx2.post(f"{live.url}/v1/rank", json=BODY, timeout=30).status_code
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (RANK + b"x: ", b"a" * 4096),
+        (RANK, b"x: " + b"a" * 100 + b"\r\n"),
+        (b"GET /", b"a" * 4096),
+        (b"", b"\r\n" * 2048),
+        (RANK + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ", b"a" * 4096),
+        (RANK + b"transfer-encoding: chunked\r\n\r\n1;", b"a" * 4096),
+    ],
+    ids=["a header", "many headers", "an address", "empty lines", "a trailer", "a chunk's extension"],
+)
+def test_what_has_no_end_is_cut_off(tmp_path: Path, start: bytes, piece: bytes) -> None:
+    with live_of(tmp_path) as live, live.connect() as endless:
+        sent = endless.send(start) if start else 0
+        try:
+            while sent < 100 * MAX_HEAD_BYTES:
+                sent += endless.send(piece)
+        except OSError:
+            pass
+        assert sent < 100 * MAX_HEAD_BYTES, "it was closed"
+        assert ranks(live) == 200
+
+
+def test_whole_headers_beyond_the_bound_are_431(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as large:
+        large.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
+        status, answer = answer_of(large)
+        assert status == 431 and code_of(answer) == "headers_too_large"
+        fitting = httpx2.get(f"{live.url}/healthz", headers={"x": "a" * (MAX_HEAD_BYTES - 1000)})
+        assert fitting.status_code == 200
+
+
+def test_headers_that_dont_come_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.2)
+    with live_of(tmp_path) as live, live.connect() as half, live.connect() as silent, live.connect() as second:
+        half.sendall(RANK)
+        second.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in second.recv(4096)
+        second.sendall(b"GET /healthz HT")
+        status, answer = answer_of(half)
+        assert status == 408 and code_of(answer) == "header_timeout"
+        assert answer_of(silent) == (0, b"")
+        assert answer_of(second)[0] == 408, "a kept connection too"
+
+
+def test_half_a_body_is_408_and_takes_nobodys_place(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_in_flight=2, deadline_ms=1500) as live:
+        for route in (b"rank", b"engagements"):
+            stuck = [live.connect() for _ in range(20)]
+            for one in stuck:
+                one.sendall(HALF.replace(b"/rank", b"/" + route))
+            while live.app.intake.num_bytes < len(stuck):
+                time.sleep(0.01)
+            assert ranks(live) == 200
+            click = {"request_id": "r-1", "item_id": 8, "action": "click"}
+            assert httpx2.post(f"{live.url}/v1/engagements", json=click, timeout=30).status_code == 200
+            for one in stuck:
+                status, answer = answer_of(one)
+                assert status == 408 and code_of(answer) == "body_timeout" and b"connection: close" in answer
+                one.close()
+        assert live.app.intake.num_bytes == 0 and live.built.parts.stamps.horizon_ms() > 0
+
+
+def test_bodies_on_their_way_are_bounded_all_together(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_reading_bytes=100_000) as live, live.connect() as first, live.connect() as second:
+        for one in (first, second):
+            one.sendall(RANK + b"content-length: 90000\r\n\r\n" + b" " * 60_000)
+            while live.app.intake.num_bytes not in (60_000, 0):
+                time.sleep(0.01)
+        second.settimeout(30)
+        assert b"429" in second.recv(4096).split(b"\r\n")[0]
+        first.sendall(b" " * 30_000)
+        assert b"400" in first.recv(4096).split(b"\r\n")[0], "the first is read to its end"
+
+
+def test_beyond_the_bound_the_longest_idle_connection_makes_room(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_connections=4, deadline_ms=3000) as live:
+        idle = [live.connect() for _ in range(4)]
+        for one in idle:
+            one.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"200 OK" in one.recv(4096)
+        assert ranks(live) == 200
+        assert answer_of(idle[0]) == (0, b""), "the first was idle longest"
+        for one in idle[1:]:
+            one.sendall(HALF)
+        busy = live.connect()
+        busy.sendall(HALF)
+        while live.app.intake.num_bytes < 4:
+            time.sleep(0.01)
+        with live.connect() as late:
+            status, answer = answer_of(late)
+            assert status == 503 and b"retry-after: 1" in answer and code_of(answer) == "unavailable"
+        for one in (*idle, busy):
+            one.close()
+        assert ranks(live) == 200
+
+
+def test_a_pipeline_is_bounded(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as flood, live.connect() as fair:
+        fair.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
+        received = b""
+        while received.count(b'{"status":"ok"}') < 20:
+            received += fair.recv(65536)
+        flood.sendall(HALF + b" " * 499 + b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * (MAX_PIPELINED + 10))
+        assert answer_of(flood)[1].count(b"200 OK") <= MAX_PIPELINED
+        assert ranks(live) == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"FOO / HTTP/1.1\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
+        b"POST /v1/rank HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/rank HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/rank HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    ],
+    ids=["TLS", "version", "method", "address", "path", "header", "length", "two lengths", "chunk", "CONNECT", "*"],
+)
+def test_what_isnt_http_is_refused_without_a_traceback(tmp_path: Path, raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with live_of(tmp_path, deadline_ms=500) as live, live.connect() as odd:
+        odd.sendall(raw)
+        odd.shutdown(socket.SHUT_WR)
+        status, _ = answer_of(odd)
+        assert status in (0, 400, 404, 405, 408)
+        assert ranks(live) == 200
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_lines_that_a_client_can_cause_come_once_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), live_of(tmp_path) as live:
+        for _ in range(20):
+            with live.connect() as odd:
+                odd.sendall(b"FOO / HTTP/1.1\r\n\r\n")
+                assert answer_of(odd)[0] == 400
+    assert len([r for r in caplog.records if r.name == "uvicorn.error" and "Invalid HTTP" in r.getMessage()]) == 1
+
+
+def test_a_stop_answers_who_still_sends_and_waits_for_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with live_of(tmp_path, deadline_ms=60_000) as live, live.connect() as half, live.connect() as head, live.connect() as idle:
+        half.sendall(HALF)
+        head.sendall(RANK)
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in idle.recv(4096)
+        while live.app.intake.num_bytes < 1:
+            time.sleep(0.01)
+        begin_s = time.monotonic()
+        live.end()
+        assert time.monotonic() - begin_s < live.budget.all_s / 2, "it did not wait for its time to be up"
+        status, answer = answer_of(half)
+        assert status == 503 and code_of(answer) == "unavailable"
+    assert not [r for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]

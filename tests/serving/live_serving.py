@@ -1,0 +1,72 @@
+"""The interface on a real socket, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from serving_cases import Built
+
+from runtime.clock import SystemClock
+from serving.http import http_server
+from serving.http.app import HttpInterface
+from serving.stop_budget import StopBudget
+
+
+class LiveServing:
+    """`stop` ends it as a signal would; `address` is where it answers."""
+
+    def __init__(self, built: Built, stop_s: float = 20.0) -> None:
+        self.built, self.app = built, HttpInterface(built.parts)
+        self.stop = threading.Event()
+        self.budget = StopBudget(stop_s, SystemClock())
+        self._bound = http_server.bind("127.0.0.1:0")
+        self.address: tuple[str, int] = self._bound.getsockname()
+        self._turned = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.address[1]}"
+
+    def start(self) -> None:
+        self._bound.listen(256)
+        self._thread.start()
+        assert self._turned.wait(30)
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=30)
+
+    def _run(self) -> None:
+        http_server.run(self.app, self._bound, self.stop, self.budget, self._turned.set)
+        self._bound.close()
+
+
+@contextmanager
+def serving_live(built: Built, stop_s: float = 20.0) -> Iterator[LiveServing]:
+    """Started, and ended whatever the test does."""
+    live = LiveServing(built, stop_s)
+    live.start()
+    try:
+        yield live
+    finally:
+        live.end()
+        built.close()
+
+
+def answer_of(connection: socket.socket) -> tuple[int, bytes]:
+    """(status, all that comes until the other side closes); (0, b"") if it closes without a word."""
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return (int(received.split(b" ", 2)[1]), received) if received else (0, b"")

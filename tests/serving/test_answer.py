@@ -1,0 +1,31 @@
+"""Scores as text."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from serving.answer import RankAnswer, shortest
+
+
+def test_scores_are_written_as_the_shortest_decimals_that_are_them() -> None:
+    rng = np.random.default_rng(5)
+    values = np.concatenate(
+        [rng.random(20_000), 10.0 ** rng.uniform(-12, 0, 20_000), [0.0, 1.0, 0.1, 0.5, 1e-30, 5e-324, 1e-12]]
+    ).astype(np.float32)
+    wide = shortest(values)
+    assert (wide.astype(np.float32) == values).all(), "nothing is lost"
+    digits = [len(repr(float(w)).split("e")[0].replace(".", "").lstrip("0")) for w in wide[values > 2e-12]]
+    assert max(digits) <= 9, "no float32 needs more"
+    longer = [len(repr(w)) - len(str(v)) for w, v in zip(wide[:20_000].tolist(), values[:20_000], strict=True)]
+    assert np.mean(longer) < 0.01 and max(longer) <= 1
+
+
+def test_an_answer_in_json() -> None:
+    scores = np.array([[0.1, 0.25], [1 / 3, 1.0]], dtype=np.float32)
+    answer = RankAnswer(
+        request_id="r", model_version="1-2", tasks=("click", "dwell"), scores_nT=scores, order=[1, 0], degraded=False
+    )
+    assert b'{"click":0.1,"dwell":0.25},{"click":0.33333334,"dwell":1.0}' in answer.json()
+    assert "ranked" not in json.loads(answer.json())
