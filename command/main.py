@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from command.replay.cli import replay
+from command.replay.cli import check, replay
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
 from roo.config import load
@@ -276,6 +276,7 @@ def topics_check(file: Path | None, **flags: Any) -> None:
 
 
 cli.add_command(replay)
+cli.add_command(check)
 
 
 @cli.command()

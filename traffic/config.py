@@ -9,7 +9,7 @@ from typing import Literal
 from roo.config import Refusal, Settings, refusal, setting
 from roo.errors import ConfigError
 from runtime.deployment import Watched
-from traffic.datasets import DatasetOptions
+from traffic.datasets import DatasetOptions, load_dataset
 from traffic.times import parse_time_ms
 
 
@@ -122,3 +122,54 @@ class ReplayConfig(Settings):
         path = self.schema or self.options.default_schema
         assert path, "checked when made"
         return Path(path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckConfig(Settings):
+    """`roostream check`: what a replay would be told, without training."""
+
+    schema: str = setting(help="schema TOML")
+    log: tuple[str, ...] = setting((), "JSON lines, as of `replay jsonl`")
+    impressions: tuple[str, ...] = setting(
+        (), "or tables (.parquet or .csv, packed or not), as of `replay parquet` and `replay csv`"
+    )
+    engagements: tuple[str, ...] = setting((), "tables of engagements")
+    ignore: tuple[str, ...] = setting((), "columns of tables to be left out")
+    window_ms: int = setting(1_800_000, "the join window", least=1000)
+    lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
+    label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
+    report: str = setting("", "file that gets the JSON report; '' = only the table")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.log) == bool(self.impressions):
+            raise ConfigError("expected --log FILES, or --impressions FILES with --engagements FILES; give one of the two")
+        self.replay()
+
+    def replay(self) -> ReplayConfig:
+        """The replay that would be made of it, bad lines left out and counted.
+
+        Raises:
+            ConfigError: a file isn't there, or it can't be told which form it has.
+        """
+        settings = (
+            {"log": self.log}
+            if self.log
+            else {"impressions": self.impressions, "engagements": self.engagements, "ignore": self.ignore}
+        )
+        dataset = "jsonl" if self.log else self._form()
+        return ReplayConfig(
+            dataset=dataset,
+            options=load_dataset(dataset).Options(skip_bad=True, **settings),
+            schema=self.schema,
+            engine="local",
+            window_ms=self.window_ms,
+            lateness_ms=self.lateness_ms,
+            label_delay_ms=self.label_delay_ms,
+        )
+
+    def _form(self) -> str:
+        forms = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in (*self.impressions, *self.engagements)}
+        if len(forms) != 1 or not forms <= {".parquet", ".csv"}:
+            raise refusal("impressions", "files that all end in .parquet, or all in .csv (or .gz, .zst of these)", sorted(forms))
+        return forms.pop().removeprefix(".")

@@ -38,8 +38,11 @@ class Clicks(NamedTuple):
     time_ms_N: np.ndarray
 
 
-def _nothing_skipped() -> tuple[int, str]:
-    return 0, ""
+class Skipped(NamedTuple):
+    """Events that a log left out: how many, and why the first ones were."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class EventLog:
     num_requests: int = 0  # 0 = not known beforehand
     clicks_before: Clicks | None = None
     refuse: Callable[[Event, WireError], None] | None = None  # called for an event that doesn't fit the schema; None: raise
-    skipped: Callable[[], tuple[int, str]] = _nothing_skipped  # events left out so far, and why the first was
+    skipped: Callable[[], Skipped] = Skipped  # events left out so far
 
 
 class DatasetModule(Protocol):
@@ -84,7 +87,17 @@ DATASETS = {
     "jsonl": Dataset(
         "traffic.jsonl",
         "A log of any site, one JSON object a line (docs/bring-your-own-data.md).",
-        "--log monday.jsonl tuesday.jsonl --schema my_site.toml --report out.json",
+        "--log monday.jsonl tuesday.jsonl.gz --schema my_site.toml --report out.json",
+    ),
+    "parquet": Dataset(
+        "traffic.parquet_log",
+        "A log of any site as Parquet tables: a row a shown candidate, and a row an engagement.",
+        "--impressions shown.parquet --engagements done.parquet --schema my_site.toml --report out",
+    ),
+    "csv": Dataset(
+        "traffic.csv_log",
+        "A log of any site as CSV tables: a row a shown candidate, and a row an engagement.",
+        "--impressions shown.csv.gz --engagements done.csv --schema my_site.toml --report out",
     ),
 }
 

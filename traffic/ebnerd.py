@@ -12,7 +12,6 @@ is earlier: a reader who goes on counts with the seconds that the data says. Nai
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from roo.config import setting
 from roo.errors import ConfigError, SchemaError, nearest
@@ -29,7 +27,8 @@ from roo.ids import hash64
 from roo.schema import Schema
 from traffic.datasets import Clicks, DatasetOptions, EventLog
 from traffic.events import Action, Event, Request, in_time_order
-from traffic.files import check_files, open_file
+from traffic.files import check_files
+from traffic.parquet_log import parquet_file
 
 CLICK_DELAY_MS = 1000
 RO_OFFERED = ("user", "device", "page", "front_page", "sso", "subscriber", "gender", "age", "postcode")
@@ -134,7 +133,7 @@ def num_requests(behaviors: Sequence[str]) -> int:
     """Rows of the files, from their footers; raises as `events`."""
     total = 0
     for path in behaviors:
-        with _parquet(path) as file:
+        with parquet_file(path) as file:
             total += file.metadata.num_rows
     return total
 
@@ -199,19 +198,9 @@ def _rows(column: pa.Array) -> list[np.ndarray]:
     return [flat[a:b] if ok else flat[:0] for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
 
 
-@contextlib.contextmanager
-def _parquet(path: str) -> Iterator[pq.ParquetFile]:
-    with open_file(path) as file:
-        try:
-            parquet = pq.ParquetFile(file)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{path}: expected a parquet file, got something else ({str(error).splitlines()[0]})") from None
-        yield parquet
-
-
 def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
     """The columns in our types; an absent optional one is all null."""
-    with _parquet(path) as file:
+    with parquet_file(path) as file:
         there = file.schema_arrow.names
         for name in required:
             if name not in there:

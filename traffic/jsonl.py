@@ -72,7 +72,7 @@ class JsonlLog:
             events=self._events(files, times, places),
             num_requests=int((times % 2 == 0).sum()),
             refuse=lambda event, error: self.reader.refuse(event.where, error),
-            skipped=lambda: (self.reader.num_skipped, self.reader.first_skipped),
+            skipped=self.reader.skipped,
         )
 
     def _events(self, files: Sequence[BinaryIO], times: np.ndarray, places: array[int]) -> Iterator[Event]:

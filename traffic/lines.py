@@ -15,6 +15,7 @@ from roo.errors import RoostreamError, nearest, printable
 from roo.ids import hash64, item_id, signed
 from roo.schema import Schema
 from roo.wire import MAX_WEIGHT
+from traffic.datasets import Skipped
 from traffic.events import Action, Event, Request
 from traffic.times import parse_time_ms
 
@@ -22,6 +23,7 @@ Id = int | str
 MAX_NAME_BYTES = 64
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _POSITIONS = 1 << 31
+_MOST_TOLD = 10
 
 
 class LogError(RoostreamError):
@@ -68,7 +70,7 @@ class LineReader:
 
     def __init__(self, schema: Schema, *, skip_bad: bool = False) -> None:
         self.schema, self.skip_bad = schema, skip_bad
-        self.num_skipped, self.first_skipped = 0, ""
+        self._num_skipped, self._first_skipped = 0, list[str]()
         self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
 
     def event(self, line: Line, where: str) -> Event:
@@ -85,8 +87,13 @@ class LineReader:
         message = printable(f"{where}: {reason}; correct the line, or use --skip-bad to leave such lines out")
         if not self.skip_bad:
             raise LogError(message) from None
-        self.num_skipped += 1
-        self.first_skipped = self.first_skipped or message
+        self._num_skipped += 1
+        if len(self._first_skipped) < _MOST_TOLD:
+            self._first_skipped.append(message)
+
+    def skipped(self) -> Skipped:
+        """What has been left out so far."""
+        return Skipped(self._num_skipped, tuple(self._first_skipped))
 
     def _request(self, line: ImpressionLine, where: str) -> Request:
         columns = _columns(line.candidates, "nro" in self._names["nro"])

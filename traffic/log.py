@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from roo.counter_seed import seed
@@ -10,7 +11,7 @@ from roo.errors import ConfigError
 from roo.schema import Schema
 from roo.wire import Record
 from traffic.config import ReplayConfig
-from traffic.datasets import load_dataset
+from traffic.datasets import Skipped, load_dataset
 from traffic.edge import Edge
 from traffic.replay import records
 from traffic.survey import Survey
@@ -22,7 +23,7 @@ class Log:
 
     records: Iterator[Record]
     num_requests: int  # 0 = not known beforehand
-    skipped: Callable[[], tuple[int, str]]  # events left out, and why the first was
+    skipped: Callable[[], Skipped]  # events left out so far
     survey: Survey  # of what has been read
 
 
@@ -30,8 +31,8 @@ def open_log(config: ReplayConfig, schema: Schema) -> Log:
     """Checks the files' form, counts what lies before the log, and gives the stream.
 
     Raises:
-        ConfigError, SchemaError: a file or the schema can't be used, or nothing is in it; names file and column. While the
-            stream is read, LogError for a bad line and WireError for features that don't fit the schema.
+        ConfigError, SchemaError: a file or the schema can't be used; names file and column. While the stream is read, LogError
+            for a bad line, WireError for features that don't fit the schema, and at its end ConfigError if nothing was in it.
     """
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
     survey = Survey(schema)
@@ -43,18 +44,15 @@ def open_log(config: ReplayConfig, schema: Schema) -> Log:
 
 
 def _not_empty(stream: Iterator[Record], survey: Survey) -> Iterator[Record]:
-    """The stream, once its first record is there: what is wrong at the beginning, and a log of nothing, is told before anything
-    is started for it."""
-    first = next(stream, None)
+    yield from stream
+    if not survey.num_impressions:
+        raise ConfigError("the log has no impression that can be used, so nothing can be learned from it; check its files")
 
-    def impressions() -> Iterator[Record]:
-        if first is not None:
-            yield first
-        yield from stream
-        if not survey.num_impressions:
-            raise ConfigError("the log has no impression that can be used, so nothing can be learned from it; check its files")
 
-    return impressions() if first is not None else iter(list(impressions()))
+def begun(stream: Iterator[Record]) -> Iterator[Record]:
+    """The stream, once its first record is there: a log of nothing, and one that is wrong from the start, is told before
+    anything is started for it. Raises as the stream."""
+    return itertools.chain((next(stream),), stream)
 
 
 def settle_ms(config: ReplayConfig) -> int:

@@ -12,7 +12,7 @@ import click
 
 from roo.config import parse_duration_ms
 from roo.errors import ConfigError
-from traffic.config import ReplayConfig
+from traffic.config import CheckConfig, ReplayConfig
 from traffic.datasets import DATASETS, Dataset, load_dataset
 
 _MS = "_ms"
@@ -41,19 +41,8 @@ class Duration(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class ReplayCommand(click.Command):
-    """The dataset's module is imported only for its own sub-command, since it may need packages of its own.
-
-    `--behaviors A B C` may be written for `--behaviors A --behaviors B --behaviors C`.
-    """
-
-    dataset = ""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if not self.params:
-            options = load_dataset(self.dataset).Options
-            self.params = [*flags_of(options), *flags_of(ReplayConfig, skip=("dataset", "options"))]
-        return super().get_params(ctx)
+class ManyWords(click.Command):
+    """`--log A B C` may be written for `--log A --log B --log C`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Words behind an option that may be given several times belong to it."""
@@ -67,6 +56,18 @@ class ReplayCommand(click.Command):
                 spread.append(current)
             spread.append(arg)
         return super().parse_args(ctx, spread)
+
+
+class ReplayCommand(ManyWords):
+    """The dataset's module is imported only for its own sub-command, since it may need packages of its own."""
+
+    dataset = ""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        if not self.params:
+            options = load_dataset(self.dataset).Options
+            self.params = [*flags_of(options), *flags_of(ReplayConfig, skip=("dataset", "options"))]
+        return super().get_params(ctx)
 
 
 def flags_of(settings: type[Any], skip: tuple[str, ...] = ()) -> list[click.Parameter]:
@@ -119,3 +120,17 @@ def _add(name: str, dataset: Dataset) -> None:
 
 for _name, _dataset in DATASETS.items():
     _add(_name, _dataset)
+
+
+check = ManyWords(
+    "check",
+    params=flags_of(CheckConfig),
+    callback=lambda **given: sys.exit(importlib.import_module("command.replay.check").run(CheckConfig(**given))),
+    help="""Look at a log and its schema together, without training: exit 0 (perhaps with warnings), 1 if lines can't be used.
+
+    \b
+    Example:
+      roostream check --schema my_site.toml --log monday.jsonl tuesday.jsonl.gz
+      roostream check --schema my_site.toml --impressions shown.parquet --engagements done.parquet --window 1h
+    """,
+)

@@ -12,9 +12,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 
-from command.accounts import Accounts
 from command.replay.choices import choices_of, with_sets
-from command.replay.findings import Findings
+from command.replay.local_topics import LocalTopics
 from command.replay.stage import Outcome, Stage, Training
 from joiner.build import Output
 from joiner.config import JoinerConfig
@@ -44,12 +43,10 @@ from runtime.kafka.topics import (
     Partition,
     Progress,
     all_partitions,
-    partitions_of,
 )
 from runtime.program import Stop
 from runtime.transport import InMemoryTransport
 from traffic.config import ReplayConfig
-from traffic.partition import partition_of
 from trainer.batches import Chunk
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring, set_numerics
@@ -115,10 +112,9 @@ class _Local:
 
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
-        self.accounts = Accounts()
-        self.findings = Findings(schema.tasks, config.measure_from_ms)
+        self.topics = LocalTopics(schema.tasks, config.measure_from_ms)
+        self.accounts = self.topics.accounts
         choices = choices_of(config)
-        self.offsets: Counter[tuple[str, int]] = Counter()
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()
         self.samples = ReadySamples(Decoder(schema, registry), clock)
         self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
@@ -135,16 +131,14 @@ class _Local:
         for record in records:
             if stop.is_set():
                 break
-            placed = record._replace(offset=self._next_offset(record.topic, record.partition))
-            self.accounts.add(placed)
-            self._write(self.joiner.process(placed))
+            self._write(self.joiner.process(self.topics.place(record)))
             self._train(stage)
         self._write(self.joiner.end_of_input())
         self._train(stage)
         while self.loop.finish():
             stage.at(trained=self.loop.counts.requests)
         untrained = self.accounts.untrained_below(self.accounts.sample_ends)
-        return Outcome(accounts=self.accounts, findings=self.findings, untrained=untrained, training=self._training())
+        return Outcome(accounts=self.accounts, findings=self.topics.findings, untrained=untrained, training=self._training())
 
     def _train(self, stage: Stage) -> None:
         """Whole batches, as many as there are."""
@@ -169,31 +163,19 @@ class _Local:
     def _write(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             time_ms = output.timestamp_ms if output.timestamp_ms is not None else self.joiner.watermark_ms
-            record = self._add(output.topic, output.key, output.value, time_ms)
+            record = self.topics.write(output.topic, output.key, output.value, time_ms)
             if record.topic == SAMPLES:
                 self.samples.put(record)
 
     def prediction(self, prediction: Prediction) -> None:
         key = prediction.sample_id.to_bytes(8, "little")
-        self._add(PREDICTIONS, key, prediction.value, prediction.time_ms)
+        self.topics.write(PREDICTIONS, key, prediction.value, prediction.time_ms)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
-        self._add(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
+        self.topics.write(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
 
     def flush(self) -> None:
         """Everything is counted where it is given."""
-
-    def _add(self, topic: str, key: bytes, value: bytes, time_ms: int) -> Record:
-        """A record of an output topic, at the place that Kafka would give it, counted."""
-        partition = partition_of(key, partitions_of(topic, DEFAULT_PARTITIONS))
-        record = Record(topic, partition, self._next_offset(topic, partition), time_ms, key, value)
-        self.accounts.add(record)
-        self.findings.add(record)
-        return record
-
-    def _next_offset(self, topic: str, partition: int) -> int:
-        self.offsets[topic, partition] += 1
-        return self.offsets[topic, partition] - 1
 
 
 def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shard]:

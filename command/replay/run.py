@@ -23,7 +23,7 @@ from runtime import program
 from runtime.clock import SystemClock
 from traffic.advice import advice
 from traffic.config import ReplayConfig
-from traffic.log import Log, open_log
+from traffic.log import Log, begun, open_log
 from traffic.replay import paced
 from traffic.report import report_files, write_report
 
@@ -55,7 +55,7 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     source = open_log(config, schema)
     console = Console(markup=False, emoji=False, highlight=False)
     with Stage(console, source.num_requests) as stage:
-        stream = paced(stage.sending(source.records), config.speed_factor, SystemClock(), stop)
+        stream = paced(stage.sending(begun(source.records)), config.speed_factor, SystemClock(), stop)
         outcome = _engine(config)(config, schema, stream, stage, stop)
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; there is no report")
@@ -82,12 +82,12 @@ def _engine(config: ReplayConfig) -> Engine:
 def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: Log) -> dict[str, Any]:
     """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count."""
     sums = outcome.accounts.sums(ended=True)
-    skipped, first_skipped = source.skipped()
+    skipped = source.skipped()
     findings, survey = outcome.findings, source.survey
     positives, model = findings.baselines.positives(), outcome.training.model or {}
     return {
-        "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped},
-        "first_skipped_line": first_skipped,
+        "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.count},
+        "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_dead_letters": findings.first_dead_letters(survey.origins.find),
         "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))),
         "accounted": sums.accounted and outcome.untrained == 0,

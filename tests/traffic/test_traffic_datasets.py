@@ -43,7 +43,7 @@ def test_every_row_names_a_module_with_options_and_open(name: str) -> None:
 
 
 def test_an_unknown_dataset_is_told_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="expected one of ebnerd, jsonl, got 'ebnrd'; did you mean 'ebnerd'"):
+    with pytest.raises(ConfigError, match="expected one of ebnerd, jsonl, parquet, csv, got 'ebnrd'; did you mean 'ebnerd'"):
         load_dataset("ebnrd")
 
 
@@ -69,7 +69,7 @@ def test_another_dataset_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pyte
     config = ReplayConfig(dataset="another", options=Options(num_lists=3), schema=__file__)
     log = open_log(config, SCHEMA)
     impressions = [r for r in log.records if wire.kind_of(r.value) == wire.IMPRESSION]
-    assert len(impressions) == log.num_requests == 3 and log.skipped() == (0, "")
+    assert len(impressions) == log.num_requests == 3 and log.skipped() == (0, ())
 
 
 def test_files_are_looked_for_when_settings_are_made(tmp_path: Path) -> None:

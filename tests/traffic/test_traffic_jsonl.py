@@ -137,7 +137,7 @@ def test_a_bad_line_is_told_with_its_place_or_left_out_and_counted(tmp_path: Pat
     log = JsonlLog([write(tmp_path / "log", IMPRESSION, line, ENGAGEMENT)], patient).open()
     assert len(list(log.events)) == 2
     count, first = log.skipped()
-    assert count == 1 and "log:2: " in first
+    assert count == 1 and "log:2: " in first[0]
 
 
 def test_an_absent_log_is_told(tmp_path: Path) -> None:

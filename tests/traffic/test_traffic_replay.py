@@ -145,7 +145,7 @@ def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path)
         list(open_log(config(), schema).records)
     patient = open_log(config(skip_bad=True), schema)
     assert kinds(list(patient.records))["impressions", wire.IMPRESSION] == 3
-    assert patient.skipped()[0] == 1 and "bad.jsonl:1" in patient.skipped()[1]
+    assert patient.skipped()[0] == 1 and "bad.jsonl:1" in patient.skipped().first[0]
 
 
 def test_the_end_lies_beyond_everything_that_the_joiner_remembers() -> None:
