@@ -26,7 +26,10 @@ from joiner.state import (
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
+from roo.ids import other_form
 from roo.schema import Registry
+
+_MOST_LOOKED_AT = 256
 
 
 class Passage:
@@ -233,7 +236,7 @@ class Passage:
             turn.outputs.append(dead_event(turn.key, event, "no_request", error))
             _end(turn.state, request_id, request, event, gone=True)
         else:
-            error = f"its request did not show item {event.item_id}"
+            error = f"its request did not show item {event.item_id}{other_form(event.item_id, _some_shown(request))}"
             turn.outputs.append(dead_event(turn.key, event, "item_not_shown", error))
             _end(turn.state, request_id, request, event)
 
@@ -324,6 +327,12 @@ def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[E
         event.previous, request.last_event = request.last_event, event.event_id
         state.events_of(request_id)[event.event_id] = event
     return kept
+
+
+def _some_shown(request: Request) -> list[int]:
+    """Items that it showed, for a message: looking for one costs a bounded time, however long the lists are."""
+    parts = [page.items for page in request.pages] or [request.items]
+    return [item for part in parts for item in memoryview(part).cast("Q")[:_MOST_LOOKED_AT]][:_MOST_LOOKED_AT]
 
 
 def _known(impression: Impression | None) -> Impression:

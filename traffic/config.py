@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from roo.config import Refusal, Settings, refusal, setting
 from roo.errors import ConfigError
@@ -152,15 +152,11 @@ class CheckConfig(Settings):
         Raises:
             ConfigError: a file isn't there, or it can't be told which form it has.
         """
-        settings = (
-            {"log": self.log}
-            if self.log
-            else {"impressions": self.impressions, "engagements": self.engagements, "ignore": self.ignore}
-        )
-        dataset = "jsonl" if self.log else self._form()
+        dataset, names = ("jsonl", ("log",)) if self.log else (self._form(), ("impressions", "engagements", "ignore"))
+        settings: dict[str, Any] = {"skip_bad": True, **{name: getattr(self, name) for name in names}}
         return ReplayConfig(
             dataset=dataset,
-            options=load_dataset(dataset).Options(skip_bad=True, **settings),
+            options=load_dataset(dataset).Options(**settings),
             schema=self.schema,
             engine="local",
             window_ms=self.window_ms,

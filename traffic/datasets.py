@@ -41,7 +41,7 @@ class Clicks(NamedTuple):
 class Skipped(NamedTuple):
     """Events that a log left out: how many, and why the first ones were."""
 
-    count: int = 0
+    number: int = 0
     first: tuple[str, ...] = ()
 
 

@@ -193,18 +193,18 @@ class _Impressions:
             if any(not _equal(row.get(name), first.get(name)) for row in rows):
                 raise ValueError(f"{name}: expected one value in all rows of request {first.get('request_id')!r}, got several")
         columns = {name: [row.get(name) for row in rows] for name in names if name in self._nro or name == "item_id"}
-        given = {name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first}
+        given: Row = {name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first}
         for key, name in (("positions", "position"), ("propensities", "propensity")):
             if name in names:
                 given[key] = [row.get(name) for row in rows]
-        line = {
+        line: Row = {
             "type": "impression",
             "request_id": _request_id(first),
             "time": time_ms,
             "candidates": columns,
             "ro": {name: first[name] for name in names if name in self._ro and name in first},
         }
-        return msgspec.convert({**line, **given}, ImpressionLine)
+        return msgspec.convert(line | given, ImpressionLine)
 
 
 class _Engagements:

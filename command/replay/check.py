@@ -62,7 +62,7 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
             _write(topics, delays, engine, engine.process(topics.place(record)))
         _write(topics, delays, engine, engine.end_of_input())
     except ConfigError as error:
-        if stop.is_set() or not log.skipped().count:
+        if stop.is_set() or not log.skipped().number:
             raise
         errors.append(str(error))  # beside the lines that made it so
     report = build_report(schema, log, topics, delays, errors)
@@ -104,12 +104,12 @@ def build_report(schema: Schema, log: Log, topics: LocalTopics, delays: Delays, 
     warnings = advice(schema, log.survey, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(f"{late} engagements come after the join window and are not learned; a longer --window takes them in")
-    if left := skipped.count - len(skipped.first):
+    if left := skipped.number - len(skipped.first):
         errors = [*errors, f"and {left} more lines that can't be used"]
     return {
         "errors": [*skipped.first, *errors],
         "warnings": warnings,
-        "counts": {**sums.counts(), "skipped_lines": skipped.count},
+        "counts": {**sums.counts(), "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_dead_letters": topics.findings.first_dead_letters(log.survey.origins.find),
         "positives": positives,

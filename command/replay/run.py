@@ -86,7 +86,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     findings, survey = outcome.findings, source.survey
     positives, model = findings.baselines.positives(), outcome.training.model or {}
     return {
-        "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.count},
+        "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_dead_letters": findings.first_dead_letters(survey.origins.find),
         "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))),

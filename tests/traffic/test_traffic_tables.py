@@ -155,7 +155,7 @@ def test_a_bad_row_is_told_with_its_place_or_left_out_and_counted(tmp_path: Path
         list(csv_of(tmp_path, SHOWN + row).events)
     patient = csv_of(tmp_path, SHOWN + row + "\n" + ROW.replace("r9", "good"), skip_bad=True)
     assert [e.request_id for e in patient.events if isinstance(e, Request)] == ["r1", "r2", "good"]
-    assert patient.skipped().count == 1
+    assert patient.skipped().number == 1
 
 
 def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:

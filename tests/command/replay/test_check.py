@@ -98,7 +98,7 @@ def test_an_id_in_its_other_form_is_hinted_at(tmp_path: Path) -> None:
     code, report = check(tmp_path, shown(1), done(1, item_id="2"))
     assert code == 0 and report["counts"]["dead_letters"] == {"item_not_shown": 1}
     first = report["first_dead_letters"]["item_not_shown"]
-    assert first["where"].endswith("log.jsonl:2")
+    assert first["where"].endswith("log.jsonl:2") and 'it did show the integer 2, and this is the text "2"' in first["error"]
 
 
 def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
