@@ -9,6 +9,7 @@ from typing import Any
 from infra.kinds import kind_of
 from roo.config import from_dict
 from roo.errors import ConfigError, nearest
+from roo.toml_file import Place
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
 
@@ -49,7 +50,7 @@ def overrides(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 def _setting(program: str, key: str, value: Any) -> dict[str, Any]:
     """As the program's own TOML would be read: `window = "20s"` becomes `window_ms = 20000`."""
     try:
-        return from_dict(kind_of(program).settings(), {key: value}, None, f"{program}.")
+        return from_dict(kind_of(program).settings(), {key: value}, Place(prefix=f"{program}."))
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
 

@@ -20,6 +20,7 @@ from infra.logs import last_lines
 from infra.options import StackOptions
 from infra.stack import Stack
 from roo.errors import SetupError
+from runtime.program import MaskingFormatter
 
 _DOWN_S = 150.0  # a little more than all limits of the stop order that can follow each other
 
@@ -140,6 +141,6 @@ def log_to(home: Home, console: logging.Handler | None = None) -> None:
     ]
     if console is not None:
         handlers.append(console)
-    logging.basicConfig(
-        level="INFO", format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S", handlers=handlers, force=True
-    )
+    for handler in handlers:
+        handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level="INFO", handlers=handlers, force=True)

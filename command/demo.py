@@ -18,6 +18,7 @@ from command.audit import Audit
 from command.status import Watcher
 from infra.options import StackOptions
 from infra.stack import Stack
+from roo.errors import shown
 
 _LOOK_S = 2.0
 _PLAIN_LINE_S = 10.0
@@ -122,4 +123,4 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
-        self.console.print(record.getMessage(), style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(shown(record.getMessage()), style=style, markup=False, highlight=False, soft_wrap=True)

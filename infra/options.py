@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roo.config import Settings, refusal, setting
+from roo.config import MAX_SEED, Settings, refusal, setting
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ class StackOptions(Settings):
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
-    seed: int = setting(0, "of initial rows, model and exploration")
+    seed: int = setting(0, "of initial rows, model and exploration", least=0, most=MAX_SEED)
     retention_ms: int = setting(6 * 3_600_000, "how long topics keep live records", least=1)
     retention_bytes: int = setting(128 << 20, "how much a partition keeps of live records", least=1)
     log_bytes: int = setting(16 << 20, "size at which a log file is rotated (one older file is kept)", least=1 << 16)

@@ -48,6 +48,8 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         table = settings(site)
         if kind.name == "joiner" and kinds.joins_on_flink(site.options):
             table["restore"] = kinds.restore_point(site)
+        conf.touch(mode=0o600)
+        conf.chmod(0o600)  # an override may hold a password
         conf.write_text(tomli_w.dumps(plain(table)), encoding="utf-8")
 
     return Program(

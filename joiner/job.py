@@ -127,4 +127,4 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Submit the joiner's job to the cluster of Flink's configuration.")
     parser.add_argument("--settings", required=True, help="file with JoinerConfig as JSON")
     settings = json.loads(Path(parser.parse_args().settings).read_text(encoding="utf-8"))
-    build(make(JoinerConfig, from_dict(JoinerConfig, settings, None), None)).execute(JOB_NAME)
+    build(make(JoinerConfig, from_dict(JoinerConfig, settings))).execute(JOB_NAME)

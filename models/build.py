@@ -15,9 +15,10 @@ from models.config import ModelConfig, RankerConfig
 from models.layers import init_parameters
 from models.model import Model
 from models.ranker import Ranker
-from roo.config import build, from_dict, load, read_toml, where
+from roo.config import build, from_dict, load
 from roo.errors import ConfigError, nearest
 from roo.schema import Schema
+from roo.toml_file import NOWHERE, Place, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,10 @@ def load_model_config(path: str = "") -> ModelConfig:
     Raises:
         ConfigError: names key, value, file and line.
     """
-    return load(_kind_of(read_toml(path), path).config, path) if path else RankerConfig()
+    if not path:
+        return RankerConfig()
+    file = read_toml(path)
+    return load(_kind_of(file.raw, file.place).config, file)
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
@@ -59,12 +63,12 @@ def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         ConfigError: a key or value that this version does not know.
     """
     config = _kind_of(raw).config
-    return build(config, from_dict(config, raw, None), None)
+    return build(config, from_dict(config, raw))
 
 
-def _kind_of(raw: Mapping[str, Any], path: str | None = None) -> ModelKind:
+def _kind_of(raw: Mapping[str, Any], place: Place = NOWHERE) -> ModelKind:
     name = raw.get("kind", "ranker")
     if name not in KINDS:
         near = nearest(str(name), KINDS)
-        raise ConfigError(f"{where(path, 'kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}")
+        raise ConfigError(f"{place.of('kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}")
     return KINDS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from roo.config import refusal, setting
+from roo.config import MAX_SEED, refusal, setting
 from roo.schema import Schema
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import Deployment
@@ -24,7 +24,7 @@ class ShardConfig(Deployment):
     num_shards: int = setting(1, "how many shards there are", least=1)
     home: str = setting(help="this shard's own data directory; its committed segments live below it")
     publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", least=1)
-    seed: int = setting(0, "of rows' initial values; the same in every program")
+    seed: int = setting(0, "of rows' initial values; the same in every program", least=0, most=MAX_SEED)
     max_expired_share: float = setting(
         0.5, "a freeze that would expire more than this share of a stack's rows expires none; 1 = any", above=0, most=1
     )

@@ -17,11 +17,12 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from roo.errors import ConfigError, nearest
+from roo.toml_file import NOWHERE, Keys, Place, TomlFile, read_toml
 
 T = TypeVar("T")
 _MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -35,9 +36,10 @@ class Refusal(ConfigError):
     """A setting that can't be, before it is known where it was set. **When** a dataclass of settings is made in code, this is
     what its maker sees; `build` adds the place."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"key {key!r}: {reason}")
-        self.key, self.reason = key, reason
+    def __init__(self, key: str, reason: str, what: str = "") -> None:
+        """`what` it is about, if not `key '…'`."""
+        super().__init__(f"{what or f'key {key!r}'}: {reason}")
+        self.key, self.reason, self.what = key, reason, what
 
 
 def refusal(key: str, expected: str, got: object, do: str = "") -> Refusal:
@@ -132,10 +134,19 @@ def _choice(choices: tuple[Any, ...], value: object) -> str:
     return f"expected one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}"
 
 
-def check_name(what: str, name: str) -> None:
-    """Raises ConfigError: not a name that can stand in files, topics and metrics."""
+MAX_SEED = (1 << 63) - 1
+
+
+def check_name(what: str, name: str, key: str = "name") -> None:
+    """Raises Refusal: not a name that can stand in files, topics and metrics."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{what} {name!r}: expected a name of lower-case letters, digits, '_' and '-' (at most 64)")
+        raise Refusal(key, "expected a name of lower-case letters, digits, '_' and '-' (at most 64)", f"{what} {name!r}")
+
+
+def check_text(key: str, text: str, most_bytes: int = 64) -> None:
+    """Raises Refusal: empty, too long, or not fit to be shown in a line."""
+    if not text or len(text.encode()) > most_bytes or not text.isprintable():
+        raise refusal(key, f"a printable text of 1..{most_bytes} bytes", text)
 
 
 def parse_duration_ms(text: str | int | float) -> int:
@@ -157,47 +168,9 @@ def _quantity(text: str | int | float, units: Mapping[str, int], expected: str) 
     return int(float(match[1]) * units[match[2]])
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Parsed TOML.
-
-    Raises:
-        ConfigError: the file is absent, unreadable or not TOML; names file and line.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-
-
-def where(path: str | Path | None, key: str, value: str | None = None) -> str:
-    """`"file:line: "` of the first line that sets `key` (to `value`, if given) or opens the table that it names, as far as
-    can be told; of `table.key`, below the line that opens `table`, if one does."""
-    if path is None:
-        return ""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return f"{path}: "
-    *tables, last = key.split(".")
-    header = re.compile(rf'^\s*\[+\s*(?:[^\]]*\.)?"?{re.escape(tables[-1])}"?\s*\]+') if tables else None
-    first = next((n for n, line in enumerate(lines) if header and header.search(line)), 0)
-    names = "|".join(re.escape(name) for name in (last, last.removesuffix("_ms"), last.removesuffix("_bytes")))
-    pattern = re.compile(rf'^\s*(?:"?(?:{names})"?\s*=|\[+[^\]]*\b{re.escape(last)}\s*\]+)')
-    if value is not None:
-        pattern = re.compile(rf"""^\s*"?{re.escape(last)}"?\s*=\s*["']{re.escape(value)}["']""")
-    for number, line in enumerate(lines[first:], first + 1):
-        if pattern.search(line):
-            return f"{path}:{number}: "
-    return f"{path}: "
-
-
 def load(
     cls: type[T],
-    path: str | Path | None = None,
+    file: str | Path | TomlFile | None = None,
     *,
     program: str = "",
     flags: Mapping[str, Any] | None = None,
@@ -206,114 +179,173 @@ def load(
     """A `cls` from file, environment and flags, in rising order of precedence; None flags are not given.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a value of the wrong type, or what `__post_init__`
-            refuses; names key, value, file and line.
+        ConfigError: an unknown key or variable (with the nearest known one), a value of the wrong type, or what
+            `__post_init__` refuses; names key, value, file and line.
     """
-    raw = read_toml(path) if path is not None else {}
-    env = os.environ if environ is None else environ
-    from_env = _overlay(cls, raw, f"ROOSTREAM_{program}".upper(), env) if program else {}
-    values = from_dict(cls, raw, path)
-    places = {name: f"environment {variable}: " for name, variable in from_env.items()}
-    for name, variable in from_env.items():
-        values[name] = _from_text(_hints(cls)[name], env[variable], variable)
+    if file is not None and not isinstance(file, TomlFile):
+        file = read_toml(file)
+    raw, place = (dict(file.raw), file.place) if file is not None else ({}, NOWHERE)
+    said: dict[Keys, str] = {}
+    if program:
+        env = os.environ if environ is None else environ
+        given = _Environment(cls, f"ROOSTREAM_{program}".upper(), env)
+        given.put_into(raw)
+        said |= {keys: f"environment {variable}: " for keys, variable in given.found.items()}
     for name, value in (flags or {}).items():
         if value is not None:
             assert name in _hints(cls), name
-            values[name] = value
-            places[name] = f"--{name.replace('_', '-')}: "
-    return build(cls, values, path, place=lambda key: places.get(key) or where(path, key))
+            raw = {key: old for key, old in raw.items() if _long_name(cls, key) != name} | {name: value}
+            said[(name,)] = f"--{name.replace('_', '-')}: "
+    place = place.with_said(said)
+    return build(cls, from_dict(cls, raw, place), place)
 
 
-def _overlay(cls: type[Any], raw: dict[str, Any], stem: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Field → the environment's variable of it; those of tables' fields are put into `raw` at once."""
-    found = {}
-    for name in (f.name for f in dataclasses.fields(cls)):
-        hint, variable = _hints(cls)[name], f"{stem}_{name}".upper()
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            table = dict(raw.get(name, {})) if isinstance(raw.get(name, {}), dict) else {}
-            for inner, one in _overlay(hint, table, variable, env).items():
-                table[inner] = _from_text(_hints(hint)[inner], env[one], one)
-            if table:
-                raw[name] = table
-        elif variable in env:
-            found[name] = variable
-    return found
+def check_environment(programs: Iterable[str], others: Iterable[str], environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: a variable ROOSTREAM_… that no program reads; its value is not told."""
+    stems = [f"ROOSTREAM_{program}_".upper() for program in programs]
+    for name in sorted(environ):
+        known = name in others or name.startswith(tuple(stems)) or not name.startswith("ROOSTREAM_")
+        if not known and not _ORCHESTRATED.search(name):
+            near = nearest(name.partition("_")[2], [stem[10:-1] for stem in stems])
+            raise ConfigError(f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{near}; unset it")
 
 
-def build(
-    cls: type[T],
-    values: dict[str, Any],
-    path: str | Path | None,
-    prefix: str = "",
-    place: Callable[[str], str] | None = None,
-) -> T:
-    """`cls(**values)` with missing settings and refusals told as ConfigError. `prefix` is of keys, such as `tables.item.`;
-    `place` tells where a key was set, if its line in the file isn't that."""
+_ORCHESTRATED = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$")
+"""What Kubernetes tells every container of a service, which may well be named `roostream-serving`."""
+
+
+class _Environment:
+    """The variables that set fields of a dataclass, and of the tables in it."""
+
+    def __init__(self, cls: type[Any], stem: str, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError: one that begins with the stem sets nothing; its value is not told."""
+        self.environ, self.found = environ, dict[Keys, str]()
+        self._hints = dict[Keys, Any]()
+        self._known = self._variables(cls, stem, ())
+        for name in sorted(environ):
+            if keys := self._known.get(name):
+                if keys in self.found:
+                    raise ConfigError(f"environment {name}: expected one variable for a setting, got {self.found[keys]} too")
+                self.found[keys] = name
+            elif name.startswith(f"{stem}_") and not _ORCHESTRATED.search(name):
+                raise ConfigError(f"environment {name}: expected the name of a setting, got none{nearest(name, self._known)}")
+
+    def _variables(self, cls: type[Any], stem: str, at: Keys) -> dict[str, Keys]:
+        known: dict[str, Keys] = {}
+        for name, hint in _hints(cls).items():
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                known |= self._variables(hint, f"{stem}_{name}".upper(), (*at, name))
+            else:
+                self._hints[(*at, name)] = hint
+                known[f"{stem}_{name}".upper()] = (*at, name)
+        for short, name in _short_names(cls).items():
+            known.setdefault(f"{stem}_{short}".upper(), (*at, name))
+        return known
+
+    def put_into(self, raw: dict[str, Any]) -> None:
+        """Values over those of a file; tables are copied, not changed."""
+        for keys, variable in self.found.items():
+            table = raw
+            for key in map(str, keys[:-1]):
+                inner = table.get(key, {})
+                table[key] = table = dict(inner) if isinstance(inner, dict) else {}
+            name = str(keys[-1])
+            for short in [key for key in table if key == name or f"{key}_ms" == name or f"{key}_bytes" == name]:
+                del table[short]
+            table[name] = _from_text(self._hints[keys], self.environ[variable], variable, name)
+
+
+def build(cls: type[T], values: dict[str, Any], place: Place = NOWHERE) -> T:
+    """`cls(**values)` with missing settings and refusals told as ConfigError, each with its place."""
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and f.name not in values:
-            name, help = f"{prefix}{f.name}", f.metadata.get("help", "")
-            raise ConfigError(f"{path or cls.__name__}: expected {name!r} ({help}), got nothing; add it")
+            name, help = f"{place.prefix}{f.name}", f.metadata.get("help", "")
+            raise ConfigError(f"{place.of() or f'{cls.__name__}: '}expected {name!r} ({help}), got nothing; add it")
     try:
         return cls(**values)
     except Refusal as error:
-        key = prefix + error.key
-        raise ConfigError(f"{place(key) if place else where(path, key)}key {key!r}: {error.reason}") from None
+        what = error.what or f"key {place.prefix + error.key!r}"
+        raise ConfigError(f"{place.of(*error.key.split('.'))}{what}: {error.reason}") from None
     except ConfigError as error:
-        text = str(error)
-        raise type(error)(text if path is None or str(path) in text else f"{path}: {text}") from None
+        raise type(error)(f"{place.of()}{error}") from None
 
 
-def from_dict(cls: type[Any], raw: Mapping[str, Any], path: str | Path | None, prefix: str = "") -> dict[str, Any]:
+def from_dict(cls: type[Any], raw: Mapping[str, Any], place: Place = NOWHERE) -> dict[str, Any]:
     """Constructor values of dataclass `cls` from a parsed TOML table, checked and converted (see `load`)."""
     hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    names = list(fields)
     holds_secrets = any(f.metadata.get("secret") for f in fields.values())
-    short = {n.removesuffix(s): n for s in ("_ms", "_bytes") for n in names if n.endswith(s)}
-    short = {k: n for k, n in short.items() if not {f"{k}_ms", f"{k}_bytes"} <= set(names)}  # of these one has to be named
     out: dict[str, Any] = {}
+    came: dict[str, str] = {}
     for key, value in raw.items():
-        name = key if key in hints else short.get(key, "")
-        if name not in names:
-            known = [*names, *short]
+        name = _long_name(cls, key)
+        if not name:
             shown = "" if holds_secrets else f" = {value!r}"
-            raise ConfigError(f"{where(path, prefix + key)}unknown key {prefix + key!r}{shown}{nearest(key, known)}")
-        if name in out:
-            raise ConfigError(f"{where(path, key)}{prefix + key!r} is given twice (as {name!r} too); keep one")
+            near = nearest(key, [*fields, *_short_names(cls)])
+            raise ConfigError(f"{place.of(key)}unknown key {place.prefix + key!r}{shown}{near}")
+        if name in came:
+            raise ConfigError(f"{place.of(key)}{came[name]!r} and {key!r} are one setting; keep one of them")
+        came[name] = key
         try:
             if name != key or (isinstance(value, str) and hints[name] is int and name.endswith(("_ms", "_bytes"))):
                 value = parse_duration_ms(value) if name.endswith("_ms") else parse_bytes(value)
-            out[name] = _convert(hints[name], value, path, f"{prefix}{key}")
+            out[name] = _convert(hints[name], value, place.inner(key))
+        except _Located as error:
+            raise type(error.told)(str(error.told)) from None
         except ConfigError as error:
-            text = str(error)
-            if fields[name].metadata.get("secret"):
-                text = "expected text, got something else"
-            raise ConfigError(text if "key " in text else f"{where(path, prefix + key)}key {prefix + key!r}: {text}") from None
+            reason = "expected text, got something else" if fields[name].metadata.get("secret") else error
+            raise ConfigError(f"{place.of(key)}key {place.prefix + key!r}: {reason}") from None
     return out
 
 
-def _convert(hint: Any, value: Any, path: str | Path | None, key: str) -> Any:
+def _short_names(cls: type[Any]) -> dict[str, str]:
+    """`window` for `window_ms`; where it could be two keys, one has to be named."""
+    names = set(_hints(cls))
+    found = {n.removesuffix(s): n for s in ("_ms", "_bytes") for n in names if n.endswith(s)}
+    return {k: n for k, n in found.items() if k not in names and not {f"{k}_ms", f"{k}_bytes"} <= names}
+
+
+def _long_name(cls: type[Any], key: str) -> str:
+    """The field that a key sets; "" = none."""
+    fields = {f.name for f in dataclasses.fields(cls)}
+    return key if key in fields else _short_names(cls).get(key, "")
+
+
+class _Located(ConfigError):
+    """What is wrong inside of a table, with its place: nothing is to be put in front of it."""
+
+    def __init__(self, told: ConfigError) -> None:
+        super().__init__(str(told))
+        self.told = told
+
+
+def _convert(hint: Any, value: Any, place: Place) -> Any:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         args = [a for a in typing.get_args(hint) if a is not type(None)]
-        return _convert(args[0], value, path, key)
+        return value if value is None else _convert(args[0], value, place)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, dict):
             raise ConfigError(f"expected a table, got {value!r}")
-        return build(hint, from_dict(hint, value, path, f"{key}."), path, f"{key}.")
+        try:
+            return build(hint, from_dict(hint, value, place), place)
+        except ConfigError as error:
+            raise _Located(error) from None
     if origin is tuple:
         item = typing.get_args(hint)[0]
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"expected a list, got {value!r}")
-        return tuple(_convert(item, v, path, key) for v in value)
+        return tuple(_convert(item, v, place.inner(i)) for i, v in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"expected a table, got {value!r}")
-        return {k: _convert(typing.get_args(hint)[1], v, path, f"{key}.{k}") for k, v in value.items()}
+        return {k: _convert(typing.get_args(hint)[1], v, place.inner(k)) for k, v in value.items()}
     if origin is typing.Literal:
         if value not in typing.get_args(hint):
             raise ConfigError(_choice(typing.get_args(hint), value))
+        return value
+    if hint is Path and isinstance(value, Path):
         return value
     if hint is Path:
         return Path(_expect(str, value))
@@ -330,24 +362,24 @@ def _expect(hint: Any, value: Any) -> Any:
     return value
 
 
-def _from_text(hint: Any, text: str, variable: str) -> Any:
+def _from_text(hint: Any, text: str, variable: str, name: str) -> Any:
     """An environment variable's text as a TOML value would give it; a list of names may be given as `a,b`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     try:
         if hint in (str, Path):
             return hint(text)
-        if hint is int and variable.endswith(("_MS", "_BYTES")) and not re.fullmatch(r"-?\d+", text):
-            return parse_bytes(text) if variable.endswith("_BYTES") else parse_duration_ms(text)
+        if hint is int and name.endswith(("_ms", "_bytes")) and not re.fullmatch(r"-?\d+", text):
+            return parse_bytes(text) if name.endswith("_bytes") else parse_duration_ms(text)
         if typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is str and not text.startswith("["):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        return _convert(hint, tomllib.loads(f"x = {text}")["x"], None, variable)
+        return _convert(hint, tomllib.loads(f"x = {text}")["x"], NOWHERE)
     except tomllib.TOMLDecodeError:
         if typing.get_origin(hint) is not typing.Literal:
             raise ConfigError(f"environment {variable}: expected {getattr(hint, '__name__', hint)}, got {text!r}") from None
     except ConfigError as error:
         raise ConfigError(f"environment {variable}: {error}") from None
     try:
-        return _convert(hint, text, None, variable)
+        return _convert(hint, text, NOWHERE)
     except ConfigError as error:
         raise ConfigError(f"environment {variable}: {error}") from None

@@ -16,11 +16,24 @@ A message says what was expected, what was got and what to do. Asserts are for o
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
+def shown(text: str) -> str:
+    """`text` with what proves who one is left out of every address in it: `redis://***@host:6379/0`."""
+    return _SECRET.sub(r"\1***", _USER.sub("://***@", text))
+
+
+_USER = re.compile(r"://[^\s\"']*@")
+_SECRET = re.compile(r"([?&](?:password|passwd|token|secret)=)[^&\s\"']+", re.IGNORECASE)
+
+
 class RoostreamError(Exception):
-    """Base of all; `str()` is one sentence fit to show a user."""
+    """Base of all; `str()` is one sentence fit to show a user, without a password that came in an address."""
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class ConfigError(RoostreamError):
@@ -62,7 +75,7 @@ class SetupError(RoostreamError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known name nearest to `name`, or `""` if none is near."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
-from roo.config import Settings, build, from_dict, setting, where
+from roo.config import Settings, build, from_dict, setting
 from roo.errors import ConfigError, nearest
+from roo.toml_file import Place
 
 FLAT = ("learning_rate", "initial_accumulator")
 """Parameters that may also stand in `[tables.NAME]` itself, where `rule` is a name."""
@@ -93,8 +93,8 @@ class Adam(Rule):
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adagrad, RowwiseAdagrad, Adam)}
 
 
-def take_rule(table: dict[str, Any], path: str | Path | None, prefix: str) -> Rule:
-    """The rule of a parsed `[tables.NAME]`, whose keys about it are taken out. `prefix` is `tables.NAME.`.
+def take_rule(table: dict[str, Any], place: Place) -> Rule:
+    """The rule of a parsed `[tables.NAME]`, whose keys about it are taken out; `place` is the table's.
 
     Raises:
         ConfigError: an unknown rule or parameter, or a value outside its range; names key, value, file and line.
@@ -103,18 +103,17 @@ def take_rule(table: dict[str, Any], path: str | Path | None, prefix: str) -> Ru
     if isinstance(given, Mapping):
         for key, value in flat.items():
             raise ConfigError(
-                f"{where(path, key)}key {prefix + key!r}: expected it inside [{prefix}rule], where the rule's name is, "
+                f"{place.of(key)}key {place.prefix + key!r}: expected it inside [{place.prefix}rule], where the rule's name is, "
                 f"got {value!r} beside it; move it there"
             )
-        flat, prefix = dict(given), f"{prefix}rule."
+        flat, place = dict(given), place.inner("rule")
         given = flat.pop("name", Adagrad.name)
     rule = RULES.get(given) if isinstance(given, str) else None
     if rule is None:
-        key = f"{prefix}name" if prefix.endswith("rule.") else f"{prefix}rule"
-        raise ConfigError(
-            f"{where(path, key)}key {key!r}: expected one of {', '.join(RULES)}, got {given!r}{nearest(str(given), RULES)}"
-        )
-    return build(rule, from_dict(rule, flat, path, prefix), path, prefix)
+        key = "name" if place.prefix.endswith("rule.") else "rule"
+        expected = f"expected one of {', '.join(RULES)}, got {given!r}{nearest(str(given), RULES)}"
+        raise ConfigError(f"{place.of(key)}key {place.prefix + key!r}: {expected}")
+    return build(rule, from_dict(rule, flat, place), place)
 
 
 def as_table(rule: Rule) -> dict[str, str | float]:

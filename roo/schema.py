@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from roo.config import Settings, check_name, refusal, setting
+from roo.config import Refusal, Settings, check_name, check_text, refusal, setting
 from roo.errors import SchemaError
 from roo.ids import hash64, table_id
 from roo.rules import Adagrad, Rule
@@ -75,9 +75,9 @@ class Feature(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in (self.name, *self.columns):
-            check_name("feature", name)
+            check_name("feature", name, "name" if name == self.name else "columns")
         if not math.isfinite(self.default):
-            raise SchemaError(f"feature {self.name!r}: expected a finite default, got {self.default}")
+            raise Refusal("default", f"expected a finite default, got {self.default}", f"feature {self.name!r}")
 
     @property
     def is_list(self) -> bool:
@@ -106,6 +106,7 @@ class Label(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("label", self.name)
+        check_text("action", self.action)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class Transform(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_name("transform", self.output)
+        check_name("transform", self.output, "output")
         if self.low > self.high:
             raise refusal("low", f"at most high = {self.high:g}", self.low)
 
@@ -149,6 +150,10 @@ class Online(Settings):
     click: str = setting("click", "the action that counts as a click")
     history_len: int = setting(50, "newest clicks kept a user, newest first", least=0, most=10_000)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_text("click", self.click)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schema:
@@ -162,6 +167,9 @@ class Schema:
     transforms: tuple[Transform, ...] = ()
     limits: Limits = dataclasses.field(default_factory=Limits)
     online: Online = dataclasses.field(default_factory=Online)
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name, most_bytes=200)
 
     @cached_property
     def fingerprint(self) -> int:

@@ -40,25 +40,25 @@ def check(schema: Schema, places: Lines) -> Schema:
             names.add(f.name)
             _check_feature(schema, f, at)
             _check_online(schema, side, f, at)
-    _check_tables_and_labels(schema, places.file())
+    _check_tables_and_labels(schema, places)
     _check_transforms(schema, places)
     return schema
 
 
-def _check_tables_and_labels(schema: Schema, at: str) -> None:
-    """Names are given once, there is a label, and no two tables share a short id."""
-    for group in ("labels", "tables"):
-        seen: set[str] = set()
-        for x in getattr(schema, group):
-            if x.name in seen:
-                raise SchemaError(f"{at}duplicate {group[:-1]} {x.name!r}; give each its own name")
-            seen.add(x.name)
+def _check_tables_and_labels(schema: Schema, places: Lines) -> None:
+    """Names of labels are given once, there is one, and no two tables share a short id."""
+    names = [label.name for label in schema.labels]
+    for row, name in enumerate(names):
+        if name in names[:row]:
+            raise SchemaError(f"{places.of('label', row, 'name')}duplicate label {name!r}; give each its own name")
     if not schema.labels:
-        raise SchemaError(f"{at}expected at least one [[label]], got none; without one nothing can be trained")
+        raise SchemaError(f"{places.place.of()}expected at least one [[label]], got none; without one nothing can be trained")
     ids: dict[int, str] = {}
     for t in schema.tables:
         if t.id in ids:
-            raise SchemaError(f"{at}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one")
+            raise SchemaError(
+                f"{places.table(t.name).of()}tables {ids[t.id]!r} and {t.name!r} have the same 32-bit id; rename one"
+            )
         ids[t.id] = t.name
 
 
@@ -70,6 +70,8 @@ def _check_feature(schema: Schema, f: Feature, at: At) -> None:
             raise SchemaError(
                 f"{at('table', 'columns')}feature {f.name!r}: a float has no table and no columns; remove them or change its kind"
             )
+    elif not f.table:
+        raise SchemaError(f"{at('kind')}feature {f.name!r}: expected the table that its ids are rows of, got none; add table = …")
     elif f.table not in tables:
         raise SchemaError(f"{at('table', 'name')}feature {f.name!r}: unknown table {f.table!r}{nearest(f.table, tables)}")
     if f.columns and f.kind != "sequence":
@@ -101,6 +103,9 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
     if not f.online:
         return
     at = f"{place('online')}feature {f.name!r}"
+    other = "nro" if side == "ro" else "ro"
+    if f.online in ONLINE[other] and f.online not in ONLINE[side]:
+        raise SchemaError(f"{at}: online feature {f.online!r} is for [[{other}]], got it in [[{side}]]; move the feature there")
     if f.online not in ONLINE[side]:
         raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{nearest(f.online, ONLINE[side])}")
     kinds = {"history": ("ids", "sequence"), "item_id": ("ids",)}.get(f.online, ("float",))

@@ -15,11 +15,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from roo.config import where
 from roo.errors import SchemaError
+from roo.toml_file import Place
 
 MOST_ROWS = 4096
 _MOST_LENGTH = 64
@@ -29,28 +28,32 @@ _BOUND = ("online", "table")
 _BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
 
 
-class Expanded(NamedTuple):
-    raw: dict[str, Any]  # as parsed TOML of the long form
-    blocks: dict[str, list[int]]  # section → of each row, which [[section]] of the file it is from
-
-
 class Lines:
-    """Where in the file a row of the schema was written; the file is read again only for a message."""
+    """Where in the file a row of the long form was written.
 
-    def __init__(self, path: str | Path | None, blocks: Mapping[str, list[int]]) -> None:
-        self.path = path
-        self._blocks = blocks
+    `blocks`: section → of each row, which [[section]] of the file it is from; `tables`: name → the key that it is from.
+    """
+
+    def __init__(self, place: Place, blocks: Mapping[str, list[int]], tables: Mapping[str, str]) -> None:
+        self.place, self._blocks, self._tables = place, blocks, tables
+
+    def row(self, section: str, row: int) -> Place:
+        return self.place.inner(section, self._blocks[section][row], prefix=f"{section}.")
+
+    def table(self, name: str) -> Place:
+        return self.place.inner("tables", self._tables[name], prefix=f"tables.{name}.")
 
     def of(self, section: str, row: int, *keys: str) -> str:
         """`"file:line: "` of the first of `keys` that the row's block sets, or of the block's own line."""
-        return _place(self.path, section, self._blocks[section][row], *keys)
-
-    def file(self) -> str:
-        """`"file: "`."""
-        return f"{self.path}: " if self.path else ""
+        return self.row(section, row).first(*keys)
 
 
-def expand(raw: Mapping[str, Any], path: str | Path | None) -> Expanded:
+class Expanded(NamedTuple):
+    raw: dict[str, Any]  # as parsed TOML of the long form
+    lines: Lines
+
+
+def expand(raw: Mapping[str, Any], place: Place) -> Expanded:
     """The long form of a parsed schema file; time and memory are bounded by MOST_ROWS a section.
 
     Raises:
@@ -59,12 +62,14 @@ def expand(raw: Mapping[str, Any], path: str | Path | None) -> Expanded:
     """
     out = dict(raw)
     blocks: dict[str, list[int]] = {}
+    tables: dict[str, str] = {}
     if isinstance(raw.get("tables"), dict):
-        out["tables"] = _tables(raw["tables"], path)
+        tables = _tables(raw["tables"], place)
+        out["tables"] = {name: raw["tables"][key] for name, key in tables.items()}
     for section in _SECTIONS:
         given = raw.get(section, [])
         if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
-            raise SchemaError(f"{path or 'schema'}: expected [[{section}]] tables, got {given!r}")
+            raise SchemaError(f"{place.of(section) or 'schema: '}expected [[{section}]] tables, got {given!r}")
         rows: list[dict[str, Any]] = []
         blocks[section] = []
         for block, row in enumerate(given):
@@ -73,11 +78,11 @@ def expand(raw: Mapping[str, Any], path: str | Path | None) -> Expanded:
                 if len(rows) + len(new) > MOST_ROWS:
                     raise SchemaError(f"expected at most {MOST_ROWS} [[{section}]] in all, got more; split the schema")
             except SchemaError as error:
-                raise SchemaError(f"{_place(path, section, block)}[[{section}]]: {error}") from None
+                raise SchemaError(f"{place.of(section, block)}[[{section}]]: {error}") from None
             rows += new
             blocks[section] += [block] * len(new)
         out[section] = rows
-    return Expanded(out, blocks)
+    return Expanded(out, Lines(place, blocks, tables))
 
 
 def names_of(pattern: str) -> tuple[str, ...]:
@@ -129,18 +134,19 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     return items, at + 1
 
 
-def _tables(tables: Mapping[str, Any], path: str | Path | None) -> dict[str, Any]:
-    """A copy for each name of a key; SchemaError if a name comes twice."""
-    out: dict[str, Any] = {}
-    for key, table in tables.items():
+def _tables(tables: Mapping[str, Any], place: Place) -> dict[str, str]:
+    """Each name → the key that it is from; SchemaError if a name comes twice."""
+    out: dict[str, str] = {}
+    for key in tables:
+        at = f"{place.of('tables', key)}[tables.{key}]"
         try:
             names = names_of(key)
         except SchemaError as error:
-            raise SchemaError(f"{where(path, key)}[tables.{key}]: {error}") from None
+            raise SchemaError(f"{at}: {error}") from None
         for name in names:
             if name in out:
-                raise SchemaError(f"{where(path, key)}[tables.{key}]: table {name!r} is there already; give each its own name")
-            out[name] = table
+                raise SchemaError(f"{at}: table {name!r} is there already; give each its own name")
+            out[name] = key
     return out
 
 
@@ -202,24 +208,3 @@ def _output(row: Mapping[str, Any], name: str, op: str) -> Any:
     """`output` with its `{input}` and `{op}` filled in; unless given, rank and share stand beside the input."""
     pattern = row.get("output", "{input}_{op}" if op in _BESIDE else "{input}")
     return pattern.replace("{input}", name).replace("{op}", op) if isinstance(pattern, str) else pattern
-
-
-def _place(path: str | Path | None, section: str, block: int, *keys: str) -> str:
-    """`"file:line: "` of a key in the block-th [[section]] of a file, as far as can be told."""
-    if path is None:
-        return ""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return f"{path}: "
-    header = re.compile(rf'^\s*\[\[\s*"?{section}"?\s*\]\]')
-    starts = [n for n, line in enumerate(lines) if header.match(line)]
-    if block >= len(starts):
-        return f"{path}: "
-    start = starts[block]
-    body = list(itertools.takewhile(lambda line: not line.lstrip().startswith("["), lines[start + 1 :]))
-    for key in keys:
-        for n, line in enumerate(body, start + 1):
-            if re.match(rf'\s*"?(?:{key}|{key.removesuffix("_ms")})"?\s*=', line):
-                return f"{path}:{n + 1}: "
-    return f"{path}:{start + 1}: "

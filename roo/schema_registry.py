@@ -12,6 +12,7 @@ from roo.errors import CheckpointError, ConfigError, SchemaError
 from roo.rules import Rule, as_table
 from roo.schema import Registry, Schema
 from roo.schema_file import schema_from_dict
+from roo.toml_file import Place
 
 
 class Store(Protocol):
@@ -101,6 +102,6 @@ def _verified(text: str, fingerprint: int) -> Schema:
 
 def _parse(text: str, name: str) -> Schema:
     try:
-        return schema_from_dict(tomllib.loads(text), name)
+        return schema_from_dict(tomllib.loads(text), Place(name))
     except tomllib.TOMLDecodeError as error:
         raise SchemaError(f"{name}: not TOML: {error}") from None

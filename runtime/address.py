@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 from roo.config import refusal
 from roo.errors import ConfigError
@@ -35,6 +36,17 @@ def check_addresses(key: str, *addresses: str) -> None:
             parse_address(address)
         except ConfigError:
             raise refusal(key, "an address like '127.0.0.1:7000'", address) from None
+
+
+def check_redis(key: str, url: str) -> None:
+    """Raises ConfigError: it isn't the address of a Redis; what stands in front of its host is not told."""
+    parts = urlsplit(url)
+    try:
+        fits = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise refusal(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
 def check_listen(key: str, address: str, *, insecure: bool) -> None:

@@ -5,10 +5,13 @@ where each program is watched. The settings of a program derive from it, so that
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote
 
 from roo.config import Refusal, Settings, refusal, setting
-from runtime.address import check_addresses, check_listen
+from roo.errors import ConfigError
+from runtime.address import check_addresses, check_listen, check_redis
 from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
@@ -66,3 +69,37 @@ class Deployment(Watched):
     @property
     def broker(self) -> Broker:
         return Broker(self.bootstrap, self.kafka_security)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedInRedis(Settings):
+    """A program that keeps or reads online features in Redis."""
+
+    redis: str = setting("", "Redis of online features, redis://host:port/0 or rediss://…; '' = none")
+    redis_password_file: str = setting("", "file whose first line is Redis' password, if the address has none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.redis:
+            check_redis("redis", self.redis)
+        if self.redis_password_file and (not self.redis or "@" in self.redis):
+            got = "one in the address too" if self.redis else "no address"
+            raise Refusal("redis_password_file", f"expected it with an address without a password, got {got}; keep one")
+
+    @property
+    def redis_url(self) -> str:
+        """The address with its password; never to be shown but by `roo.errors.shown`.
+
+        Raises:
+            ConfigError: the password's file can't be read.
+        """
+        if not self.redis_password_file:
+            return self.redis
+        try:
+            lines = Path(self.redis_password_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"redis_password_file: expected a file with a password, got {self.redis_password_file!r}: {error}"
+            ) from None
+        scheme, _, rest = self.redis.partition("://")
+        return f"{scheme}://:{quote(lines[0] if lines else '', safe='')}@{rest}"

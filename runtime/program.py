@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest
+from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest, shown
 
 log = logging.getLogger("roostream")
 
@@ -19,20 +19,43 @@ class Stop(threading.Event):
     """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""
 
 
+class MaskingFormatter(logging.Formatter):
+    """Lines without a password that came in an address, whoever wrote them; tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
 def setup_logging(level: str = "") -> None:
     """Raises ConfigError for a level that there isn't, and logs at INFO then."""
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
-    logging.basicConfig(
-        level=level if level in known else "INFO",
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname).1s %(name)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request
     if level not in known:
         raise ConfigError(f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got {level!r}{nearest(level, known)}")
+
+
+def _say_when_kernels_compile() -> None:
+    """One line before the first kernel that no set-up has compiled; without it a program seems to hang for a minute."""
+    if "numba" not in sys.modules:
+        return
+    from numba.core import event
+
+    class Once(event.Listener):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, event: object) -> None:
+            if not self.told:
+                self.told = True
+                log.info("compiling kernels, once: they are kept for the next start")
+
+        def on_end(self, event: object) -> None:
+            """Nothing is to be said."""
+
+    event.register("numba:compile", Once())
 
 
 def run(name: str, body: Callable[[Stop], None]) -> int:
@@ -48,6 +71,7 @@ def run(name: str, body: Callable[[Stop], None]) -> int:
             signal.signal(number, lambda *_: stop.set())
     try:
         setup_logging()
+        _say_when_kernels_compile()
         body(stop)
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):

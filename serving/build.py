@@ -111,7 +111,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
     metrics = ServingMetrics(registry)
     replica = Replica(schema, config.seed, num_buckets=config.buckets)
-    hydrator = Hydrator(config.redis, config.prefix, schema) if config.redis else None
+    hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
     service = RankService(schema, versions, replica, hydrator, policy)
     rows = RowFollower(
         replica,

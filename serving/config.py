@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from roo.config import refusal, setting
+from roo.config import MAX_SEED, refusal, setting
 from runtime.address import check_addresses, check_listen
-from runtime.deployment import Deployment
+from runtime.deployment import CachedInRedis, Deployment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingConfig(Deployment):
+class ServingConfig(CachedInRedis, Deployment):
     """`roostream serving`: scores requests, logs them, takes engagements."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the HTTP interface; port 0 = draw one")
     model: str = setting("", "model TOML for the model before the first commit; '' = defaults")
     shards: tuple[str, ...] = setting((), "host:port of every shard, in order; rows are bootstrapped from them")
-    redis: str = setting("", "redis://host:port/0 that features are hydrated from; '' = off")
     home: Path = setting(help="directory of the feature log; one a process")
     threads: int = setting(1, "of torch while scoring", least=1, most=256)
-    seed: int = setting(0, "of initial weights and rows; the trainer's")
+    seed: int = setting(0, "of initial weights and rows; the trainer's", least=0, most=MAX_SEED)
     exploration: float = setting(
         0.0, "probability that a slot of the answer is drawn at random (serving/explore.py)", least=0, most=1
     )

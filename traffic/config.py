@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from roo.config import Refusal, Settings, refusal, setting
+from roo.config import MAX_SEED, Refusal, Settings, refusal, setting
 from roo.errors import ConfigError
 from runtime.deployment import Watched
 from traffic.datasets import DatasetOptions, load_dataset
@@ -23,7 +23,7 @@ class SimulateConfig(Watched):
     items: int = setting(300, "items alive at a time", least=2, most=1_000_000)
     item_life_ms: int = setting(1_800_000, "mean life of an item; a new one takes its place", least=1000, most=1 << 50)
     candidates: int = setting(20, "candidates a request, on average", least=2, most=500)
-    seed: int = setting(0, "the hidden world is a function of it")
+    seed: int = setting(0, "the hidden world is a function of it", least=0, most=MAX_SEED)
     seconds: float = setting(0.0, "stop after this long; 0 = run until stopped", least=0, most=1e9)
     max_in_flight: int = setting(
         64, "requests waiting for serving at once; arrivals beyond are dropped and counted", least=1, most=10_000
@@ -58,7 +58,7 @@ class ReplayConfig(Settings):
     learning_rate: float = setting(0.0, "Adam's, of the dense weights; 0 = the trainer's own", least=0, most=10)
     set: tuple[str, ...] = setting((), "any other setting of what runs: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …")
     threads: int = setting(1, "of torch in training", least=1, most=256)
-    seed: int = setting(0, "of initial weights and rows")
+    seed: int = setting(0, "of initial weights and rows", least=0, most=MAX_SEED)
     num_shards: int = setting(2, "parameter server shards", least=1)
     report: str = setting("", "F.json, or a folder that gets report.json and report.html; '' = only the table")
     home: str = setting("", "stack: directory to keep, for `up --home`; '' = a temporary one, removed at the end")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
-from roo.config import Settings, refusal, setting
+from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import SetupError
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import Deployment
@@ -18,7 +19,7 @@ class LoopConfig(Settings):
     threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
     batch_requests: int = setting(64, "requests a batch", least=1, most=1 << 16)
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
-    seed: int = setting(0, "of initial weights; the shards' rows use the same")
+    seed: int = setting(0, "of initial weights; the shards' rows use the same", least=0, most=MAX_SEED)
     learning_rate: float = setting(2e-3, "Adam's, of the dense weights", least=0, most=10)
     clip_norm: float = setting(10.0, "gradients of the dense weights together are scaled down to this norm", above=0, most=1e15)
     clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
@@ -28,7 +29,7 @@ class LoopConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.device.split(":")[0] not in ("cpu", "cuda"):
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise refusal("device", "cpu, cuda or cuda:N", self.device)
 
     def check_device(self) -> None:
@@ -67,7 +68,7 @@ class ControllerConfig(Deployment):
     num_shards: int = setting(help="parameter server shards", least=1)
     num_workers: int = setting(1, "trainer workers")
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
-    seed: int = setting(0, "of initial weights and rows; workers and shards use the same")
+    seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from joiner.config import JoinerConfig
 from joiner.rules import Rules
 from roo.config import build, from_dict
 from roo.errors import ConfigError
+from roo.toml_file import Place
 from traffic.config import ReplayConfig
 from trainer.config import LoopConfig
 
@@ -58,7 +59,7 @@ def choices_of(config: ReplayConfig) -> Choices:
     )
     for name, cls, table in (("joiner", JoinerConfig, chosen.joiner), ("worker", LoopConfig, chosen.worker)):
         known = {f.name for f in dataclasses.fields(cls)}
-        build(cls, {k: v for k, v in table.items() if k in known}, None, f"{name}.")
+        build(cls, {k: v for k, v in table.items() if k in known}, Place(prefix=f"{name}."))
     return chosen
 
 
@@ -75,7 +76,8 @@ def with_sets(base: Any, sets: dict[str, Any]) -> Any:
         ConfigError: an unknown key, or a value that can't be.
     """
     given = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
-    return build(type(base), given | from_dict(type(base), sets, None, _MODEL), None, _MODEL)
+    place = Place(prefix=_MODEL)
+    return build(type(base), given | from_dict(type(base), sets, place), place)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

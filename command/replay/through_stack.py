@@ -30,9 +30,9 @@ from command.replay.stage import Outcome, Stage, Training
 from command.scrape import fetch
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.config import read_toml
 from roo.errors import UnavailableError
 from roo.schema import Schema
+from roo.toml_file import read_toml
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
@@ -87,7 +87,7 @@ def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> st
     """The model's TOML; one in the home where `--set model.KEY` changes it."""
     if not sets:
         return str(Path(config.model).resolve()) if config.model else ""
-    given = read_toml(config.model) if config.model else {}
+    given = read_toml(config.model).raw if config.model else {}
     file = home.resolve() / "model.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")

@@ -222,9 +222,8 @@ def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None
 
 
 def test_the_program_refuses_wrong_settings_before_it_waits(tmp_path: Path) -> None:
-    config = FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")
+    config = FeaturesConfig(bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/x", schema=tmp_path / "schema.toml")
     with pytest.raises(ConfigError, match="no such file"):
         features_body(config, threading.Event())
-    (tmp_path / "schema.toml").write_text(SCHEMA, encoding="utf-8")
     with pytest.raises(ConfigError, match="expected redis://host:port/0"):
-        features_body(config, threading.Event())
+        FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from roo.config import load, parse_bytes, parse_duration_ms, read_toml, setting, where
+from roo.config import check_environment, load, parse_bytes, parse_duration_ms, setting
 from roo.errors import ConfigError
+from roo.toml_file import read_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,9 +109,9 @@ def test_without_a_file_the_defaults_hold() -> None:
     [
         ("", "program.toml: expected 'listen' (host:port to listen on), got nothing; add it"),
         (GOOD + "windwo_ms = 3", "program.toml:2: unknown key 'windwo_ms' = 3; did you mean 'window_ms'?"),
-        (GOOD + "inner = { dmi = 3 }", "unknown key 'inner.dmi' = 3; did you mean 'dim'?"),
+        (GOOD + "inner = { dmi = 3 }", "program.toml:2: unknown key 'inner.dmi' = 3; did you mean 'dim'?"),
         (GOOD + "[inner]\ndim = 'x'", "program.toml:3: key 'inner.dim': expected int, got 'x'"),
-        (GOOD + "window = 1\nwindow_ms = 2", "'window_ms' is given twice (as 'window_ms' too); keep one"),
+        (GOOD + "window = 1\nwindow_ms = 2", "program.toml:3: 'window' and 'window_ms' are one setting; keep one of them"),
         (GOOD + "window = '5 parsecs'", "program.toml:2: key 'window': expected a duration such as"),
         (GOOD + "window = inf", "key 'window': expected a duration such as"),
         (GOOD + "window = true", "key 'window': expected a duration such as"),
@@ -140,12 +143,50 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path: Path, text: str, message: str
         ("RATIO", "half", "environment ROOSTREAM_PROG_RATIO: expected float, got 'half'"),
         ("MODE", "usr", "environment ROOSTREAM_PROG_MODE: expected one of off, session, user, got 'usr'; did you mean 'user'?"),
         ("EXACT", "1", "environment ROOSTREAM_PROG_EXACT: expected bool, got 1"),
+        (
+            "RATOI",
+            "s3cret",
+            "environment ROOSTREAM_PROG_RATOI: expected the name of a setting, got none; did you mean 'ROOSTREAM_PROG_RATIO'?",
+        ),
+        ("INNER_DMI", "3", "did you mean 'ROOSTREAM_PROG_INNER_DIM'?"),
     ],
 )
 def test_what_is_wrong_in_the_environment_is_told(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, GOOD, **{name: text})
-    assert message in str(error.value)
+    assert message in str(error.value) and "s3cret" not in str(error.value)
+
+
+def test_what_an_orchestrator_tells_of_a_service_of_the_same_name_is_no_mistake() -> None:
+    told = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR")
+    environ = {f"ROOSTREAM_PROG_{name}": "10.0.0.1" for name in told}
+    assert load(Program, program="prog", flags={"listen": "x:1"}, environ=environ) == Program(listen="x:1")
+
+
+def test_a_short_name_is_one_in_the_environment_too(tmp_path: Path) -> None:
+    assert loaded(tmp_path, GOOD + "window = 1", WINDOW="2s", BODY="1MiB").window_ms == 2000
+    with pytest.raises(ConfigError, match="expected one variable for a setting, got ROOSTREAM_PROG_WINDOW too"):
+        loaded(tmp_path, GOOD, WINDOW="2s", WINDOW_MS="3")
+
+
+def test_a_variable_of_no_program_is_refused_with_the_nearest() -> None:
+    check = partial(check_environment, ("worker", "serving"), ("ROOSTREAM_LOG",))
+    check({"ROOSTREAM_LOG": "INFO", "ROOSTREAM_WORKER_SEED": "1", "ROOSTREAM_REDIS_SERVICE_HOST": "10.0.0.1", "PATH": ""})
+    with pytest.raises(ConfigError, match="environment ROOSTREAM_WROKER_SEED: expected the name of a program") as error:
+        check({"ROOSTREAM_WROKER_SEED": "s3cret"})
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_byte_order_mark_and_a_pipe_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "bom.toml"
+    path.write_bytes(b"\xef\xbb\xbflisten = 'a:1'\n")
+    assert load(Program, path, environ={}).listen == "a:1"
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe:
+        pipe.write("listen = 'a:1'\nwindwo = 3\n")
+    with pytest.raises(ConfigError, match=rf"^/dev/fd/{reading}:2: unknown key 'windwo'"):
+        load(Program, f"/dev/fd/{reading}", environ={})
+    os.close(reading)
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
@@ -153,20 +194,12 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         read_toml(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="can't be read"):
         read_toml(tmp_path)
+    (tmp_path / "deep.toml").write_text("x = " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigError, match="got thousands of them; write it flat"):
+        read_toml(tmp_path / "deep.toml")
     (tmp_path / "latin.toml").write_bytes(b"x = '\xff'")
     with pytest.raises(ConfigError, match="can't be read"):
         read_toml(tmp_path / "latin.toml")
-
-
-def test_places_are_told_as_far_as_they_can_be(tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text('a = 1\n[[ro]]\nname = "hour"\n[tables.item]\n', encoding="utf-8")
-    assert where(None, "a") == ""
-    assert where(path, "x.a") == f"{path}:1: "
-    assert where(path, "item") == f"{path}:4: "
-    assert where(path, "name", "hour") == f"{path}:3: "
-    assert where(path, "name", "day") == where(path, "zzz") == f"{path}: "
-    assert where(tmp_path / "absent", "a") == f"{tmp_path / 'absent'}: "
 
 
 def test_quantities() -> None:

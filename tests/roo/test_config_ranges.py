@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from roo.config import Settings, check_name, load, refusal, setting, where
+from roo.config import Settings, check_name, load, refusal, setting
 from roo.errors import ConfigError
 
 
@@ -65,6 +65,8 @@ def test_bounds_themselves_are_allowed_and_none_has_no_range() -> None:
 IN_A_FILE = [
     ("share = 0.1\nwindow_ms = 0", {}, "p.toml:2: key 'window_ms': expected at least 1, got 0"),
     ('window = "0s"', {}, "p.toml:1: key 'window_ms': expected at least 1, got 0"),
+    ("", {"ROOSTREAM_P_LOGIN_TRIES": "0"}, "environment ROOSTREAM_P_LOGIN_TRIES: key 'login.tries': expected at least 1, got 0"),
+    ("layers = [\n 8,\n 65]", {}, "p.toml:1: key 'layers': expected 1..64, got 65"),
     ("index = 12", {}, "p.toml:1: key 'index': expected less than window_ms = 10, got 12; lower it"),
     ("[login]\nuser = 'a'\ntries = 0", {}, "p.toml:3: key 'login.tries': expected at least 1, got 0"),
     ("window_ms = 5", {"ROOSTREAM_P_WINDOW_MS": "0"}, "environment ROOSTREAM_P_WINDOW_MS: key 'window_ms': expected at least 1"),
@@ -97,12 +99,6 @@ def test_a_secret_is_in_no_message_and_no_repr(tmp_path: Path, text: str) -> Non
         load(Program, tmp_path / "p.toml")
     assert "s3cret" not in str(caught.value) and "password" in str(caught.value)
     assert "s3cret" not in repr(Program(login=Login(password="s3cret")))
-
-
-def test_a_key_of_a_table_is_looked_for_below_the_tables_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text("[tables.item]\ndim = 4\n[tables.user]\ndim = 8\n")
-    assert where(path, "tables.user.dim") == f"{path}:4: " and where(path, "tables.item.dim") == f"{path}:2: "
 
 
 def test_a_short_form_that_could_be_two_keys_is_refused(tmp_path: Path) -> None:

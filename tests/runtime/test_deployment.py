@@ -91,3 +91,22 @@ def test_what_can_not_be_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Deployment(**{**SHARED, **change})
     assert str(caught.value) == said
+
+
+def test_the_password_of_redis_comes_from_the_address_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3/cret\n")
+    common = {"bootstrap": "h:1", "schema": "s.toml", "store": "s"}
+    file = {"redis_password_file": str(tmp_path / "password")}
+    assert FeaturesConfig(**common, redis="rediss://h:1/0", **file).redis_url == "rediss://:s3%2Fcret@h:1/0"
+    assert FeaturesConfig(**common, redis="redis://:pw@h:1/0").redis_url == "redis://:pw@h:1/0"
+    with pytest.raises(ConfigError, match="expected it with an address without a password, got one in the address too"):
+        FeaturesConfig(**common, redis="redis://:pw@h:1/0", **file)
+    with pytest.raises(ConfigError, match="redis_password_file: expected a file with a password"):
+        _ = FeaturesConfig(**common, redis="redis://h:1/0", redis_password_file=str(tmp_path)).redis_url
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "redis://", "redis://h:x/0", "http://h:1", ":s3cret@h:1", "redis:s3cret@h"])
+def test_what_is_no_address_of_redis_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="key 'redis': expected redis://host:port/0") as error:
+        FeaturesConfig(bootstrap="h:1", schema="s.toml", store="s", redis=url)
+    assert "s3cret" not in str(error.value)

@@ -54,3 +54,31 @@ def test_a_log_level_that_there_is_not_is_told() -> None:
     assert (
         process.returncode == 2 and "environment ROOSTREAM_LOG: expected one of" in stderr and "did you mean 'DEBUG'?" in stderr
     )
+
+
+URL = "redis://:s3cret@127.0.0.1:1/0"
+LEAKS = [
+    f"raise ValueError('{URL}')",
+    f"raise UnavailableError('{URL} is away')",
+    f"import logging; logging.getLogger('any').warning('at %s', '{URL}')",
+    f"from runtime import redis_client as r; from runtime.backoff import Backoff; "
+    f"r.wait_for_redis(r.client('{URL}', timeout_s=0.1), '{URL}', stop, backoff=Backoff(what='Redis at {URL}', timeout_s=0.2))",
+]
+
+
+@pytest.mark.parametrize("body", LEAKS)
+def test_a_password_in_an_address_reaches_no_log(body: str) -> None:
+    process = started(body)
+    _, stderr = process.communicate(timeout=60)
+    assert "s3cret" not in stderr and "redis://***@127.0.0.1:1/0" in stderr
+
+
+def test_a_program_says_once_that_it_compiles_kernels() -> None:
+    """Those that are in the cache are not compiled, so nothing is said of them."""
+    head = "from numba import njit; f = njit(lambda x: x + 1); g = njit(lambda x: x + 2)"
+    process = started(f"{head}; f(1); g(1)", PYTHONSTARTUP="")
+    _, stderr = process.communicate(timeout=60)
+    assert "compiling" not in stderr, "a body that brings numba itself is no program of ours"
+    code = f"{HEAD}{head}\ndef body(stop): f(1); g(1)\nsys.exit(run('prog', body))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.count("compiling kernels, once: they are kept for the next start") == 1
