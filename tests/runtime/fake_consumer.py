@@ -8,6 +8,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
+from roo.wire import Record
 from runtime.kafka.topics import Partition
 
 
@@ -15,9 +16,16 @@ class FakeMessage:
     """`topic` as the broker calls it."""
 
     def __init__(
-        self, place: Partition, offset: int, time_ms: int = 0, *, value: bytes | None = b"v", error: int | None = None
+        self,
+        place: Partition,
+        offset: int,
+        time_ms: int = 0,
+        *,
+        key: bytes = b"k",
+        value: bytes | None = b"v",
+        error: int | None = None,
     ) -> None:
-        self._place, self._offset, self._time_ms, self._value = place, offset, time_ms, value
+        self._place, self._offset, self._time_ms, self._key, self._value = place, offset, time_ms, key, value
         self._error = None if error is None else KafkaError(error)
 
     def topic(self) -> str:
@@ -33,7 +41,7 @@ class FakeMessage:
         return 1, self._time_ms
 
     def key(self) -> bytes:
-        return b"k"
+        return self._key
 
     def value(self) -> bytes | None:
         return self._value
@@ -87,3 +95,50 @@ class FakeConsumer:
 
     def close(self) -> None:
         self.closed = True
+
+
+class LogConsumer:
+    """A Kafka consumer over records in memory: from where its partitions were assigned, in turns, `at_once` a look; an end where
+    there is no more."""
+
+    def __init__(self, partitions: Iterable[Partition], records: Iterable[Record], at_once: int = 8) -> None:
+        self.at_once = at_once
+        self._logs: dict[Partition, list[FakeMessage]] = {p: [] for p in partitions}
+        for r in records:
+            if (log := self._logs.get((r.topic, r.partition))) is not None:
+                assert r.offset == len(log)
+                log.append(FakeMessage((r.topic, r.partition), r.offset, r.timestamp_ms, key=r.key or b"", value=r.value))
+        self._at: dict[Partition, int] = {}
+        self._ended: set[Partition] = set()
+        self._paused: set[Partition] = set()
+
+    def get_watermark_offsets(self, at: Any, timeout: float) -> tuple[int, int]:
+        return 0, len(self._logs[at.topic, at.partition])
+
+    def assign(self, places: list[Any]) -> None:
+        self._at = {(at.topic, at.partition): at.offset for at in places}
+        self._ended, self._paused = set(), set()
+
+    def poll(self, timeout: float) -> FakeMessage | None:
+        for place in [p for p in self._at if p not in self._paused]:
+            at = self._at.pop(place)
+            self._at[place] = at + (more := at < len(self._logs[place]))  # behind the others
+            if more:
+                return self._logs[place][at]
+            if place not in self._ended:
+                self._ended.add(place)
+                return end(place, at)
+        return None
+
+    def consume(self, num_messages: int, timeout: float) -> list[FakeMessage]:
+        found = [self.poll(0) for _ in range(min(num_messages, self.at_once))]
+        return [message for message in found if message is not None]
+
+    def pause(self, places: list[Any]) -> None:
+        self._paused |= {(at.topic, at.partition) for at in places}
+
+    def resume(self, places: list[Any]) -> None:
+        self._paused -= {(at.topic, at.partition) for at in places}
+
+    def close(self) -> None:
+        """Nothing is held."""

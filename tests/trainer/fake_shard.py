@@ -39,6 +39,7 @@ class FakeShard:
         self.restored = False
         self.rows: dict[RowKey, Row] = {}
         self.frozen: tuple[int, dict[RowKey, Row]] | None = None
+        self.aborted = 0
         self.seen: set[tuple[int, int]] = set()
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
@@ -50,6 +51,9 @@ class FakeShard:
 
     def execute(self, command: dict[str, Any]) -> dict[str, Any]:
         return dict(getattr(self, f"_{command['kind']}")(command))
+
+    def report(self) -> dict[str, Any]:
+        return {"ready": self.restored}
 
     def bits(self) -> dict[str, bytes]:
         return {f"row {key}": row.value_D.tobytes() + row.squares_D.tobytes() for key, row in self.rows.items()}
@@ -80,7 +84,7 @@ class FakeShard:
         return {"applied": True}, []
 
     def _restore(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.restored, self.frozen, rows = False, None, {}
+        self.restored, self.frozen, self.aborted, rows = False, None, 0, {}
         if command["manifest"]:
             manifest = manifests.load(self.store, command["manifest"]).manifest
             for segment in manifest.shards[self.index]["segments"]:
@@ -92,6 +96,8 @@ class FakeShard:
         return {}
 
     def _freeze(self, command: dict[str, Any]) -> dict[str, Any]:
+        if command["seq"] <= self.aborted or self.frozen is not None:
+            raise FencedError(f"commit {command['seq']} was aborted, or an older one wasn't")
         self.frozen = command["seq"], {k: row.copy() for k, row in self.rows.items()}
         return {"rows": len(self.rows), "paused_ms": 0.0}
 
@@ -107,6 +113,7 @@ class FakeShard:
         return {}
 
     def _abort(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.aborted = command["seq"]
         self.frozen = None
         return {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from roo.errors import CheckpointError, UnavailableError
 
 
@@ -10,6 +12,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.before_create: Callable[[str], object] = lambda name: None
         self._faults: list[tuple[str, str]] = []
 
     def fail_next(self, method: str, when: str = "before") -> None:
@@ -28,6 +31,7 @@ class MemoryStore:
 
     def create(self, name: str, data: bytes) -> bool:
         self._fault("create", "before")
+        self.before_create(name)
         if name in self.objects:
             return False
         self.objects[name] = data

@@ -18,7 +18,7 @@ class RealShard:
     def __init__(self, index: int, num_shards: int, store: MemoryStore, clock: Clock, disk: MemoryBlobs) -> None:
         identity: dict[str, Any] = {"schema": samples.schema(), "index": index, "num_shards": num_shards, "publishing": False}
         self.shard = make_shard(disk, store, clock, **identity)  # type: ignore[arg-type]
-        self.handle, self.execute = Calls(self.shard).handle, self.shard.execute
+        self.handle, self.execute, self.report = Calls(self.shard).handle, self.shard.execute, self.shard.stats
 
     def bits(self) -> dict[str, bytes]:
         return {f"row {key}": value for key, value in state_of(self.shard).items()}

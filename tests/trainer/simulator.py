@@ -1,5 +1,8 @@
-"""The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is moved, and deaths
-at named moments.
+"""The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is moved, deaths at
+named moments, and messages that are lost, late or come twice.
+
+Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many commands a member does in
+a round, how much is trained between them, and what becomes of a message is drawn; the same seed gives the same run.
 
 A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker between the
 pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
@@ -7,9 +10,13 @@ pushes of one batch. `kill_at` names the moment, which of its occurrences, and w
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import random
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +28,13 @@ from roo.errors import FencedError, RoostreamError, TransportError
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
-from runtime.kafka.record_reader import MemoryReader
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
 from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
-from runtime.member import refusal_of
+from runtime.member import Member
 from runtime.transport import Arrays, Header
+from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import MemoryOutputs
@@ -46,8 +55,8 @@ PARTITIONS = (("samples", 0), ("samples", 1))
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
 
 
-class Killed(Exception):
-    """Unwinds the process that died."""
+class Killed(BaseException):
+    """Unwinds the process that died; nothing in it catches this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,30 +66,96 @@ class Kill:
     occurrence: int = 1
 
 
+class Disorder:
+    """What becomes of messages: `draw` names a fault, or "" for none. After `most` faults the network is well, so that every run
+    ends."""
+
+    def __init__(self, seed: int | None, *, share: float = 0.15, most: int = 60) -> None:
+        self.random = random.Random(seed)
+        self.share, self.left = share, 0 if seed is None else most
+        self.drawn: Counter[str] = Counter()
+        self.late: list[Callable[[], object]] = []  # copies that are still on their way
+
+    def draw(self, *faults: str) -> str:
+        if not self.left or self.random.random() >= self.share:
+            return ""
+        self.left -= 1
+        fault = self.random.choice(faults)
+        self.drawn[fault] += 1
+        return fault
+
+    def deliver_late(self) -> None:
+        """Some copies arrive now, in any order; nobody waits for their answers."""
+        self.random.shuffle(self.late)
+        while self.late and self.random.random() < 0.5:
+            with contextlib.suppress(RoostreamError):
+                self.late.pop()()
+
+
 class Wire:
     """A transport to whichever process is behind a place now."""
 
-    def __init__(self, find: Callable[[], FakeShard | RealShard | None]) -> None:
-        self.find = find
+    def __init__(self, find: Callable[[], FakeShard | RealShard | None], disorder: Disorder) -> None:
+        self.find, self.disorder = find, disorder
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
+        fault = self.disorder.draw("lost", "answer lost", "twice", "late copy")
+        if fault == "lost":
+            raise TransportError(f"{method}: lost")
+        if fault == "late copy":
+            self.disorder.late.append(lambda: self._handle(method, header, arrays))
+        answer = self._handle(method, header, arrays)
+        if fault == "twice":
+            answer = self._handle(method, header, arrays)
+        if fault == "answer lost":
+            raise TransportError(f"{method}: the answer was lost")
+        return answer
+
+    def close(self) -> None: ...
+
+    def _handle(self, method: str, header: Header, arrays: Arrays) -> Any:
         shard = self.find()
         if shard is None:
             raise TransportError(f"{method}: connection refused")
         return shard.handle(method, dict(header), [np.array(a) for a in arrays])
 
+
+class BeatWire:
+    """A member's transport to whichever controller there is. `overtake` lets the member beat once more, from its other thread,
+    while an answer is on its way."""
+
+    def __init__(self, find: Callable[[], Controller | None], disorder: Disorder, overtake: Callable[[], None]) -> None:
+        self.find, self.disorder, self.overtake = find, disorder, overtake
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
+        fault = self.disorder.draw("beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer")
+        if fault == "beat lost":
+            raise TransportError("beat: lost")
+        if fault == "late copy of a beat":
+            self.disorder.late.append(lambda: self._handle(header))
+        answer = self._handle(header)
+        if fault == "beat twice":
+            answer = self._handle(header)
+        if fault == "beat's answer lost":
+            raise TransportError("beat: the answer was lost")
+        if fault == "late answer":
+            self.overtake()
+        return answer, []
+
     def close(self) -> None: ...
 
+    def _handle(self, header: Header) -> Header:
+        controller = self.find()
+        if controller is None:
+            raise TransportError("beat: connection refused")
+        return copy.deepcopy(controller.handle("beat", copy.deepcopy(header), ())[0])
 
-class TrickleReader(MemoryReader):
-    """Three records a poll, so that cuts find records that were polled and not yet trained. Partitions that aren't this
-    worker's are passed over."""
 
-    def append(self, records: Iterable[Record]) -> None:
-        super().append(record for record in records if (record.topic, record.partition) in self.partitions)
+class TrickleReader(KafkaReader):
+    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not yet trained."""
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
-        return super().poll(min(max_records, 3), timeout_s, partition)
+        return super().poll(min(max_records, 3), 0.0, partition)
 
 
 class WatchedController(Controller):
@@ -97,13 +172,11 @@ class WatchedController(Controller):
 
 @dataclasses.dataclass
 class Place:
-    """A member's place: its process (None = dead), and what Member keeps for it."""
+    """A member's place: its process (None = dead), and its side of the controller."""
 
     process: Any = None
     session: int = 0
-    incarnation: int = 0
-    done: set[int] = dataclasses.field(default_factory=set)
-    results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    member: Member | None = None
     dead_rounds: int = 0
 
 
@@ -122,8 +195,9 @@ class Simulation:
         batch_requests: int = 4,
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
+        seed: int | None = None,
     ) -> None:
-        self.real_shards = real_shards
+        self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
         self.config = LoopConfig(exact=exact, batch_requests=batch_requests, max_batch_wait_ms=500)
         self.facts = Facts(
@@ -143,6 +217,7 @@ class Simulation:
         self.controller_dead_rounds = 0
         self.moments: Counter[tuple[str, str, str]] = Counter()
         self.killed: list[str] = []
+        self.defects: list[Exception] = []
         self.outputs = MemoryOutputs()
 
     # Processes
@@ -153,9 +228,42 @@ class Simulation:
             self.controller = WatchedController(coordinator, self.store, self.clock, hold_s=0)
             self.controller.moment = self.moment
             return
-        place = self.places[who]
-        self.places[who] = Place(session=place.session + 1)
-        self.places[who].process = self._process(*who.split())
+        session = self.places[who].session + 1
+        role, index = who.split()
+        process = self._process(role, index)
+        self.places[who] = place = Place(process=process, session=session)
+
+        def execute(command: dict[str, Any]) -> dict[str, Any]:
+            self.moment(who, command["kind"], "before")
+            try:
+                result = process.execute(command)
+            except RoostreamError:
+                raise
+            except Exception as error:
+                self.defects.append(error)
+                raise
+            self.moment(who, command["kind"], "after")
+            return result
+
+        place.member = Member(
+            lambda: self._beat_wire(place),
+            role,
+            int(index),
+            execute,
+            process.report,
+            threading.Event(),
+            clock=self.clock,
+            session=session,
+        )
+
+    def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
+        def overtake() -> None:
+            if not overtaking and place.member is not None:
+                self._control()
+                with contextlib.suppress(RoostreamError):
+                    place.member.beat(self._beat_wire(place, overtaking=True))
+
+        return BeatWire(lambda: self.controller, self.disorder, overtake)
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
@@ -180,8 +288,11 @@ class Simulation:
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
 
+    def _wire(self, shard: str) -> Wire:
+        return Wire(lambda: self.places[shard].process, self.disorder)
+
     def _rows(self, worker: int) -> FakeRows | Client:
-        shards = [Wire(lambda i=i: self.places[f"shard {i}"].process) for i in range(len(self.disks))]
+        shards = [self._wire(f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
             return Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
         rows = FakeRows(samples.schema(), shards, worker)
@@ -192,8 +303,9 @@ class Simulation:
         """Of every n-th partition, where there are n workers."""
         mine = PARTITIONS[index :: self.facts.num_workers]
         decoder = Decoder(samples.schema(), {}.get)
+        reader = TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
         wiring = Wiring(
-            source=RecordBatches(TrickleReader(mine, self.records), decoder, self.clock, max_wait_ms=500),
+            source=RecordBatches(reader, decoder, self.clock, max_wait_ms=500),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=self.clock,
@@ -213,21 +325,20 @@ class Simulation:
     # Time
 
     def round(self) -> None:
-        """A quarter of a second: the dead come back, everyone beats, the controller acts, the worker trains once or twice."""
+        """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts, workers train."""
         self.clock.advance(0.25)
         self._revive()
         for who in self.places:
             self._guard(lambda who=who: self._beat(who))
-        if self.controller is not None:
-            self._guard(self._control)
+        self._guard(self.disorder.deliver_late)
+        self._guard(self._control)
         for key in self.facts.workers:
-            for _ in range(3):
-                if (worker := self.places[str(key)].process) is not None:
-                    self._guard(worker.turn)
+            self._train(str(key), 3)
 
     def run(self, most_rounds: int = 400) -> Simulation:
         for _ in range(most_rounds):
             self.round()
+            assert not self.defects, self.defects
             if self.is_done():
                 return self
         raise AssertionError(f"not done after {most_rounds} rounds: {self.controller and self.controller.status()}")
@@ -271,42 +382,33 @@ class Simulation:
             return
 
     def _control(self) -> None:
-        assert self.controller is not None
+        if self.controller is None:
+            return
         try:
             self.controller.turn()
         except FencedError:
             self.kill(CONTROLLER)
 
     def _beat(self, who: str) -> None:
-        """What runtime.member does, in one thread: report results, take commands, do each once."""
+        """What the threads of runtime.member do, in one."""
         place = self.places[who]
-        if place.process is None or self.controller is None:
+        if place.process is None or place.member is None:
             return
-        role, index = who.split()
-        report = place.process.report() if role == "worker" else {}
-        header = {"role": role, "index": int(index), "session": place.session, "incarnation": place.incarnation}
-        try:
-            answer, _ = self.controller.handle("beat", {**header, "results": place.results, "report": report}, ())
-        except FencedError:
-            return
-        place.results = []
-        for command in answer["commands"]:
-            if place.process is None:
-                return
-            if command["id"] not in place.done:
-                self.moment(who, command["kind"], "before")
-                result = self._execute(place.process, command)
-                place.done.add(command["id"])
-                if command["kind"] == "restore" and result["ok"]:
-                    place.incarnation = command["incarnation"]
-                place.results.append({"id": command["id"], **result})
-                self.moment(who, command["kind"], "after")
+        with contextlib.suppress(RoostreamError):
+            place.member.beat(self._beat_wire(place))
+        most = self.disorder.random.randint(0, 3) if self.seeded else None
+        while not place.member._commands.empty() and most != 0:
+            command = place.member._commands.get()
+            assert command is not None
+            place.member.run(command)
+            if who.startswith("worker"):
+                self._train(who, self.disorder.random.randint(0, 3) if self.seeded else 2)
+            most = most and most - 1
 
-    def _execute(self, process: Any, command: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {"ok": True, **process.execute(command)}
-        except RoostreamError as error:
-            return refusal_of(error)
+    def _train(self, who: str, times: int) -> None:
+        for _ in range(times):
+            if (worker := self.places[who].process) is not None:
+                self._guard(worker.turn)
 
     # What came of it
 

@@ -7,7 +7,9 @@ of a restore: claim, restore, start; and between the two pushes of one batch.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -73,6 +75,63 @@ def test_g11_parameters_after_any_kills_are_bit_equal(schedule: list[Kill]) -> N
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=schedule)
     simulation.run_as_far_as_kills_go()
     assert simulation.bits() == undisturbed()
+
+
+def kills_of(seed: int) -> list[Kill]:
+    draw = random.Random(seed)
+    moments = draw.sample(MOMENTS, 3)
+    return [Kill(moment, draw.choice(EVERYONE), draw.randint(1, 3)) for moment in moments]
+
+
+FAULTS_OF_CALLS = {"lost", "answer lost", "twice", "late copy"}
+FAULTS_OF_BEATS = {"beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_g2_g11_lost_late_and_doubled_messages_change_nothing(seed: int) -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else [])
+    simulation.run_as_far_as_kills_go()
+    assert simulation.disorder.drawn.keys() & FAULTS_OF_BEATS and simulation.disorder.drawn.keys() & FAULTS_OF_CALLS
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_g11_the_parameter_server_itself_in_the_same_disorder(seed: int) -> None:
+    simulation = Simulation(
+        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else [], real_shards=True
+    )
+    simulation.run_as_far_as_kills_go()
+    assert simulation.bits() == undisturbed_on_real_shards()
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS), seed=seed, kills=kills_of(seed))
+    simulation.run_as_far_as_kills_go()
+    assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    runs = [Simulation(samples.records(LIVE_NUMBERS), seed=7).run() for _ in range(2)]
+    assert runs[0].disorder.drawn == runs[1].disorder.drawn and runs[0].moments == runs[1].moments
+    assert runs[0].clock.monotonic_s() == runs[1].clock.monotonic_s()
+
+
+def test_something_is_trained_between_resume_and_write() -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS))
+    steps: list[tuple[str, int]] = []
+    noted = simulation.moment
+
+    def moment(who: str, what: str, when: str) -> None:
+        if who == WORKER and (what, when) in (("resume", "after"), ("write", "before")):
+            steps.append((what, simulation.worker.loop.num_steps))
+        noted(who, what, when)
+
+    simulation.moment = moment  # type: ignore[method-assign]
+    simulation.run()
+    between = [b[1] - a[1] for a, b in itertools.pairwise(steps) if (a[0], b[0]) == ("resume", "write")]
+    assert between and max(between) > 0
 
 
 def test_g3_a_member_that_stays_away_is_waited_for() -> None:
@@ -187,6 +246,35 @@ def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> No
         old.handle("beat", {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}}, ())
     assert simulation.last.name == committed
     assert_applied_once(simulation, LIVE_NUMBERS)
+
+
+def test_a_link_that_an_older_controller_makes_just_before_it_is_fenced_is_what_the_next_one_begins_from() -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True)
+    control, simulation._control = simulation._control, lambda: None  # type: ignore[method-assign]
+    old = None
+    while old is None:  # its link is decided, and not yet made
+        simulation.round()
+        if simulation.controller is not None and simulation.controller.coordinator.state is State.LINKING:
+            old = simulation.controller
+        else:
+            simulation._guard(control)
+    linked: list[str] = []
+
+    def link_late(name: str) -> None:
+        if name.startswith(manifests.INCARNATIONS) and not linked:
+            linked.append("late")
+            old.turn()
+
+    simulation.store.before_create = link_late
+    simulation.start(CONTROLLER)
+    simulation._control = control  # type: ignore[method-assign]
+    simulation._control()
+    new = simulation.controller
+    assert new is not None and linked and new.coordinator.last is not None
+    assert new.coordinator.last.name == simulation.store.list(manifests.MANIFESTS)[-1] == old.coordinator.last.name  # type: ignore[union-attr]
+    simulation.run()
+    assert_applied_once(simulation, EXACT_NUMBERS)
+    assert simulation.bits() == undisturbed()
 
 
 @functools.cache

@@ -142,6 +142,7 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     assert other.started(manifest.name).worker.loop.num_steps == 1
     assert other.worker.loop.own.progress == manifest.offsets
     assert other.worker.loop.report()["requests"] == 4
+    assert other.worker.loop.watermark_ms == manifest.watermark_ms > 0
     assert manifest.workers[0].dedupe == 4
 
 
