@@ -167,6 +167,11 @@ class Controller:
                     log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
 
     def _claim(self, passed_over: frozenset[str]) -> None:
+        known, there = self.coordinator.incarnation, manifests.newest_incarnation(self.store)
+        if there < known:
+            raise UnavailableError(
+                f"expected incarnation {known} in it, got {there}: it isn't the store that was there; bring it back"
+            )
         incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
         last = manifests.newest(self.store, passed_over)
         next_seq = manifests.next_seq(self.store)

@@ -152,10 +152,10 @@ def test_a_connection_that_never_finishes_its_first_call_is_closed(
 
 
 def test_a_connection_may_be_idle_for_longer_between_two_calls(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
     server = RpcServer(peer).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
+    monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
     with silent(server) as late:
         assert late.recv(1) == b"", "this one never called"
     transport.call("echo", {})
@@ -168,20 +168,20 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     monkeypatch.setattr(connections, "LEAST_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BYTES", 1 << 16)
-    server = RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])).start()
+    server, watched = RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])), Watched()
+    server._connections = watched
+    server.start()
     with silent(server, GOOD):
-        ended = threading.Event()
-        monkeypatch.setattr(server, "_connections", Watched(server._connections, ended))
-        assert ended.wait(10), "its thread is free again"
+        assert watched.ended.wait(30), "its thread is free again"
     server.stop()
 
 
 class Watched(dict):
     """Says when the last connection is gone."""
 
-    def __init__(self, content: dict, ended: threading.Event) -> None:
-        super().__init__(content)
-        self.ended = ended
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
 
     def pop(self, *args: object) -> object:
         found = super().pop(*args)

@@ -169,6 +169,19 @@ def test_a_store_that_is_away_is_waited_for_and_passes_over_nothing(method: str,
     assert stage.it.coordinator.last.name == "manifests/00000001"
 
 
+def test_an_empty_place_where_the_store_was_is_waited_for_and_not_begun_in(caplog: pytest.LogCaptureFixture) -> None:
+    stage = committed_once()
+    there, stage.store.objects = stage.store.objects, {}
+    stage.clock.advance(4)
+    for _ in range(5):
+        stage.it.turn()
+    assert stage.it.coordinator.state is State.CLAIMING and stage.store.objects == {}
+    assert "expected incarnation 1 in it, got 0: it isn't the store that was there" in caplog.text
+    stage.store.objects = there
+    stage.it.turn()
+    assert stage.it.coordinator.last is not None and stage.it.coordinator.last.name == "manifests/00000001"
+
+
 def test_waiting_for_the_store_ends_with_stop() -> None:
     stage, stop = Stage(), threading.Event()
     stage.store.fail_next("create")
