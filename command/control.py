@@ -19,7 +19,7 @@ from infra.home import Home
 from infra.logs import last_lines
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.errors import SetupError
+from roo.errors import SetupError, printable
 from runtime.program import MaskingFormatter
 
 _DOWN_S = 150.0  # a little more than all limits of the stop order that can follow each other
@@ -52,7 +52,7 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
-            raise SetupError(lines[-1].removeprefix("error: "))
+            raise SetupError(printable(lines[-1].removeprefix("error: ")))
         stack = place.read_stack()
         programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
         for name in [n for n, p in programs.items() if p["state"] == "ready" and n not in said]:
@@ -62,9 +62,9 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             print("\n".join(about(stack or {})))
             return 0
         if failed := [n for n, p in programs.items() if p["state"] == "failed"]:
-            lines = last_lines(place.log(failed[0]), 1) or ["nothing"]
+            said = printable(" ".join(last_lines(place.log(failed[0]), 1))) or "nothing"
             raise SetupError(
-                f"{failed[0]} failed for good, its log ends: {lines[-1]}; `roostream down --home {place.root}` stops the rest"
+                f"{failed[0]} failed for good, its log ends: {said}; `roostream down --home {place.root}` stops the rest"
             )
         time.sleep(0.25)
     print(f"not all programs were ready after {wait_s:.0f} s; `roostream status --home {place.root}` tells more", file=sys.stderr)

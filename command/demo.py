@@ -14,7 +14,6 @@ from rich.live import Live
 
 from command import control
 from command import status_table as table
-from command.audit import Audit
 from command.status import Watcher
 from infra.options import StackOptions
 from infra.stack import Stack
@@ -25,7 +24,8 @@ _PLAIN_LINE_S = 10.0
 
 
 def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -> int:
-    """Until a signal, or for `seconds` after the start; 0, or 1 if a program had to be given up."""
+    """Until a signal, or for `seconds` after the start; 0, or 1 if a program had to be given up. With `seconds` also 1 if
+    nothing was trained, or a program is not ready at the end."""
     overrides = {**options.overrides, "simulate": {"rate": rate, **options.overrides.get("simulate", {})}}
     options = dataclasses.replace(options, overrides=overrides)
     console = Console()
@@ -38,16 +38,20 @@ def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -
         show = Show(stack, console, time.monotonic())
         try:
             show.until(stop, seconds)
+            show.look()
         finally:
             show.close()
-        failed = stack.failed()
+        failed = bool(stack.failed()) or (seconds is not None and not show.is_good())
         summary = show.summary()
-        console.print(str(stack.stop()), highlight=False)
-    console.print(summary, highlight=False, soft_wrap=True)
-    console.print(
-        f"`make demo` goes on from here; `roostream reset --home {stack.home.root}` wipes it", highlight=False, soft_wrap=True
-    )
+        _say(console, str(stack.stop()))
+    _say(console, summary, f"`make demo` goes on from here; `roostream reset --home {stack.home.root}` wipes it")
     return 1 if failed else 0
+
+
+def _say(console: Console, *texts: str) -> None:
+    """Text as it is: it may hold what programs, paths and records say."""
+    for text in texts:
+        console.print(table.plain(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class Show:
@@ -56,8 +60,9 @@ class Show:
     def __init__(self, stack: Stack, console: Console, started_s: float) -> None:
         self.stack, self.console, self.started_s = stack, console, started_s
         self.file = stack.home.read_stack() or {}
-        self.watcher, self.audit = Watcher(self.file), Audit(self.file)
+        self.watcher = Watcher(self.file)
         self.first_trained_s: float | None = None
+        self._trained_before: float | None = None
         self.last: dict[str, Any] | None = None
 
     def until(self, stop: threading.Event, seconds: float | None) -> None:
@@ -75,14 +80,10 @@ class Show:
             status = self.look()
             if not told and status["programs"].get("serving", {}).get("state") == "ready":
                 told = True
-                self._say(*control.about(self.file))
+                _say(self.console, *control.about(self.file))
             if time.monotonic() >= say_s:
                 say_s += _PLAIN_LINE_S
-                self._say(table.line(status, time.monotonic() - self.started_s))
-
-    def _say(self, *lines: str) -> None:
-        for line in lines:
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False)
+                _say(self.console, table.line(status, time.monotonic() - self.started_s))
 
     def _wait(self, stop: threading.Event, end_s: float, seconds: float) -> bool:
         """Whether to end."""
@@ -90,23 +91,44 @@ class Show:
 
     def look(self) -> dict[str, Any]:
         self.file = self.stack.home.read_stack() or self.file
-        self.last = self.watcher.look(self.file["programs"], self.audit.sums(budget_s=0.5))
-        if self.first_trained_s is None and self.last["trainer"]["requests"]:
+        return self.note(self.watcher.look(self.file["programs"]))
+
+    def note(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Keep what was seen."""
+        self.last = status
+        if self.first_trained_s is None and self._trains(self.last["trainer"]["requests"]):
             self.first_trained_s = time.monotonic() - self.started_s
             self.console.print(f"first sample trained {self.first_trained_s:.0f} s after the start", highlight=False)
         return self.last
 
+    def _trains(self, requests: float | None) -> bool:
+        """Whether there are more than the first that were seen: what a home had learned before is no work of this run."""
+        if requests is None:
+            return False
+        before = self._trained_before
+        self._trained_before = requests if before is None else min(before, requests)
+        return requests > self._trained_before
+
+    def is_good(self) -> bool:
+        """Something was trained, and every program is ready now."""
+        return self.first_trained_s is not None and self.last is not None and not self.last["troubles"]
+
     def summary(self) -> str:
-        """The last look, as plain lines."""
+        """The last look, as plain lines; what is wrong stands first."""
         if self.last is None:
             return "ended before anything could be seen"
-        first = f"{self.first_trained_s:.0f} s" if self.first_trained_s is not None else table.NONE
-        rows = [("ran", f"{time.monotonic() - self.started_s:.0f} s, first sample trained after {first}"), *table.rows(self.last)]
+        ran = f"{time.monotonic() - self.started_s:.0f} s"
+        if self.first_trained_s is None:
+            ran = f"{ran}; NOTHING WAS TRAINED"
+        else:
+            ran = f"{ran}, first sample trained after {self.first_trained_s:.0f} s"
+        bad = len(self.last["troubles"])
+        rows = table.rows(self.last)
+        rows.insert(bad, ("ran", ran))
         return "\n".join(f"{name:<11} {line}" for name, text in rows for name, line in _lines(name, text))
 
     def close(self) -> None:
         self.watcher.close()
-        self.audit.close()
 
 
 def _lines(name: str, text: str) -> list[tuple[str, str]]:
@@ -123,4 +145,5 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
-        self.console.print(shown(record.getMessage()), style=style, markup=False, highlight=False, soft_wrap=True)
+        text = table.plain(shown(record.getMessage()))
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from command.replay.cli import check, replay
+from command.replay.cli import Duration, check, replay
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
 from roo.config import load
@@ -158,8 +158,7 @@ def reset(home: Path, yes: bool) -> None:
 @cli.command()
 @home_option
 @click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
-@click.option("--audit-seconds", type=float, default=10.0, show_default=True, help="time given to adding up the topics")
-def status(home: Path, as_json: bool, audit_seconds: float) -> None:
+def status(home: Path, as_json: bool) -> None:
     """What a running stack does: rates, lags, trainer, freshness, quality, and whether every event is accounted for.
 
     \b
@@ -169,7 +168,33 @@ def status(home: Path, as_json: bool, audit_seconds: float) -> None:
     """
     from command.status_command import run
 
-    sys.exit(run(home, as_json, audit_seconds))
+    sys.exit(run(home, as_json))
+
+
+@cli.command()
+@home_option
+@click.option("--kafka", default="", metavar="HOST:PORT", help="a running broker; default: that of the stack in --home")
+@click.option("--prefix", default="", help="with --kafka: of topic names")
+@click.option("--partitions", type=int, default=4, show_default=True, help="with --kafka: of each topic")
+@click.option(
+    "--window", "window_ms", type=Duration(), default="10m", show_default=True, help="with --kafka: the joiner's window"
+)
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def audit(home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, as_json: bool) -> None:
+    """Add up all topics from their oldest record, once: exit 0 if every event is accounted for, else 1.
+
+    Of a stack that is stopped, the broker is started for it, alone, and stopped again.
+
+    \b
+    Example:
+      roostream audit --home .roostream
+      roostream audit --kafka kafka:9092 --prefix site. --partitions 16 --window 30m
+    """
+    from command.audit_command import Topics, run
+    from infra.options import settle_ms
+
+    topics = Topics(kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms))
+    sys.exit(run(home, topics if kafka else None, as_json))
 
 
 @cli.command()

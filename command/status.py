@@ -1,4 +1,4 @@
-"""What a running stack does, from its programs' metrics, Kafka, Flink, the controller and the auditor.
+"""What a running stack does, from its programs' metrics, Kafka, Flink and the controller.
 
 Whatever does not answer is None: a table is wanted most when something is down.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException
 
-from command import scrape
+from command import scrape, sums
 from command.scrape import Scraped
+from infra.logs import last_lines
 from roo.errors import RoostreamError, UnavailableError
 from runtime.flink_rest import FlinkRest
 from runtime.kafka import clients
@@ -35,14 +37,15 @@ class Watcher:
         self._consumer: Consumer | None = None
         self._ends: tuple[float, dict[str, int]] | None = None
 
-    def look(self, programs: Mapping[str, Mapping[str, Any]], sums: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """`programs` as in stack.json; `sums` of the auditor."""
+    def look(self, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """`programs` as in stack.json."""
         scraped = scrape.fetch_all({n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")})
         ends = self._end_offsets()
         control = self._controller_status()
         worker = scraped.get("worker", Scraped())
         return {
             "programs": {n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]} for n, p in programs.items()},
+            "troubles": troubles(programs),
             "rates": self._rates(ends),
             "topics": ends,
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
@@ -53,7 +56,8 @@ class Watcher:
             "metrics": quality(worker, control),
             "click_rate": click_rate(scraped.get("simulate", Scraped())),
             "serving": serving_state(scraped.get("serving", Scraped())),
-            "guarantees": {"g1": dict(sums) if sums is not None else None},
+            "lost_records": lost_records(scraped),
+            "guarantees": {"g1": sums.of_gauges(scraped.get("auditor", Scraped()))},
         }
 
     def close(self) -> None:
@@ -101,6 +105,22 @@ class Watcher:
             transport.close()
 
 
+def troubles(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Program that is not ready → its state, with the last line of its log if it has died or is still starting."""
+    found = {}
+    for name, p in programs.items():
+        if p["state"] not in ("ready", "ended"):
+            said = last_lines(Path(p["log"]), 1) if p["restarts"] or p["state"] in ("starting", "failed") else []
+            found[name] = " ".join([p["state"], *(f"(its log ends: {line})" for line in said)])
+    return found
+
+
+def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+    """Program → records that retention deleted before it read them, of programs that count some."""
+    told = {name: s.value(f"roostream_{name}_lost_records") for name, s in scraped.items() if name != "auditor"}
+    return {name: int(count) for name, count in told.items() if count}
+
+
 def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:
     running = joiner.value("roostream_joiner_running")
     return {
@@ -117,7 +137,7 @@ def trainer_state(worker: Scraped, control: Mapping[str, Any]) -> dict[str, Any]
     exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite", "lost_records")
     reported = ("watermark_ms", "step", "requests", "candidates", "duplicates", "dead_letters")
     return {
-        "state": worker.state("roostream_worker_state", "state"),
+        "state": worker.state("roostream_worker_state", "state") or ("unknown" if report else None),
         **{k: worker.value(f"roostream_worker_{k}") for k in exported},
         **{k: report.get(k) for k in reported},
     }

@@ -10,28 +10,26 @@ from rich.console import Console
 
 from command import control
 from command import status_table as table
-from command.audit import Audit
 from command.status import Watcher
 from infra.home import Home
 
+_BETWEEN_LOOKS_S = 1.0
 
-def run(home: Path, as_json: bool, audit_seconds: float) -> int:
+
+def run(home: Path, as_json: bool) -> int:
     """Print what the stack of `home` does; 0, or 1 if a program is not ready.
 
     Raises:
         SetupError: no stack runs there.
     """
     stack = Home(home).running_stack()
-    watcher, audit = Watcher(stack), Audit(stack)
+    watcher = Watcher(stack)
     try:
         watcher.look(stack["programs"])
-        started_s = time.monotonic()
-        sums = audit.read_all(audit_seconds) if audit_seconds > 0 else None
-        time.sleep(max(1.0 - (time.monotonic() - started_s), 0.0))  # rates are between two looks
-        status = watcher.look(stack["programs"], sums)
+        time.sleep(_BETWEEN_LOOKS_S)  # rates are between two looks
+        status = watcher.look(stack["programs"])
     finally:
         watcher.close()
-        audit.close()
     if as_json:
         print(json.dumps({"home": stack["home"], **status}, indent=2))
     else:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
+
+from roo.errors import printable
 
 NONE = "–"
 Row = tuple[str, str]
 
 
 def rows(status: Mapping[str, Any]) -> list[Row]:
-    """(what, figures) line by line; the same in the table and as plain lines."""
+    """(what, figures) line by line; the same in the table and as plain lines. What is wrong stands first."""
     return [
+        *(("NOT READY", f"{name}: {text}") for name, text in status["troubles"].items()),
         ("programs", _programs(status["programs"])),
         ("rates /s", _rates(status["rates"])),
         ("joiner", _joiner(status["joiner"])),
@@ -24,17 +28,39 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         ("freshness", _freshness(status["freshness"])),
         ("quality", _quality(status["metrics"])),
         ("click rate", _click_rate(status["click_rate"])),
-        ("accounted", _g1(status["guarantees"]["g1"])),
+        *book_rows(status["guarantees"]["g1"]),
+        *_lost(status["lost_records"]),
     ]
 
 
+def book_rows(sums: Mapping[str, Any]) -> list[Row]:
+    """The audit's sums, `state` among them."""
+    return [("accounted", _g1(sums)), *_named(sums)]
+
+
 def render(status: Mapping[str, Any], title: str, footer: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, caption="\n".join(footer) or None, caption_justify="left")
+    return render_rows(rows(status), title, footer)
+
+
+def render_rows(lines: list[Row], title: str, footer: Sequence[str] = ()) -> Table:
+    """Text from outside stands in it as it is, never as markup."""
+    table = Table(
+        title=Text(printable(title)),
+        title_justify="left",
+        show_header=False,
+        caption=Text("\n".join(map(printable, footer))) if footer else None,
+        caption_justify="left",
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, text in rows(status):
-        table.add_row(name, text)
+    for name, text in lines:
+        table.add_row(Text(printable(name)), Text(plain(text)))
     return table
+
+
+def plain(text: str) -> str:
+    """`text` without control characters, but for the ends of its lines."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def line(status: Mapping[str, Any], elapsed_s: float) -> str:
@@ -50,10 +76,10 @@ def line(status: Mapping[str, Any], elapsed_s: float) -> str:
         f"NE {number(status['metrics']['ne'], 4)} AUC {number(status['metrics']['auc'], 4)}",
         f"clicks served/random {number(rate['served_to_random'], 2)} (all {number(rate['served_to_random_total'], 2)})",
         f"servable p50 {duration(servable['p50_ms'])}",
-        f"accounted {NONE if g1 is None else 'yes' if g1['accounted'] else 'no'}",
+        f"accounted {g1['state']}",
     ]
-    bad = [n for n, p in status["programs"].items() if p["state"] not in ("ready", "ended")]
-    return " · ".join([*parts, *([f"not ready: {', '.join(bad)}"] if bad else [])])
+    bad = status["troubles"]
+    return printable(" · ".join([*parts, *([f"not ready: {', '.join(bad)}"] if bad else [])]))
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -95,7 +121,8 @@ def _trainer(t: Mapping[str, Any]) -> str:
     where = f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / {number(t['lag_records'])} samples"
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
-    return f"{t['state'] or NONE}{eta}, {where}, {counts}"
+    state = "unknown, Kafka does not tell where the samples end" if t["state"] == "unknown" else t["state"] or NONE
+    return f"{state}{eta}, {where}, {counts}"
 
 
 def _commit(c: Mapping[str, Any]) -> str:
@@ -127,12 +154,38 @@ def _click_rate(r: Mapping[str, float | None]) -> str:
     return f"{orders}; served is {now} × random now, {total} × since the start"
 
 
-def _g1(sums: Mapping[str, Any] | None) -> str:
-    if sums is None:
-        return NONE
-    parts = " + ".join(
-        f"{sums[k]:,} {label}" for k, label in (("folded", "folded"), ("corrected", "corrected"), ("dead_engagements", "dead"))
-    )
+def _g1(sums: Mapping[str, Any]) -> str:
+    """Nothing is summed of a part: figures follow once everything that was there at the start has been read."""
+    if sums["state"] == "reading":
+        return f"still reading, {number(sums['behind'])} records to go"
+    if sums["engagements"] is None:
+        return "unknown, the auditor does not answer"
+    names = ("folded", "corrected", "only_repeated", "dead_engagements")
+    words = dict(zip(names, ("folded", "corrected", "only in a repeated sample", "dead"), strict=True))
+    parts = " + ".join(f"{sums[k]:,} {word}" for k, word in words.items() if sums[k] or k != "only_repeated")
     events = f"{sums['engagements']:,} engagements = {parts} + {sums['pending']:,} pending"
-    requests = f"{sums['requests']:,} requests: {sums['samples']:,} samples, {sums['pending_requests']:,} pending"
-    return f"{'yes' if sums['accounted'] else 'NO'}: {events}; {requests}"
+    requests = f"{sums['requests']:,} requests: {sums['samples']:,} samples, {sums['dead_requests']:,} dead, "
+    verdict = {"yes": "yes", "no": f"NO, {sums['overdue']:,} are missing"}.get(
+        sums["state"], "unknown, Kafka does not answer; until then"
+    )
+    return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
+
+
+def _named(sums: Mapping[str, Any]) -> list[Row]:
+    """What is in no sum, or by reason; nothing where there is nothing."""
+    if sums["state"] == "reading" or sums["engagements"] is None:
+        return []
+    found = [
+        ("dead letters", sums["dead_letters"]),
+        ("untrained", sums["untrained_by"]),
+        ("unreadable", sums["unreadable"]),
+    ]
+    rows = [(name, ", ".join(f"{reason} {n:,}" for reason, n in sorted(by.items()))) for name, by in found if any(by.values())]
+    if sums["since_ms"]:
+        rows.append(("audited", f"events since {clock(sums['since_ms'])}: retention has deleted what came before"))
+    words = {"stale": "copies of what was settled long ago", "lost_records": "records that were deleted unread"}
+    return rows + [("beside", f"{sums[k]:,} {word}") for k, word in words.items() if sums[k]]
+
+
+def _lost(lost: Mapping[str, int]) -> list[Row]:
+    return [("LOST", f"{name} missed {n:,} records that retention had deleted; raise it") for name, n in lost.items()]

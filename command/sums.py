@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from command.scrape import Scraped
+from runtime.exports import one_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,3 +51,43 @@ class Sums:
         values = dataclasses.asdict(self)
         del values["accounted"]
         return values
+
+
+LABELS = {
+    "accounted": "state",
+    "actions": "action",
+    "closed_by": "reason",
+    "dead_letters": "reason",
+    "untrained_by": "reason",
+    "unreadable": "topic",
+}
+STATES = ("reading", "unknown", "yes", "no")
+"""Of `accounted`: the ends that were there at the start have not been passed · Kafka does not tell how far the topics reach."""
+
+
+def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
+    """One of STATES: a reading that can't be taken is never good."""
+    if behind is None:
+        return "unknown"
+    return "reading" if not is_current else "yes" if sums.accounted else "no"
+
+
+def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
+    """For `runtime.exports.Exports`, with LABELS."""
+    state = state_of(sums, is_current, behind)
+    return {**sums.counts(), "behind": behind, "accounted": one_of(state, STATES)}
+
+
+def of_gauges(scraped: Scraped) -> dict[str, Any]:
+    """Inverse of `gauges`: each name → number or {label: number}, None where it is not told; `state`, and `accounted` as yes
+    (True), no (False) or neither (None)."""
+    state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
+    out: dict[str, Any] = {"state": state, "accounted": {"yes": True, "no": False}.get(state)}
+    for field in ("behind", *(f.name for f in dataclasses.fields(Sums) if f.name != "accounted")):
+        name = f"roostream_auditor_{field}"
+        if field in LABELS:
+            out[field] = {k: int(v) for k, v in scraped.by(name, LABELS[field]).items()}
+        else:
+            value = scraped.value(name)
+            out[field] = None if value is None else int(value)
+    return out

@@ -107,6 +107,13 @@ def _features(site: Site) -> dict[str, Any]:
     return {"redis": _redis(site)}
 
 
+def _auditor(site: Site) -> dict[str, Any]:
+    """Of a replay it remembers all ids: times of events and of dead letters are years apart."""
+    settle_ms = site.options.settle_ms
+    own = {"home": site.home.root / site.name, "settle_ms": settle_ms}
+    return {**own, "horizon_ms": 0 if site.options.replay else max(2 * settle_ms, 1_800_000)}
+
+
 def _joiner(site: Site) -> dict[str, Any]:
     """A job that runs already is watched; a new one goes on from the newest savepoint or checkpoint."""
     own = {"store": site.home.store, "home": site.home.root / site.name, "flink": site.at.flink, "replay": site.options.replay}
@@ -195,6 +202,14 @@ KINDS = (  # in order of starting
         config="features.config:FeaturesConfig",
         run="features.main:run",
         own=_features,
+        stop_rank=StopRank.FEATURES,
+    ),
+    Kind(
+        name="auditor",
+        help="Add up the topics, so that every event is accounted for.",
+        config="command.config:AuditorConfig",
+        run="command.auditor_program:run",
+        own=_auditor,
         stop_rank=StopRank.FEATURES,
     ),
     Kind(

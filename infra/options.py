@@ -48,8 +48,12 @@ class StackOptions(Settings):
 
     @property
     def settle_ms(self) -> int:
-        """How long an event can wait before the auditor calls it overdue: window, orphan timeout, and a minute."""
-        return 2 * int(self.overrides.get("joiner", {}).get("window_ms", 600_000)) + 60_000
+        return settle_ms(int(self.overrides.get("joiner", {}).get("window_ms", 600_000)))
+
+
+def settle_ms(window_ms: int) -> int:
+    """How long an event can wait before the auditor calls it overdue: window, orphan timeout, and a minute."""
+    return 2 * window_ms + 60_000
 
 
 def demo(**changes: Any) -> StackOptions:

@@ -22,9 +22,9 @@
         stack.stop_program("worker")                   # in order, not restarted; `start(["worker"])` brings it back
         stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, serving, features, joiner, simulate; the words
-"flink" (jm + all tms), "shards" and "all" (everything but simulate) name several. Topics are created by the stack as soon as
-Kafka answers; our programs start beside it and wait for them.
+Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, serving, features, auditor, joiner, simulate; the
+words "flink" (jm + all tms), "shards" and "all" (everything but simulate) name several. Topics are created by the stack as soon
+as Kafka answers; our programs start beside it and wait for them.
 
 What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
 FLINK_HOME (with a bin/flink of our own), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python,

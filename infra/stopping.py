@@ -4,7 +4,7 @@
 2 serving                answers what is in flight, brings its log to Kafka
 3 the joiner's job       a savepoint, from which the next start goes on
 4 commit                 what was trained until now
-5 worker, 6 controller, 7 shards, 8 features, 9 Redis, 10 Flink, 11 Kafka
+5 worker, 6 controller, 7 shards, 8 features and auditor, 9 Redis, 10 Flink, 11 Kafka
 """
 
 from __future__ import annotations

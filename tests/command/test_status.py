@@ -1,8 +1,19 @@
 from __future__ import annotations
 
-from command import scrape, status
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+
+from command import scrape, status, sums
 from command import status_table as table
+from command.accounts import Accounts
 from command.scrape import Scraped
+from runtime.exports import Exports
 
 WORKER = """# TYPE roostream_worker_state gauge
 roostream_worker_state{state="initial"} 0.0
@@ -32,6 +43,7 @@ CONTROL = {
         "worker 0": {"step": 40, "requests": 1000, "watermark_ms": 1_700_000_000_000, "metrics": {"ne": 0.9, "auc": 0.7}}
     },
 }
+AWAY = sums.of_gauges(Scraped())
 PROGRAMS = {"worker": {"state": "ready", "pid": 1, "restarts": 2}, "shard-0": {"state": "failed", "pid": None, "restarts": 12}}
 
 
@@ -39,6 +51,8 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
     scraped = {"worker": worker, "simulate": simulate, "shard-0": scrape.parse('roostream_shard_rows{stack="d16"} 7\n')}
     return {
         "programs": PROGRAMS,
+        "troubles": {"shard-0": "failed (its log ends: no disk)"},
+        "lost_records": {},
         "rates": {"impressions": 25.04, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
         "trainer": status.trainer_state(worker, control),
@@ -47,7 +61,7 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "freshness": status.freshness(scraped),
         "metrics": status.quality(worker, control),
         "click_rate": status.click_rate(simulate),
-        "guarantees": {"g1": None},
+        "guarantees": {"g1": AWAY},
     }
 
 
@@ -78,19 +92,117 @@ def test_figures_are_gathered_from_whoever_measures_them() -> None:
 def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     rows = dict(table.rows(whole(Scraped(), Scraped(), {})))
     assert rows["trainer"].startswith("–, watermark –")
-    assert rows["accounted"] == "–"
+    assert rows["accounted"] == "unknown, the auditor does not answer"
     assert rows["click rate"] == "served –, random –, best –; served is – × random now, – × since the start"
 
 
 def test_the_table_names_what_is_down_and_what_holds() -> None:
     found = whole(scrape.parse(WORKER), scrape.parse(SIMULATE), CONTROL)
-    sums = dict.fromkeys(
-        ("folded", "corrected", "dead_engagements", "pending", "engagements", "requests", "samples", "pending_requests"), 3
-    )
-    found["guarantees"] = {"g1": {**sums, "accounted": True}}
-    rows = dict(table.rows(found))
+    found["guarantees"] = {"g1": books(folded=3, engagements=5, dead_engagements=1, pending=1)}
+    lines = table.rows(found)
+    rows = dict(lines)
+    assert lines[0] == ("NOT READY", "shard-0: failed (its log ends: no disk)"), "what is wrong stands first"
     assert rows["programs"] == "1 ready, shard-0 failed, 14 restarts"
     assert rows["trainer"].startswith("caught_up, watermark 2023-11-14 22:13:20, behind 1.5 s")
     assert rows["click rate"].endswith("served is 1.50 × random now, 1.25 × since the start")
-    assert rows["accounted"].startswith("yes: 3 engagements = 3 folded + 3 corrected + 3 dead + 3 pending")
-    assert "not ready: shard-0" in table.line(found, 12.0)
+    assert rows["accounted"].startswith("yes: 5 engagements = 3 folded + 0 corrected + 1 dead + 1 pending; ")
+    assert "not ready: shard-0" in table.line(found, 12.0) and "accounted yes" in table.line(found, 12.0)
+
+
+def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) -> dict[str, Any]:
+    """Sums as they come through /metrics."""
+    told = dataclasses.replace(Accounts().sums(), **changed)
+    registry = CollectorRegistry()
+    Exports("auditor", lambda: sums.gauges(told, is_current, behind), sums.LABELS).register(registry)
+    return sums.of_gauges(scrape.parse(generate_latest(registry).decode()))
+
+
+def test_sums_are_the_same_behind_the_metrics() -> None:
+    told = dataclasses.replace(Accounts().sums(), requests=1 << 40, dead_letters={"too_late": 2}, actions={'a"b\n[/c]': 1})
+    found = books(requests=1 << 40, dead_letters={"too_late": 2}, actions={'a"b\n[/c]': 1})
+    assert {k: v for k, v in found.items() if k not in ("state", "behind")} == dataclasses.asdict(told)
+    assert found["state"] == "yes" and found["behind"] == 0
+
+
+@pytest.mark.parametrize(
+    ("is_current", "behind", "accounted", "state", "said"),
+    [
+        (True, 0, True, "yes", "yes: "),
+        (True, 0, False, "no", "NO, 7 are missing: "),
+        (False, 1234, False, "reading", "still reading, 1,234 records to go"),
+        (True, None, True, "unknown", "unknown, Kafka does not answer"),
+        (False, None, True, "unknown", "unknown, Kafka does not answer"),
+    ],
+)
+def test_only_a_whole_and_present_reading_is_judged(
+    is_current: bool, behind: int | None, accounted: bool, state: str, said: str
+) -> None:
+    found = books(is_current=is_current, behind=behind, accounted=accounted, overdue=7)
+    assert found["state"] == state and found["accounted"] == {"yes": True, "no": False}.get(state)
+    assert table.book_rows(found)[0][1].startswith(said)
+
+
+def test_what_is_in_no_sum_is_named() -> None:
+    rows = dict(
+        table.book_rows(
+            books(
+                only_repeated=2,
+                dead_letters={"too_late": 3},
+                untrained_by={"non_finite": 1},
+                unreadable={"rows": 4},
+                since_ms=1_700_000_000_000,
+                lost_records=5,
+            )
+        )
+    )
+    assert "2 only in a repeated sample" in rows["accounted"]
+    assert rows["dead letters"] == "too_late 3" and rows["untrained"] == "non_finite 1"
+    assert rows["audited"].startswith("events since 2023-11-14 22:13:20") and rows["beside"].startswith("5 records")
+
+
+def test_a_trainer_without_a_reading_is_unknown() -> None:
+    asked = scrape.parse('roostream_worker_state{state="unknown"} 1.0\nroostream_worker_state{state="caught_up"} 0.0\n')
+    for worker in (asked, Scraped()):
+        found = whole(worker, Scraped(), CONTROL)
+        assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
+        shown = dict(table.rows(found))["trainer"]
+        assert shown.startswith("unknown, ") and "behind – / – samples" in shown
+
+
+def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
+    log = tmp_path / "joiner.log"
+    log.write_text("first\njoiner: no such file [/bold]\n")
+    entry = {"pid": None, "log": str(log), "restarts": 3}
+    found = status.troubles(
+        {
+            "joiner": {**entry, "state": "failed"},
+            "kafka": {**entry, "state": "ready"},
+            "simulate": {**entry, "state": "ended"},
+            "worker": {**entry, "state": "waiting", "restarts": 0},
+        }
+    )
+    assert found == {"joiner": "failed (its log ends: joiner: no such file [/bold])", "worker": "waiting"}
+
+
+def test_what_readers_lost_is_told_by_program() -> None:
+    lost = status.lost_records(
+        {
+            "worker": scrape.parse("roostream_worker_lost_records 12.0\n"),
+            "joiner": scrape.parse("roostream_joiner_lost_records 0.0\n"),
+            "auditor": scrape.parse("roostream_auditor_lost_records 3.0\n"),
+        }
+    )
+    assert lost == {"worker": 12}
+    found = {**whole(Scraped(), Scraped(), {}), "lost_records": lost}
+    assert dict(table.rows(found))["LOST"].startswith("worker missed 12 records")
+
+
+def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
+    found = whole(Scraped(), Scraped(), {})
+    found["troubles"] = {"joiner": "failed (its log ends: [/b] \x1b[31mred [red]x[/red])"}
+    out = io.StringIO()
+    Console(file=out, width=200).print(table.render(found, "home [/tmp]", ["curl '[/x]'"]))
+    said = out.getvalue()
+    assert "[/b] [31mred [red]x[/red]" in said and "home [/tmp]" in said and "curl '[/x]'" in said
+    assert "\x1b" not in said
+    assert "\x1b" not in table.line(found, 1.0)
