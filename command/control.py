@@ -62,9 +62,9 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             print("\n".join(about(stack or {})))
             return 0
         if failed := [n for n, p in programs.items() if p["state"] == "failed"]:
-            said = printable(" ".join(last_lines(place.log(failed[0]), 1))) or "nothing"
+            words = printable(" ".join(last_lines(place.log(failed[0]), 1))) or "nothing"
             raise SetupError(
-                f"{failed[0]} failed for good, its log ends: {said}; `roostream down --home {place.root}` stops the rest"
+                f"{failed[0]} failed for good, its log ends: {words}; `roostream down --home {place.root}` stops the rest"
             )
         time.sleep(0.25)
     print(f"not all programs were ready after {wait_s:.0f} s; `roostream status --home {place.root}` tells more", file=sys.stderr)
