@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 
 from param_server.index import Keys, join_keys, no_keys
-from param_server.server import BucketPage, Shard, Update
-from param_server.table import StackTable
+from param_server.server import Shard
+from param_server.table import StackTable, Update
 from roo.errors import RoostreamError, SchemaError, WireError
 from runtime.transport import Header
 
@@ -64,9 +64,8 @@ class Calls:
         table = self._table(header.get("stack", ""))
         cursor, limit = integer(header, "cursor"), min(integer(header, "limit"), MAX_SCAN_ROWS)
         left = [bucket for bucket in self.shard.identity.buckets if bucket >= cursor]
-        pages: list[BucketPage] = []
-        while left and (not pages or sum(len(p.keys) for p in pages) < limit):
-            pages.append(self.shard.bucket(table, left.pop(0)))
+        pages = self.shard.scan(table, left, limit)
+        left = left[len(pages) :]
         answer = {
             "cursor": left[0] if left else -1,
             "incarnation": max((p.incarnation for p in pages), default=0),

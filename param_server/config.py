@@ -24,6 +24,9 @@ class ShardConfig(Deployment):
     num_shards: int = setting(1, "how many shards there are", least=1)
     home: str = setting(help="this shard's own data directory; its committed segments live below it")
     publish_interval_ms: int = setting(1000, "how often touched rows go out to `rows`", least=1)
+    accept_lost_rows: tuple[str, ...] = setting(
+        (), "parts of damaged segments, as an error named them, whose rows a restore may leave out; they begin anew"
+    )
     seed: int = setting(0, "of rows' initial values; the same in every program", least=0, most=MAX_SEED)
     max_expired_share: float = setting(
         0.5, "a freeze that would expire more than this share of a stack's rows expires none; 1 = any", above=0, most=1

@@ -17,6 +17,10 @@ _HELPS = {
     "dirty": "rows changed since the last freeze",
     "spared": "rows due to expire and kept, since they were more than max_expired_share",
     "withheld": "rows not published: not finite, or larger than max_publish_norm",
+    "limited": "rows of gradients that were scaled down to what a rule's state can hold",
+    "largest_accumulator": "largest accumulator of squares that was written or read back since the start",
+    "damaged": "parts of the committed segments that are damaged now; the next commit writes their rows again",
+    "damages": "parts of segments that were found damaged since the start",
     "pulls": "pulls answered",
     "pushes": "pushes applied",
     "repeats": "pushes that had been applied before",
@@ -41,4 +45,4 @@ def shard_exports(shard: Shard, publisher: Publisher | None) -> Exports:
             }
         return shown
 
-    return Exports("shard", read, {"rows": "stack"}, helps=_HELPS)
+    return Exports("shard", read, {"rows": "stack", "largest_accumulator": "stack"}, helps=_HELPS)

@@ -49,7 +49,10 @@ class HeldRows:
         )
         return out_UD
 
-    def bucket(self, bucket: int) -> tuple[Keys, np.ndarray]:
-        """(keys [M], copies of their rows, float32 [M, D]) of one bucket."""
-        place_M = self.index.in_bucket(bucket)
-        return self.index.keys_at(place_M), kernels.take_rows(self.rows_ND, place_M)
+    def places(self, buckets: Sequence[int]) -> list[np.ndarray]:
+        """int64 [M] of each bucket: places of its rows. One pass over all places."""
+        place_M = self.index.in_buckets(buckets)
+        bucket_M = self.index.bucket_N[place_M]
+        order_M = np.argsort(bucket_M, kind="stable")
+        edges = np.searchsorted(bucket_M[order_M], [[b, b + 1] for b in buckets])
+        return [place_M[order_M[start:end]] for start, end in edges]

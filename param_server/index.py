@@ -6,6 +6,7 @@ Letters: U keys asked for, N places, C slots.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -121,13 +122,23 @@ class KeyIndex:
         """int64 [M]: places of live rows with any of `flags`."""
         return kernels.flagged(self.flags_N, self.used, flags)
 
-    def replace_flags(self, flags: int, by: int = 0) -> None:
-        """Take `flags` from all rows; those that had any of them get `by`."""
-        kernels.replace_flags(self.flags_N, self.used, flags, by)
+    def count_flagged(self, flags: int) -> int:
+        """How many live rows have any of `flags`."""
+        return int(kernels.count_flagged(self.flags_N, self.used, flags))
+
+    def replace_flags(self, flags: int, by: int = 0, also: int = 0) -> None:
+        """Take `flags` from all rows; those that had any of them lose `also` and get `by`."""
+        kernels.replace_flags(self.flags_N, self.used, flags, by, also)
 
     def in_bucket(self, bucket: int) -> np.ndarray:
         """int64 [M]: places of a bucket's live rows."""
-        return kernels.in_bucket(self.flags_N, self.bucket_N, self.used, bucket)
+        return self.in_buckets((bucket,))
+
+    def in_buckets(self, buckets: Iterable[int], flags: int = 0) -> np.ndarray:
+        """int64 [M]: places of these buckets' live rows, and of those with any of `flags`. One pass over all places."""
+        chosen_B = np.zeros(self.num_buckets, np.bool_)
+        chosen_B[list(buckets)] = True
+        return kernels.in_buckets(self.flags_N, self.bucket_N, self.used, chosen_B, flags)
 
 
 def grown(array: np.ndarray, capacity: int) -> np.ndarray:

@@ -14,8 +14,9 @@ from numba import njit
 
 from param_server.initial import splitmix64
 
-LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT = 1, 2, 4, 8
-"""Flags of a place: holds a row; changed since the last freeze; changed since the last delta; in a delta not yet acknowledged."""
+LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED = 1, 2, 4, 8, 16
+"""Flags of a place: holds a row; changed since the last freeze; changed since the last delta; in a delta not yet acknowledged;
+readers may have a value that is no longer of this row's history, so that they must not keep it."""
 
 _S32, _LOW32 = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -175,20 +176,34 @@ def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def in_bucket(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, bucket: int) -> np.ndarray:
-    """int64 [M]: places of live rows of a bucket."""
-    out_M = np.empty(used, dtype=np.int64)
-    m = 0
+def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
+    """How many live rows have any of `flags`."""
+    count = 0
     for n in range(used):
-        if flags_N[n] & LIVE and bucket_N[n] == bucket:
-            out_M[m] = n
-            m += 1
-    return out_M[:m].copy()
+        if flags_N[n] & LIVE and flags_N[n] & flags:
+            count += 1
+    return count
 
 
 @njit(cache=True, nogil=True)
-def replace_flags(flags_N: np.ndarray, used: int, flags: int, by: int) -> None:
-    """Take `flags` from all live rows; those that had any of them get `by`."""
+def in_buckets(flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int) -> np.ndarray:
+    """int64 [M], ascending: places of live rows of the buckets where `chosen_B` (bool) is True, or with any of `flags`."""
+    count = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
+            count += 1
+    out_M = np.empty(count, dtype=np.int64)
+    m = 0
+    for n in range(used):
+        if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
+            out_M[m] = n
+            m += 1
+    return out_M
+
+
+@njit(cache=True, nogil=True)
+def replace_flags(flags_N: np.ndarray, used: int, flags: int, by: int, also: int) -> None:
+    """Take `flags` from all live rows; those that had any of them lose `also` and get `by`."""
     for n in range(used):
         if flags_N[n] & LIVE and flags_N[n] & flags:
-            flags_N[n] = (flags_N[n] & ~flags) | by
+            flags_N[n] = (flags_N[n] & ~(flags | also)) | by

@@ -164,6 +164,34 @@ def publishable(rows_MD: np.ndarray, max_norm: float) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
+def limit(gradient_UD: np.ndarray, most: np.float32, out_UD: np.ndarray) -> int:
+    """Each row (float32, finite) into `out_UD`, scaled down so that no number of it is beyond `most`; how many rows had to be.
+    Rows within it are copied to the bit."""
+    limited = 0
+    for u in range(gradient_UD.shape[0]):
+        largest = np.float32(0)
+        for j in range(gradient_UD.shape[1]):
+            largest = max(largest, abs(gradient_UD[u, j]))
+        if largest <= most:
+            out_UD[u] = gradient_UD[u]
+            continue
+        limited += 1
+        for j in range(gradient_UD.shape[1]):
+            out_UD[u, j] = gradient_UD[u, j] / largest * most
+    return limited
+
+
+@njit(cache=True, nogil=True)
+def largest_number(numbers_UD: np.ndarray) -> np.float32:
+    """The largest magnitude among finite numbers (float32), 0 of none."""
+    largest = np.float32(0)
+    for u in range(numbers_UD.shape[0]):
+        for j in range(numbers_UD.shape[1]):
+            largest = max(largest, abs(numbers_UD[u, j]))
+    return largest
+
+
+@njit(cache=True, nogil=True)
 def first_non_finite(gradient_UD: np.ndarray) -> int:
     """First row with an infinity or NaN, or -1. x - x is 0 for finite x only."""
     for u in range(gradient_UD.shape[0]):
@@ -172,16 +200,6 @@ def first_non_finite(gradient_UD: np.ndarray) -> int:
             total += gradient_UD[u, j] - gradient_UD[u, j]
         if total != 0:
             return u
-    return -1
-
-
-@njit(cache=True, nogil=True)
-def first_beyond(gradient_UD: np.ndarray, most: float) -> int:
-    """First row with a magnitude above `most` or a NaN, or -1."""
-    for u in range(gradient_UD.shape[0]):
-        for j in range(gradient_UD.shape[1]):
-            if not abs(gradient_UD[u, j]) <= most:
-                return u
     return -1
 
 

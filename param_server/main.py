@@ -101,7 +101,13 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         publishing=bool(config.bootstrap),
         max_publish_norm=config.max_publish_norm,
     )
-    segments = Segments(blobs, shapes_of(identity.schema), identity.num_buckets)
+    segments = Segments(
+        blobs,
+        shapes_of(identity.schema),
+        identity.num_buckets,
+        buckets=identity.buckets,
+        accepted=config.accept_lost_rows,
+    )
     residency = functools.partial(Expiry, max_share=config.max_expired_share)
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 

@@ -16,7 +16,7 @@ import numpy as np
 from param_server import kernels
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
-from param_server.index_kernels import IN_FLIGHT, UNPUBLISHED
+from param_server.index_kernels import DISOWNED, IN_FLIGHT, UNPUBLISHED
 from roo.ids import buckets_of
 
 MAX_DELTA_BYTES = 512 << 10
@@ -35,6 +35,29 @@ class Delta(NamedTuple):
     oldest_engagement_ms: int
     oldest_close_ms: int
     oldest_trained_ms: int
+
+
+class Round(NamedTuple):
+    incarnation: int
+    deltas: list[Delta]
+
+
+class Rollback(NamedTuple):
+    """What readers may have seen beyond the manifest: deltas from these offsets on."""
+
+    incarnation: int
+    rows_end: dict[int, int]
+
+
+class BucketPage(NamedTuple):
+    """What a reader gets of a bucket that it asks for."""
+
+    bucket: int
+    sequence: int  # of the last delta taken
+    settles_at: int  # the delta with which readers have got all of this; 0 = they have
+    incarnation: int
+    keys: Keys
+    rows_MD: np.ndarray
 
 
 class Outbox:
@@ -67,11 +90,10 @@ class Outbox:
         """Those that readers haven't got; some may have a row again by now."""
         return join_keys(self._waiting, self._flying)
 
-    def settles_at(self, bucket: int) -> int:
-        """The sequence with which readers of `bucket` have all that the rows hold now; 0 = they have it already."""
-        index = self.held.index
-        place_M = index.in_bucket(bucket)
-        waiting = bool((index.flags_N[place_M] & UNPUBLISHED).any()) or bool(
+    def settles_at(self, bucket: int, place_M: np.ndarray) -> int:
+        """The sequence with which readers of `bucket`, whose rows are at these places, have all that the rows hold now; 0 = they
+        have it already."""
+        waiting = bool((self.held.index.flags_N[place_M] & UNPUBLISHED).any()) or bool(
             (buckets_of(self._waiting.id_U, self._waiting.table_U, self.held.num_buckets) == bucket).any()
         )
         sequence = int(self.sequence_B[bucket])
@@ -79,24 +101,30 @@ class Outbox:
 
     def take(self, max_norm: float) -> list[Delta]:
         """Deltas of everything unpublished, numbered; they are in flight until `settle`. Rows that are not finite, or larger
-        than `max_norm`, are counted and left out: readers keep what they have."""
+        than `max_norm`, are counted and left out: readers keep what they have, or are told that there is none where what they
+        have is of a history that is over."""
         index = self.held.index
         place_M = index.flagged(UNPUBLISHED)
         index.replace_flags(UNPUBLISHED, IN_FLIGHT)
         rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
         good_M = kernels.publishable(rows_MD, max_norm)
         self.num_withheld += int(len(good_M) - good_M.sum())
+        withheld = no_keys()
         if not good_M.all():
+            withheld = index.keys_at(place_M[~good_M & ((index.flags_N[place_M] & DISOWNED) != 0)])
             place_M, rows_MD = place_M[good_M], rows_MD[good_M]
         gone = self._waiting.take(index.find(self._waiting) < 0)
         gone = gone.take(KeyIndex(self.held.num_buckets).add_new(gone))
         self._flying, self._waiting = gone, no_keys()
         self._flying_3B, self._times_3B = self._times_3B, np.zeros_like(self._times_3B)
-        return self._deltas(index.keys_at(place_M), rows_MD, gone)
+        return self._deltas(index.keys_at(place_M), rows_MD, join_keys(gone, withheld))
 
     def settle(self, acknowledged: bool, incarnation_is_same: bool = True) -> None:
         """The round's deltas were all acknowledged, or some of them may be lost: then everything in it is unpublished again."""
-        self.held.index.replace_flags(IN_FLIGHT, 0 if acknowledged else UNPUBLISHED)
+        if acknowledged:
+            self.held.index.replace_flags(IN_FLIGHT, also=DISOWNED)
+        else:
+            self.held.index.replace_flags(IN_FLIGHT, UNPUBLISHED)
         if not acknowledged:
             self._waiting = join_keys(self._flying, self._waiting)
             self._times_3B = _older(self._times_3B, self._flying_3B)

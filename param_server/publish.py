@@ -22,7 +22,8 @@ from typing import NamedTuple, Protocol
 
 from param_server.deltas import encode_barrier, encode_delta, keys_of
 from param_server.index import Keys, join_keys
-from param_server.server import Rollback, Shard
+from param_server.outbox import Rollback
+from param_server.server import Shard
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import UnavailableError, WireError

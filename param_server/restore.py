@@ -5,16 +5,38 @@ Letters: K keys.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
-from param_server.segments import BEGINNING, Commit, Segment, Segments, commit_of
+from param_server.row_block import RowBlock
+from param_server.segment_parts import Segment
+from param_server.segments import BEGINNING, Commit, Segments, commit_of
 from param_server.table import StackTable
 from roo.ids import buckets_of
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
+
+
+@dataclasses.dataclass(kw_only=True)
+class Frozen:
+    """A generation between `freeze` and `commit` or `abort`."""
+
+    seq: int
+    incarnation: int
+    changes: dict[str, RowBlock]
+    changed: dict[str, Keys]  # stack → those of the changes' keys that a rollback must undo
+    whole: frozenset[int]  # buckets of which the changes have every row
+    residency: dict[str, bytes]  # stack → its policy's state
+    rows_end: dict[int, int]
+    segments: tuple[Segment, ...] | None = None  # once written
+
+    @property
+    def name(self) -> str:
+        """Of the segment that it becomes."""
+        return f"{self.seq}-{self.incarnation}"
 
 
 class Target(NamedTuple):

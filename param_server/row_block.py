@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
-from param_server.index import Keys, join_keys
+from param_server.index import Keys
 from roo.errors import CheckpointError
 
 VERSION = 1
@@ -56,9 +55,6 @@ class RowBlock:
             state_LA=self.state_LA[live_L],
         )
 
-    def without_gone(self) -> RowBlock:
-        return self.take(np.arange(len(self.keys)) < self.num_live)
-
 
 def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock]:
     """Bucket → its part; empty buckets are absent."""
@@ -80,25 +76,6 @@ def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
     )
 
 
-def join(blocks: Sequence[RowBlock]) -> RowBlock:
-    """One block of several without gone keys; one or more."""
-    assert blocks and all(len(b.gone) == 0 for b in blocks)
-    return RowBlock(
-        keys=join_keys(*(b.keys for b in blocks)),
-        unpublished_K=np.concatenate([b.unpublished_K for b in blocks]),
-        stamp_ms_L=np.concatenate([b.stamp_ms_L for b in blocks]),
-        rows_LD=np.concatenate([b.rows_LD for b in blocks]),
-        state_LA=np.concatenate([b.state_LA for b in blocks]),
-    )
-
-
-def with_gone(block: RowBlock, gone: Sequence[Keys]) -> RowBlock:
-    """`block`, which has none, with gone keys that are all unpublished."""
-    keys = join_keys(block.keys, *gone)
-    unpublished_K = np.concatenate([block.unpublished_K, np.ones(len(keys) - len(block.keys), np.uint8)])
-    return dataclasses.replace(block, keys=keys, unpublished_K=unpublished_K)
-
-
 def published(block: RowBlock) -> RowBlock:
     """The same without marks."""
     return dataclasses.replace(block, unpublished_K=np.zeros_like(block.unpublished_K))
@@ -109,6 +86,11 @@ def checksum(data: bytes | memoryview, key: bytes = b"") -> int:
     hasher = xxhash.xxh3_64(key)
     hasher.update(data)
     return hasher.intdigest()
+
+
+def rows_in(num_bytes: int, width: int, state_width: int) -> int:
+    """About how many rows a block of that size holds: exactly, but for padding and keys that are gone."""
+    return max(num_bytes - _HEAD.size - 8, 0) // (4 + 8 + 1 + 8 + 4 * (width + state_width))
 
 
 def encode(block: RowBlock, key: bytes) -> bytes:

@@ -26,7 +26,7 @@ from numba import njit
 
 
 class Kernel(Protocol):
-    """Apply one gradient a row, in place."""
+    """Apply one gradient a row, in place; no number of it is beyond MAX_GRADIENT."""
 
     def __call__(
         self,
@@ -121,6 +121,17 @@ def _power(base: float, exponent: int) -> float:
         base *= base
         exponent >>= 1
     return out
+
+
+MAX_GRADIENT = np.float32(2.0**20)
+"""No number of a gradient that reaches a kernel is beyond this. An accumulator stops growing where the square of it is less than
+half a unit in the last place, at 2^24 squares: 2^64, far below the 2^128 at which float32 ends. So no state becomes infinite,
+after however many updates; one that did would divide every later step of its row to 0."""
+
+
+def accumulators(rule: str, width: int) -> slice:
+    """Which of the A numbers of a row's state gather squares of gradients."""
+    return slice(width, 2 * width) if rule == "adam" else slice(None)
 
 
 KERNELS: dict[str, Kernel] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}

@@ -1,55 +1,42 @@
 """Committed rows of one shard: segments, each the changes of one commit, and which of them together are the state.
 
-    d/<segment>                     directory: what the segment consists of, with checksums; empty while it is being written
-    b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
-    r/<segment>/<stack>             what the stack's residency policy knew at that commit, if it keeps anything
-    history                         the newest commits, as this shard knows them: [[seq, incarnation, [segment…]]…]
+A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: a key's newest entry counts.
+`history`, beside the segments (param_server/segment_parts.py), lists the newest commits as this shard knows them:
+[[seq, incarnation, [segment…]]…].
 
-A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: a key's newest entry
-counts. When the changes outweigh the first segment, the next commit writes everything into one segment instead, merged
-bucket by bucket from what is stored, so that training does not wait for it.
+**No list grows for ever, and no commit writes everything.** When a list is long, each commit also writes some buckets *whole*:
+every row of them, from memory. Older blocks of these buckets are over, and a segment without any other is dropped from the list.
+As many rows are written again as had changed, so that disk and time stay within twice what the changes take.
+
+**Damage is found while memory still has the rows.** With each commit one bucket of the state is read back, and the segment of the
+oldest kept commit, before what only older commits need is deleted. The buckets of a damaged part are written whole by the next
+commit.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from param_server import row_block as blocks
 from param_server.blobs import Blobs
-from param_server.index import KeyIndex
 from param_server.row_block import RowBlock
-from roo.errors import CheckpointError
+from param_server.segment_parts import BlockEntry, Segment, SegmentBucket, SegmentDirectory, SegmentParts
+from roo.errors import CheckpointError, UnavailableError
 from roo.ids import buckets_of
-from runtime.manifest import Manifest
+from runtime.manifest import KEEP_MANIFESTS, Manifest
 
 log = logging.getLogger("roostream.segments")
 
-FORMAT = 1
-KEEP_COMMITS = 3
-MIN_MERGE, MAX_SEGMENTS = 8, 64
-_BATCH_BYTES = 8 << 20
+KEEP_COMMITS = KEEP_MANIFESTS  # a manifest without its segments would be no use
+FEW_SEGMENTS, MANY_SEGMENTS = 8, 64
 _HISTORY = b"history"
-
-
-class Segment(NamedTuple):
-    """As a manifest names it."""
-
-    name: str
-    rows: int
-    bytes: int
-    checksum: str  # of its directory, xxh3-64 in hex; the directory has those of the blocks
-
-
-class SegmentBucket(NamedTuple):
-    """A bucket's keys in every segment of a commit."""
-
-    stack: str
-    bucket: int
-    blocks: list[RowBlock]  # newest first
+_NAMED = 8
+_NONE: frozenset[int] = frozenset()
 
 
 class Commit(NamedTuple):
@@ -59,6 +46,13 @@ class Commit(NamedTuple):
 
 
 BEGINNING = Commit(0, 0, ())  # before any commit
+
+
+class Damage(NamedTuple):
+    """Of one part."""
+
+    buckets: frozenset[int]  # written whole, nothing needs the part any more
+    rows: int  # about how many were in it
 
 
 def commit_of(manifest: Manifest, index: int) -> Commit:
@@ -77,71 +71,132 @@ def commit_of(manifest: Manifest, index: int) -> Commit:
 
 
 class Segments:
-    """`shapes`: stack → (width, state width). One thread at a time."""
+    """`shapes`: stack → (width, state width); `buckets`: those of this shard, all if left out; `accepted`: names of parts
+    whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`). One thread at a time.
 
-    def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]], num_buckets: int) -> None:
+    Every method raises UnavailableError where the store can't be read or written now.
+    """
+
+    def __init__(
+        self,
+        store: Blobs,
+        shapes: Mapping[str, tuple[int, int]],
+        num_buckets: int,
+        *,
+        buckets: Iterable[int] | None = None,
+        accepted: Iterable[str] = (),
+    ) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
+        self.buckets = tuple(range(num_buckets) if buckets is None else buckets)
+        self.accepted = frozenset(accepted)
+        self.damaged: dict[str, Damage] = {}  # parts of the last commit's state
+        self.num_damaged = 0  # parts found damaged since the start
+        self.lost: set[str] = set()  # accepted parts that the last restore did without
+        self._parts = SegmentParts(store, shapes)
         self._restored: Commit | None = None  # since the last `commit`
+        self._read_back = ""  # the segment that was read back last
+
+    # Writing
+
+    def to_rewrite(self, base: Sequence[Segment], share: float) -> frozenset[int]:
+        """Buckets that the next segment over `base` should hold whole, where `share` of the rows have changed: those of damaged
+        parts, and where the list is long that share of all, the oldest segment's first. None where nothing changed."""
+        chosen: list[int] = []
+        if len(base) >= FEW_SEGMENTS and share > 0:
+            number = math.ceil(len(self.buckets) * min(max(share, 1 / MANY_SEGMENTS), 1))
+            by_age = [bucket for live in self._live(base) for bucket in sorted(live)]
+            chosen = list(dict.fromkeys(by_age))[:number]
+        return frozenset(chosen).union(*(damage.buckets for damage in self.damaged.values()))
 
     def write(
-        self, name: str, changes: Mapping[str, RowBlock], base: Sequence[Segment], residency: Mapping[str, bytes] | None = None
+        self,
+        name: str,
+        changes: Mapping[str, RowBlock],
+        base: Sequence[Segment],
+        residency: Mapping[str, bytes] | None = None,
+        whole: frozenset[int] = _NONE,
     ) -> tuple[Segment, ...]:
-        """Store `changes` (stack → block) over `base`, and `residency` (stack → its policy's state; left out where it is empty);
-        the new state's segments. Durable when it returns, part of nothing until a manifest names it.
+        """Store `changes` (stack → block; every row of the buckets in `whole`) over `base`, and `residency` (stack → its policy's
+        state; left out where it is empty); the new state's segments. Durable when it returns, part of nothing until a manifest
+        names it.
 
-        **If it fails** (CheckpointError): `base` is as it was; call again, or leave the rest to the next `commit`.
+        **If it fails:** `base` is as it was and nothing is left of `name`, or what is left goes with the next `commit`.
         """
         kept = {stack: state for stack, state in (residency or {}).items() if state}
-        if not any(len(block.keys) for block in changes.values()) and kept == self.residency(base):
+        if not any(len(block.keys) for block in changes.values()) and not whole and self._has_residency(base, kept):
             return tuple(base)
-        merging = len(base) >= MAX_SEGMENTS or (len(base) >= MIN_MERGE and sum(s.rows for s in base[1:]) >= base[0].rows)
-        self._delete([name])
-        self.store.write([(_directory_key(name), b"")])
-        segment = self._write_blocks(name, self._merged(changes, base) if merging else self._split(changes), kept)
-        return (segment,) if merging else (*base, segment)
+        try:
+            state = (*base, self._parts.write(name, self._split(changes), whole, kept))
+            return tuple(s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name)
+        except (CheckpointError, UnavailableError):
+            self.discard(name)
+            raise
+
+    def discard(self, name: str) -> None:
+        """A segment that will not be committed; never raises, since the next `commit` deletes what is left of it."""
+        try:
+            self._parts.delete([name])
+        except (CheckpointError, UnavailableError) as error:
+            log.warning("an abandoned segment could not be deleted (%s); the next commit tries again", error)
+
+    def commit(self, commit: Commit) -> None:
+        """A manifest names this state: remember it, read a part of it back, and delete what none of the newest KEEP_COMMITS
+        needs. Nothing is deleted while something is damaged."""
+        history = self._remember(commit)
+        self._forget_healed(commit.segments)
+        if history:
+            self._scrub(history)
+        if not self.damaged:
+            kept = {s.name for past in history for s in past.segments}
+            self._parts.delete([name for name in self._parts.names() if name not in kept])
+
+    def restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
+        """The state is this one again; later ones are abandoned, but forgotten only with the next commit. Writes nothing, so
+        that a full disk can't refuse a restore, but deletes what belongs to no commit, if it can: segments whose number is
+        not in `linked`, those of all manifests (None: nobody knows)."""
+        self._restored = commit
+        if linked is None:
+            return
+        try:
+            kept = {s.name for past in (*self.history(), commit) for s in past.segments}
+            abandoned = [n for n in self._parts.names() if n not in kept and _seq_of(n) not in linked]
+        except (CheckpointError, UnavailableError) as error:
+            log.warning("abandoned segments could not be looked for (%s); the next commit tries again", error)
+            return
+        for name in abandoned:
+            self.discard(name)
+
+    # Reading
 
     def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
         """Every part of a state (of the given stacks' buckets), verified as it is read. Marks of what is unpublished are those
-        of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now are passed over.
+        of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now are passed over, and
+        accepted parts that can't be read, which `lost` and `damaged` then have.
 
         Raises:
             CheckpointError: a segment, or a part of it, is absent or damaged.
         """
-        directories = [(s.name, self._directory(s)) for s in segments]
-        stacks = {stack for _, directory in directories for stack in directory["blocks"]}
+        directories = self._directories(segments)
+        stacks = {stack for directory in directories for stack in directory.blocks}
         for stack in sorted(stacks - set(self.shapes)):
             log.warning("rows of stack %s are left out: the schema has no such tables any more", stack)
         for stack in self.shapes:
             for bucket in range(self.num_buckets) if buckets is None else sorted(buckets.get(stack, ())):
-                found = [(name, d["blocks"].get(stack, {}).get(str(bucket))) for name, d in reversed(directories)]
-                part = [(name, self._block(name, stack, bucket, entry)) for name, entry in found if entry]
+                part = list(self._blocks(directories, stack, bucket))
                 if part:
                     yield SegmentBucket(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
 
     def residency(self, segments: Sequence[Segment]) -> dict[str, bytes]:
         """Stack → its policy's state in this state; the newest segment has it. Raises as `read`."""
-        if not segments:
+        if not segments or not (directories := self._directories(segments[-1:])):
             return {}
-        states: dict[str, bytes] = {}
-        for stack, entry in self._directory(segments[-1]).get("residency", {}).items():
-            key = _residency_key(segments[-1].name, stack)
-            data = self.store.get(key)
-            if data is None or f"{blocks.checksum(data, key):016x}" != entry["checksum"]:
-                raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
-            states[stack] = data
+        states = {}
+        for stack, checksum in directories[0].residency.items():
+            try:
+                states[stack] = self._parts.residency(segments[-1].name, stack, checksum)
+            except CheckpointError as error:
+                self._accept(f"{segments[-1].name}/{stack}/residency", Damage(_NONE, 0), error)
         return states
-
-    def commit(self, commit: Commit) -> None:
-        """A manifest names this state: remember it, and delete what none of the newest KEEP_COMMITS needs."""
-        history = self._remember(commit)
-        kept = {s.name for past in history for s in past.segments}
-        names = [key[2:].decode() for key in self.store.keys(b"d/")]
-        self._delete([name for name in names if name not in kept])
-
-    def restored(self, commit: Commit) -> None:
-        """The state is this one again; later ones are abandoned, but forgotten only with the next commit. Writes nothing, so
-        that a full disk can't refuse a restore."""
-        self._restored = commit
 
     def history(self) -> list[Commit]:
         """Oldest first."""
@@ -152,6 +207,120 @@ class Segments:
             return [Commit(seq, inc, tuple(Segment(*s) for s in segments)) for seq, inc, segments in msgspec.json.decode(data)]
         except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the list of commits of this shard is damaged: {error}") from None
+
+    def check(self, segments: Sequence[Segment], buckets: Collection[int]) -> dict[str, Damage]:
+        """Damaged parts of a state, as far as these buckets need them."""
+        found: dict[str, Damage] = {}
+        directories: list[SegmentDirectory] = []
+        for segment in reversed(segments):
+            try:
+                directories.append(self._parts.directory(segment))
+            except CheckpointError:
+                found[segment.name] = Damage(frozenset(self.buckets), segment.rows)
+        wanted = [(stack, bucket) for stack in self.shapes for bucket in buckets]
+        for stack, bucket in wanted:
+            for name, entry in _entries(directories, stack, bucket):
+                try:
+                    self._parts.block(name, stack, bucket, entry)
+                except CheckpointError:
+                    found[f"{name}/{stack}/{bucket}"] = Damage(frozenset({bucket}), self._rows_in(stack, entry))
+        for stack, checksum in directories[0].residency.items() if directories else ():
+            try:
+                self._parts.residency(directories[0].name, stack, checksum)
+            except CheckpointError:
+                found[f"{directories[0].name}/{stack}/residency"] = Damage(_NONE, 0)
+        return found
+
+    def explain(self, segments: Sequence[Segment]) -> str:
+        """Which rows of a state are lost, and how to go on without them."""
+        found = self.check(segments, self.buckets)
+        if not found:
+            return "it could be read a moment later: restore it again"
+        named = ", ".join(f"{part} (about {damage.rows} rows)" for part, damage in list(found.items())[:_NAMED])
+        more = f" and {len(found) - _NAMED} more parts" if len(found) > _NAMED else ""
+        parts = found if len(found) <= _NAMED else dict.fromkeys(part.split("/")[0] for part in found)
+        accepted = ", ".join(f'"{part}"' for part in parts)
+        return (
+            f"damaged of {segments[-1].name} are {named}{more}; bring the shard's home back from a backup, or go on without "
+            f"these rows by accept_lost_rows = [{accepted}] in the shard's settings"
+        )
+
+    def _directories(self, segments: Sequence[Segment]) -> list[SegmentDirectory]:
+        """Newest first."""
+        found = []
+        for segment in reversed(segments):
+            try:
+                found.append(self._parts.directory(segment))
+            except CheckpointError as error:
+                self._accept(segment.name, Damage(frozenset(self.buckets), segment.rows), error)
+        return found
+
+    def _blocks(self, directories: Sequence[SegmentDirectory], stack: str, bucket: int) -> Iterator[tuple[str, RowBlock]]:
+        """(segment, block), newest first."""
+        for name, entry in _entries(directories, stack, bucket):
+            try:
+                yield name, self._parts.block(name, stack, bucket, entry)
+            except CheckpointError as error:
+                self._accept(f"{name}/{stack}/{bucket}", Damage(frozenset({bucket}), self._rows_in(stack, entry)), error)
+
+    def _accept(self, part: str, damage: Damage, error: CheckpointError) -> None:
+        """Go on without a part, if the settings say so."""
+        names = part.split("/")
+        if self.accepted.isdisjoint("/".join(names[:n]) for n in range(1, len(names) + 1)):
+            raise error
+        log.error("about %d rows are lost, as the settings accept: %s", damage.rows, error)
+        self.lost.add(part)
+        self.damaged[part] = damage
+
+    def _rows_in(self, stack: str, entry: BlockEntry) -> int:
+        return blocks.rows_in(entry.bytes, *self.shapes[stack])
+
+    # Which parts a state needs
+
+    def _live(self, state: Sequence[Segment]) -> list[frozenset[int]]:
+        """Buckets of each segment whose blocks are not over; all of this shard's that could be where its directory is damaged."""
+        over: set[int] = set()
+        out: list[frozenset[int]] = []
+        for segment in reversed(state):
+            try:
+                directory = self._parts.directory(segment)
+                held, whole = [b for stack in self.shapes for b in directory.blocks.get(stack, ())], directory.whole
+            except CheckpointError:
+                self._found({segment.name: Damage(frozenset(self.buckets), segment.rows)})
+                held, whole = list(self.buckets), _NONE
+            out.append(frozenset(held) - over)
+            over |= whole
+        return out[::-1]
+
+    def _has_residency(self, base: Sequence[Segment], states: Mapping[str, bytes]) -> bool:
+        try:
+            return not self.damaged and self.residency(base) == states
+        except CheckpointError:
+            return False
+
+    def _scrub(self, history: Sequence[Commit]) -> None:
+        newest, oldest = history[-1], history[0].segments[-1]
+        found = self.check(newest.segments, [self.buckets[newest.seq % len(self.buckets)]])
+        if oldest.name != self._read_back:
+            found |= self.check([oldest], self.buckets)
+        self._read_back = oldest.name
+        self._found(found)
+
+    def _found(self, damaged: Mapping[str, Damage]) -> None:
+        for part, damage in damaged.items():
+            if part not in self.damaged:
+                log.error("segment part %s is damaged; its rows are in memory, and the next commit writes them again", part)
+                self.num_damaged += 1
+                self.damaged[part] = damage
+
+    def _forget_healed(self, state: Sequence[Segment]) -> None:
+        live = dict(zip((s.name for s in state), self._live(state), strict=True)) if self.damaged else {}
+        newest = state[-1].name if state else ""
+        for part, damage in list(self.damaged.items()):
+            name = part.split("/")[0]
+            if name != newest and not damage.buckets & live.get(name, _NONE):
+                log.info("segment part %s is not needed any more", part)
+                del self.damaged[part]
 
     def _remember(self, commit: Commit) -> list[Commit]:
         try:
@@ -173,84 +342,16 @@ class Segments:
             for bucket, part in blocks.split_by_bucket(block, bucket_K).items():
                 yield SegmentBucket(stack, bucket, [part])
 
-    def _merged(self, changes: Mapping[str, RowBlock], base: Sequence[Segment]) -> Iterator[SegmentBucket]:
-        """Keys that are gone are dropped, unless readers are yet to be told so."""
-        newest = {(p.stack, p.bucket): p.blocks[0] for p in self._split(changes)}
-        for part in self.read(base):
-            mine = newest.pop((part.stack, part.bucket), None)
-            older = [blocks.published(block) for block in part.blocks]
-            merged = merge([*([mine] if mine else []), *older], self.num_buckets)
-            if len(merged.keys):
-                yield SegmentBucket(part.stack, part.bucket, [merged])
-        for (stack, bucket), block in newest.items():
-            yield SegmentBucket(stack, bucket, [block])
 
-    def _write_blocks(self, name: str, parts: Iterable[SegmentBucket], residency: Mapping[str, bytes]) -> Segment:
-        entries: dict[str, dict[str, Any]] = {}
-        batch: list[tuple[bytes, bytes]] = []
-        waiting = total = rows = 0
-        for stack, bucket, (block,) in parts:
-            key = _block_key(name, stack, bucket)
-            data = blocks.encode(block, key)
-            batch.append((key, data))
-            entries.setdefault(stack, {})[str(bucket)] = {"bytes": len(data), "checksum": data[-8:].hex()}
-            waiting, total, rows = waiting + len(data), total + len(data), rows + len(block.keys)
-            if waiting >= _BATCH_BYTES:
-                self.store.write(batch)
-                batch, waiting = [], 0
-        states = [(_residency_key(name, stack), state) for stack, state in residency.items()]
-        total += sum(len(state) for _, state in states)
-        content: dict[str, Any] = {"format": FORMAT, "name": name, "blocks": entries}
-        if states:
-            sums = (f"{blocks.checksum(state, key):016x}" for key, state in states)
-            content["residency"] = {stack: {"checksum": sum_} for stack, sum_ in zip(residency, sums, strict=True)}
-        directory = msgspec.json.encode(content)
-        self.store.write([*batch, *states, (_directory_key(name), directory)], sync=True)
-        return Segment(name, rows, total, f"{blocks.checksum(directory):016x}")
-
-    def _directory(self, segment: Segment) -> dict[str, Any]:
-        data = self.store.get(_directory_key(segment.name))
-        if not data:
-            raise CheckpointError(f"segment {segment.name} is absent; this shard's data directory is not the one that wrote it")
-        if f"{blocks.checksum(data):016x}" != segment.checksum:
-            raise CheckpointError(f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged")
-        directory = msgspec.json.decode(data)
-        if directory["format"] != FORMAT:
-            raise CheckpointError(f"segment {segment.name}: expected format {FORMAT}, got {directory['format']}")
-        return directory
-
-    def _block(self, name: str, stack: str, bucket: int, entry: Mapping[str, Any]) -> RowBlock:
-        key = _block_key(name, stack, bucket)
-        data = self.store.get(key)
-        if data is None or len(data) != entry["bytes"] or data[-8:].hex() != entry["checksum"]:
-            raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
-        return blocks.decode(data, key, *self.shapes[stack])
-
-    def _delete(self, names: Iterable[str]) -> None:
-        for name in names:
-            keys = [key for kind in "br" for key in self.store.keys(f"{kind}/{name}/".encode())]
-            keys.append(_directory_key(name))
-            self.store.write((), keys)
+def _entries(directories: Sequence[SegmentDirectory], stack: str, bucket: int) -> Iterator[tuple[str, BlockEntry]]:
+    """Newest first, as they are given, down to where the bucket is whole."""
+    for directory in directories:
+        entry = directory.blocks.get(stack, {}).get(bucket)
+        if entry:
+            yield directory.name, entry
+        if bucket in directory.whole:
+            return
 
 
-def merge(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
-    """One block with each key's newest entry; gone keys stay only where they are marked unpublished."""
-    seen = KeyIndex(num_buckets)
-    live, gone = [], []
-    for block in newest_first:
-        fresh = block.take(seen.add_new(block.keys))
-        live.append(fresh.without_gone())
-        gone.append(fresh.gone.take(fresh.unpublished_K[fresh.num_live :] != 0))
-    return blocks.with_gone(blocks.join(live), gone)
-
-
-def _directory_key(name: str) -> bytes:
-    return f"d/{name}".encode()
-
-
-def _residency_key(name: str, stack: str) -> bytes:
-    return f"r/{name}/{stack}".encode()
-
-
-def _block_key(name: str, stack: str, bucket: int) -> bytes:
-    return f"b/{name}/{stack}/{bucket:05d}".encode()
+def _seq_of(name: str) -> int:
+    return int(name.split("-", 1)[0])

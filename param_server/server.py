@@ -14,73 +14,32 @@ that this process was at; every row otherwise. Until that has worked, calls answ
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from param_server.config import ShardIdentity
 from param_server.index import Keys
-from param_server.kernels import publishable
-from param_server.outbox import Delta
+from param_server.kernels import publishable, take_rows
+from param_server.outbox import BucketPage, Rollback, Round
 from param_server.residency import Expiry, Policy
-from param_server.restore import Target, reload, roll_back, target_of
-from param_server.row_block import RowBlock
-from param_server.segments import BEGINNING, Commit, Segment, Segments
-from param_server.table import StackTable, build_tables
+from param_server.restore import Frozen, Target, reload, roll_back, target_of
+from param_server.segments import BEGINNING, Commit, Segments
+from param_server.table import StackTable, Update, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.manifest import MANIFESTS, seq_of
 
 log = logging.getLogger("roostream.shard")
 
-
-@dataclasses.dataclass(kw_only=True)
-class Frozen:
-    """A generation between `freeze` and `commit` or `abort`."""
-
-    seq: int
-    incarnation: int
-    changes: dict[str, RowBlock]
-    residency: dict[str, bytes]  # stack → its policy's state
-    rows_end: dict[int, int]
-    segments: tuple[Segment, ...] | None = None  # once written
-
-
-class Update(NamedTuple):
-    """One push, checked: unique keys and finite gradients [U, D] of some stacks."""
-
-    worker: int
-    sequence: int
-    time_ms: int
-    oldest_engagement_ms: int
-    oldest_close_ms: int
-    parts: Sequence[tuple[StackTable, Keys, np.ndarray]]
-
-
-class BucketPage(NamedTuple):
-    bucket: int
-    sequence: int  # of the last delta taken
-    settles_at: int  # the delta with which readers have got all of this; 0 = they have
-    incarnation: int
-    keys: Keys
-    rows_MD: np.ndarray
-
-
-class Round(NamedTuple):
-    incarnation: int
-    deltas: list[Delta]
-
-
-class Rollback(NamedTuple):
-    """What readers may have seen beyond the manifest: deltas from these offsets on."""
-
-    incarnation: int
-    rows_end: dict[int, int]
+_BEFORE_ALL = -1
+"""No offset: the publisher finds it gone, and tells readers to begin anew."""
 
 
 class Shard:
@@ -104,6 +63,8 @@ class Shard:
         self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
         self._frozen: Frozen | None = None
         self._aborted = 0  # seq; a freeze that comes after its abort is refused
+        self._plain = False  # the last commit was abandoned: the next one writes no more than it must
+        self._broken = ""  # why calls are refused until the next RESTORE
         self._known = True  # rows = `committed` and the changes since; False after a restore that failed in the middle
         self._rows_end: dict[int, int] = {}
         self._rollback: Rollback | None = None
@@ -124,7 +85,11 @@ class Shard:
             return [table.pull(keys) for table, keys in asked]
 
     def push(self, incarnation: int, update: Update) -> bool:
-        """Apply an update whole; False if it had been applied before. Raises as `pull`: then nothing was applied."""
+        """Apply an update whole; False if it had been applied before. Raises as `pull`: then nothing was applied.
+
+        **If it fails** otherwise, in the middle (a defect, no memory): the rows are in no known state. Every later call raises
+        UnavailableError, and the controller, which is told so, restores everybody.
+        """
         with self._lock:
             self._check(incarnation)
             if not self._is_next(update.worker, update.sequence):
@@ -133,21 +98,34 @@ class Shard:
             for table, keys, _ in update.parts:
                 table.reserve(len(keys))
             now_ms = self.clock.now_ms()
-            for table, keys, gradient_UD in update.parts:
-                touched_B = table.push(keys, gradient_UD, update.time_ms)
-                table.outbox.touch(touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms)
+            with self._breaking("a push"):
+                for table, keys, gradient_UD in update.parts:
+                    touched_B = table.push(keys, gradient_UD, update.time_ms)
+                    table.outbox.touch(touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms)
             self._sequences[update.worker] = update.sequence
             self.num_pushes += 1
         return True
 
-    def bucket(self, table: StackTable, bucket: int) -> BucketPage:
-        """A bucket's rows at one moment, as far as they may be published. Raises as `pull`."""
+    def scan(self, table: StackTable, buckets: Sequence[int], limit: int) -> list[BucketPage]:
+        """The first of these buckets, whole, as far as their rows may be published, at one moment: one or more, until about
+        `limit` rows are reached. Raises as `pull`."""
+        pages: list[BucketPage] = []
         with self._lock:
             self._check(0, reading=True)
-            keys, rows_MD = table.held.bucket(bucket)
-            good_M = publishable(rows_MD, self.identity.max_publish_norm)
-            sequence, settles_at = int(table.outbox.sequence_B[bucket]), table.outbox.settles_at(bucket)
-            return BucketPage(bucket, sequence, settles_at, self.incarnation, keys.take(good_M), rows_MD[good_M])
+            each = max(table.num_rows // len(self.identity.buckets), 1)
+            asked = buckets[: max(-(-limit // each), 1)]
+            for bucket, place_M in zip(asked, table.held.places(asked), strict=True):
+                if sum(len(page.keys) for page in pages) >= max(limit, 1):
+                    break
+                pages.append(self._page(table, bucket, place_M))
+        return pages
+
+    def _page(self, table: StackTable, bucket: int, place_M: np.ndarray) -> BucketPage:
+        rows_MD = take_rows(table.held.rows_ND, place_M)
+        good_M = publishable(rows_MD, self.identity.max_publish_norm)
+        keys = table.index.keys_at(place_M[good_M])
+        settles_at = table.outbox.settles_at(bucket, place_M)
+        return BucketPage(bucket, int(table.outbox.sequence_B[bucket]), settles_at, self.incarnation, keys, rows_MD[good_M])
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers for reports and metrics."""
@@ -163,12 +141,28 @@ class Shard:
                 "dirty": sum(t.num_changed() for t in tables.values()) if self.ready else 0,
                 "spared": sum(t.residency.num_spared for t in tables.values()),
                 "withheld": sum(t.outbox.num_withheld for t in tables.values()),
+                "limited": sum(t.num_limited for t in tables.values()),
+                "largest_accumulator": {name: t.largest_accumulator for name, t in tables.items()},
+                "damaged": len(self.segments.damaged),
+                "damages": self.segments.num_damaged,
+                "broken": self._broken,
                 "pulls": self.num_pulls,
                 "pushes": self.num_pushes,
                 "repeats": self.num_repeats,
                 "rows_end": {str(p): offset for p, offset in self._rows_end.items()},
                 "rolling_back": self._rollback is not None,
             }
+
+    @contextlib.contextmanager
+    def _breaking(self, what: str) -> Iterator[None]:
+        """Inside the lock, around what leaves the rows in no known state when it ends half-way."""
+        try:
+            yield
+        except BaseException as error:
+            self.ready = self._known = False
+            self._broken = f"{what} ended half-way ({error!r:.200})"
+            log.exception("%s: everybody must be restored", self._broken)
+            raise
 
     def _is_next(self, worker: int, sequence: int) -> bool:
         """False: applied before. Raises FencedError where a push in between was lost."""
@@ -184,7 +178,8 @@ class Shard:
         if incarnation != self.incarnation and not (reading and incarnation == 0):
             raise FencedError(f"expected incarnation {self.incarnation}, got {incarnation}: the older one is over")
         if not self.ready:
-            raise UnavailableError(f"shard {self.identity.index} waits for RESTORE; try again")
+            why = f": {self._broken}" if self._broken else ""
+            raise UnavailableError(f"shard {self.identity.index} waits for RESTORE{why}; try again")
 
     # Commands
 
@@ -213,7 +208,9 @@ class Shard:
         raise RoostreamError(f"expected a command of freeze, write, commit, abort or restore, got {kind!r}")
 
     def freeze(self, seq: int, watermark_ms: int) -> dict[str, Any]:
-        """4. Fix what commit `seq` will contain; rows are evicted by the watermark, here and only here."""
+        """4. Fix what commit `seq` will contain; rows are evicted by the watermark, here and only here. Fails in the middle as
+        `push` does."""
+        whole = self._to_rewrite()
         started_s = time.perf_counter()
         with self._lock:
             self._check(self.incarnation)
@@ -221,22 +218,39 @@ class Shard:
                 raise FencedError(f"expected a commit above {self._aborted} to freeze, got {seq}: it was aborted")
             if self._frozen:
                 raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
-            changes = {name: table.freeze(watermark_ms) for name, table in self.tables.items()}
-            self._frozen = Frozen(
-                seq=seq,
-                incarnation=self.incarnation,
-                changes=changes,
-                residency={name: table.residency.state() for name, table in self.tables.items()},
-                rows_end=dict(self._rows_end),
-            )
-        rows = sum(len(block.keys) for block in changes.values())
+            with self._breaking("a freeze"):
+                generations = {name: table.freeze(watermark_ms, whole) for name, table in self.tables.items()}
+                self._frozen = Frozen(
+                    seq=seq,
+                    incarnation=self.incarnation,
+                    changes={name: generation.block for name, generation in generations.items()},
+                    changed={name: generation.changed for name, generation in generations.items()},
+                    whole=whole,
+                    residency={name: table.residency.state() for name, table in self.tables.items()},
+                    rows_end=dict(self._rows_end),
+                )
+        rows = sum(len(generation.block.keys) for generation in generations.values())
         return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
+
+    def _to_rewrite(self) -> frozenset[int]:
+        """Buckets of which the next segment should hold every row, though they have not all changed."""
+        with self._lock:
+            changed = sum(table.num_changed() for table in self.tables.values())
+            rows = sum(table.num_rows for table in self.tables.values())
+        try:
+            return self.segments.to_rewrite(self.committed.segments, 0.0 if self._plain else changed / max(rows, 1))
+        except UnavailableError as error:
+            log.warning("old segments are not written anew this time: %s", error)
+            return frozenset()
 
     def write(self, seq: int) -> dict[str, Any]:
         """5. Store what was frozen; the segments that are the state of commit `seq`. Again after a failure: the same."""
         frozen = self._expect_frozen(seq)
-        name = f"{frozen.seq}-{frozen.incarnation}"
-        frozen.segments = self.segments.write(name, frozen.changes, self.committed.segments, frozen.residency)
+        frozen.segments = self.segments.write(
+            frozen.name, frozen.changes, self.committed.segments, frozen.residency, frozen.whole
+        )
+        for name, block in frozen.changes.items():
+            self.tables[name].note_state(block.state_LA)
         return {"segments": [s._asdict() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
 
     def commit(self, seq: int) -> dict[str, Any]:
@@ -248,6 +262,7 @@ class Shard:
             raise CheckpointError(f"expected commit {seq} to be written before it is committed")
         with self._lock:
             self.committed, self._frozen = Commit(frozen.seq, frozen.incarnation, frozen.segments), None
+            self._plain = False
         try:
             self.segments.commit(self.committed)
         except (CheckpointError, UnavailableError) as error:
@@ -255,14 +270,17 @@ class Shard:
         return {}
 
     def abort(self, seq: int) -> dict[str, Any]:
-        """No commit up to `seq` has a manifest but those committed: what is frozen of them counts as changed again, and they
-        can't be frozen any more."""
+        """No commit up to `seq` has a manifest but those committed: what is frozen of them counts as changed again, its segment
+        goes, and they can't be frozen any more."""
         with self._lock:
             self._aborted = max(self._aborted, seq)
-            if self._frozen and self._frozen.seq <= seq:
-                for name, block in self._frozen.changes.items():
-                    self.tables[name].unfreeze(block)
-                self._frozen = None
+            frozen = self._frozen if self._frozen and self._frozen.seq <= seq else None
+            if frozen:
+                for name, keys in frozen.changed.items():
+                    self.tables[name].unfreeze(keys)
+                self._frozen, self._plain = None, True
+        if frozen:
+            self.segments.discard(frozen.name)
         return {}
 
     def _expect_frozen(self, seq: int) -> Frozen:
@@ -283,16 +301,28 @@ class Shard:
         target = target_of(self.identity, self.store, name)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
         known, self._known = self._known, False
-        if known and target.commit.segments in states:
-            frozen = {stack: block.keys for stack, block in self._frozen.changes.items()} if self._frozen else {}
-            roll_back(self.tables, frozen, self.segments, target.commit.segments)
-        else:
-            reload(self.tables, self.segments, target.commit.segments)
-        self.segments.restored(target.commit)
+        self.segments.lost.clear()
+        try:
+            if known and target.commit.segments in states:
+                frozen = self._frozen.changed if self._frozen else {}
+                roll_back(self.tables, frozen, self.segments, target.commit.segments)
+            else:
+                reload(self.tables, self.segments, target.commit.segments)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self.segments.explain(target.commit.segments)}") from None
+        self.segments.restored(target.commit, self._linked())
         with self._lock:
             self._restored(target)
         log.info("shard %d restored to %s as incarnation %d", self.identity.index, name or "the beginning", incarnation)
         return {"rows": sum(t.num_rows for t in self.tables.values())}
+
+    def _linked(self) -> set[int] | None:
+        """Numbers of all manifests there are; None if nobody knows."""
+        try:
+            return {seq_of(name) for name in self.store.list(MANIFESTS)}
+        except UnavailableError as error:
+            log.warning("abandoned segments stay for now: %s", error)
+            return None
 
     def _restored(self, target: Target) -> None:
         for table in self.tables.values():
@@ -302,9 +332,11 @@ class Shard:
             table.outbox.begin()
         self._sequences.clear()
         self._settled_late = None
-        self._frozen, self._known, self.committed, self._aborted = None, True, target.commit, 0
+        self._frozen, self._known, self.committed = None, True, target.commit
+        self._aborted, self._broken = 0, ""
         partitions = {self.identity.partition_of(b) for b in self.identity.buckets} if self.identity.publishing else ()
-        self._rows_end = {p: target.rows_end.get(p, 0) for p in partitions}
+        known = {} if self.segments.lost else target.rows_end  # of lost rows nobody knows what readers have
+        self._rows_end = {p: known.get(p, _BEFORE_ALL if self.segments.lost else 0) for p in partitions}
         self._rollback = Rollback(self.incarnation, dict(self._rows_end)) if self.identity.publishing else None
         self.ready = True
 

@@ -9,7 +9,8 @@ until the copy is committed (the caller keeps it), `keys_changed` and the copy's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,15 +18,20 @@ from param_server import kernels
 from param_server.config import ShardIdentity
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
-from param_server.index_kernels import DIRTY, IN_FLIGHT, LIVE, UNPUBLISHED
+from param_server.index_kernels import DIRTY, DISOWNED, IN_FLIGHT, LIVE, UNPUBLISHED
 from param_server.outbox import Outbox
 from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
-from param_server.rules import KERNELS
+from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roo.errors import SchemaError, WireError
 from roo.schema import Schema, Table
 
-MAX_GRADIENT = 1e15
+
+class Generation(NamedTuple):
+    """What a freeze gives."""
+
+    block: RowBlock
+    changed: Keys  # of the block's keys, those that a rollback must undo: the others are as they were committed
 
 
 class StackTable:
@@ -34,12 +40,15 @@ class StackTable:
     def __init__(
         self, name: str, tables: Sequence[Table], *, seed: int, num_buckets: int, residency: Policy, publishing: bool = True
     ) -> None:
-        self.name, self.width, self.kernel = name, tables[0].dim, KERNELS[tables[0].rule.name]
+        self.name, self.width, self.rule = name, tables[0].dim, tables[0].rule.name
+        self.kernel = KERNELS[self.rule]
         self.state_width = tables[0].rule.state_width(self.width)
         self.parameters_KP = np.array([t.rule.parameters for t in tables], np.float64)
         self.first_state_K = np.array([t.rule.first_state for t in tables], np.float32)
         self.names = {t.id: t.name for t in tables}
         self.num_buckets, self.publishing = num_buckets, publishing
+        self.num_limited = 0  # rows of gradients that were beyond MAX_GRADIENT
+        self.largest_accumulator = 0.0  # of the rows written or read back since the start
         self.held = HeldRows(tables, seed=seed, num_buckets=num_buckets)
         self.residency = residency(tables)
         self.clear()
@@ -75,21 +84,20 @@ class StackTable:
             )
 
     def check_gradient(self, keys: Keys, gradient_UD: np.ndarray) -> None:
-        """Raises WireError: another shape than the keys', or a number beyond MAX_GRADIENT, whose squares would add up to an
-        accumulator that is not finite, and a row that never moves again."""
+        """Raises WireError: another shape than the keys', or a number that is not finite."""
         if gradient_UD.shape != (len(keys), self.width) or gradient_UD.dtype != np.float32:
             raise WireError(
                 "bad_shape",
                 f"stack {self.name}: expected float32 gradients of shape {(len(keys), self.width)}, "
                 f"got {gradient_UD.dtype} {gradient_UD.shape}",
             )
-        at = kernels.first_beyond(gradient_UD, MAX_GRADIENT)
+        at = kernels.first_non_finite(gradient_UD)
         if at >= 0:
             table = self.names.get(int(keys.table_U[at]), "?")
             raise WireError(
                 "non_finite",
-                f"expected gradients within ±{MAX_GRADIENT:g}, got a larger one or a NaN for id "
-                f"{int(keys.id_U[at]) & (1 << 64) - 1} of table {table!r}; nothing was applied: lower the learning rate or clip",
+                f"expected finite gradients, got a NaN or infinity for id {int(keys.id_U[at]) & (1 << 64) - 1} of table "
+                f"{table!r}; nothing was applied: lower the learning rate or clip",
             )
 
     def pull(self, keys: Keys) -> np.ndarray:
@@ -107,11 +115,25 @@ class StackTable:
             if not there_U.all():
                 keys, place_U, gradient_UD = keys.take(there_U), place_U[there_U], gradient_UD[there_U]
         which_U = kernels.which_table(keys.table_U, self.held.table_K)
+        gradient_UD = self._limited(gradient_UD)
         self.kernel(self.held.rows_ND, self.state_NA, place_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
         kernels.stamp(place_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B)
         return touched_B
+
+    def _limited(self, gradient_UD: np.ndarray) -> np.ndarray:
+        if kernels.largest_number(gradient_UD) <= MAX_GRADIENT:
+            return gradient_UD
+        out_UD = np.empty_like(gradient_UD)
+        self.num_limited += kernels.limit(gradient_UD, MAX_GRADIENT, out_UD)
+        return out_UD
+
+    def note_state(self, state_LA: np.ndarray) -> None:
+        """Remember the largest accumulator seen: a row whose accumulators are large hardly moves any more."""
+        chosen = state_LA[:, accumulators(self.rule, self.width)]
+        if chosen.size:
+            self.largest_accumulator = max(self.largest_accumulator, float(chosen.max()))
 
     def _make(self, keys: Keys) -> np.ndarray:
         """int64 [U]: places of first values for keys without a row; -1 where the key isn't admitted."""
@@ -138,17 +160,19 @@ class StackTable:
     # Generations
 
     def num_changed(self) -> int:
-        return len(self.index.flagged(DIRTY)) + len(self._gone)
+        return self.index.count_flagged(DIRTY) + len(self._gone)
 
     def keys_changed(self) -> Keys:
         """What was changed or expired since the last freeze."""
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
 
-    def freeze(self, watermark_ms: int) -> RowBlock:
-        """Evict by the watermark, then copy everything that changed since the last freeze, and what readers haven't got yet;
-        the next generation is empty."""
+    def freeze(self, watermark_ms: int, whole: Collection[int] = ()) -> Generation:
+        """Evict by the watermark, then copy everything that changed since the last freeze, what readers haven't got yet, and all
+        of the buckets in `whole`; the next generation is empty."""
         self._evict(watermark_ms)
-        place_M = self.index.flagged(DIRTY | UNPUBLISHED | IN_FLIGHT)
+        flags = DIRTY | UNPUBLISHED | IN_FLIGHT
+        place_M = self.index.in_buckets(whole, flags)
+        changed = self.index.keys_at(place_M[(self.index.flags_N[place_M] & flags) != 0])
         gone, unpublished_G = self._take_gone()
         block = RowBlock(
             keys=join_keys(self.index.keys_at(place_M), gone),
@@ -160,13 +184,13 @@ class StackTable:
             state_LA=kernels.take_rows(self.state_NA, place_M),
         )
         self.index.replace_flags(DIRTY)
-        return block
+        return Generation(block, join_keys(changed, gone))
 
-    def unfreeze(self, block: RowBlock) -> None:
-        """The copy will not be committed: its keys belong to the open generation again."""
-        place_K = self.index.find(block.keys)
+    def unfreeze(self, changed: Keys) -> None:
+        """The generation of these keys will not be committed: they belong to the open one again."""
+        place_K = self.index.find(changed)
         self.index.flags_N[place_K[place_K >= 0]] |= DIRTY
-        self._gone = join_keys(self._gone, block.gone)
+        self._gone = join_keys(self._gone, changed.take(place_K < 0))
 
     def _evict(self, watermark_ms: int) -> None:
         keys = self.index.keys_at(self.residency.evict(watermark_ms, self.index, self.stamp_ms_N))
@@ -199,6 +223,7 @@ class StackTable:
         self.reserve(block.num_live)
         place_L = self.held.put(block.live, block.rows_LD)
         kernels.put_rows(self.state_NA, place_L, block.state_LA)
+        self.note_state(block.state_LA)
         self.stamp_ms_N[place_L] = block.stamp_ms_L
         self.index.flags_N[place_L] = LIVE | flags
         self.index.remove(block.gone)
@@ -216,7 +241,7 @@ class StackTable:
         """Readers may have another state of these keys: send them the row, or that there is none."""
         if self.publishing:
             place_U = self.index.find(keys)
-            self.index.flags_N[place_U[place_U >= 0]] |= UNPUBLISHED
+            self.index.flags_N[place_U[place_U >= 0]] |= UNPUBLISHED | DISOWNED
             self.outbox.add_tombstones(keys.take(place_U < 0))
 
     def reserve(self, num_more: int) -> None:
@@ -225,6 +250,17 @@ class StackTable:
         for name in ("state_NA", "stamp_ms_N"):
             if len(getattr(self, name)) < self.index.capacity:
                 setattr(self, name, grown(getattr(self, name), self.index.capacity))
+
+
+class Update(NamedTuple):
+    """One push, checked: unique keys and finite gradients [U, D] of some stacks."""
+
+    worker: int
+    sequence: int
+    time_ms: int
+    oldest_engagement_ms: int
+    oldest_close_ms: int
+    parts: Sequence[tuple[StackTable, Keys, np.ndarray]]
 
 
 def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackTable]:

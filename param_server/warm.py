@@ -8,7 +8,6 @@ from param_server import kernels, row_block
 from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.residency import Expiry
-from param_server.segments import merge
 from param_server.table import StackTable
 from roo.rules import RULES
 from roo.schema import Table
@@ -38,12 +37,15 @@ def _live(table: StackTable) -> None:
     table.check_keys(keys)
     table.check_gradient(keys, gradient_UD)
     table.reserve(len(keys))
+    kernels.limit(gradient_UD, np.float32(0.5), np.empty_like(gradient_UD))
     table.outbox.touch(table.push(keys, gradient_UD, 10), 1, 2, 3)
     table.pull(_keys(301))
     table.outbox.take(100.0)
     table.outbox.settle(True)
-    table.outbox.settles_at(0)
-    changes = table.freeze(1000)
+    table.outbox.settles_at(0, *table.held.places([0]))
+    table.note_state(table.state_NA)
+    table.num_changed()
+    changes, changed = table.freeze(1000, [0])
+    table.unfreeze(changed)
     stored = row_block.decode(row_block.encode(changes, b"warm"), b"warm", 2, table.state_width)
-    table.put(merge([stored], 4))
     table.put(stored)

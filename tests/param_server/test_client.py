@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_f
     lookup = lookup_of(LOOKUP)
     gradients = gradients_of(lookup, 1.0)
     gradients[ROWWISE][-1, -1] = bad
-    with pytest.raises(WireError, match="expected gradients within"):
+    with pytest.raises(WireError, match="expected finite gradients"):
         client.push(lookup, gradients, step=0, time_ms=0)
     assert {} in [state_of(s) for s in shards]
     with pytest.raises(UnavailableError, match="waiting for RESTORE"):

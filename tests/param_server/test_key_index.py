@@ -64,6 +64,38 @@ def test_keys_of_one_shard_spread_over_the_slots() -> None:
     assert runs.max() < 60
 
 
+def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() -> None:
+    """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be left behind it."""
+    index = KeyIndex(8, 256)
+    mask, shift = len(index._slots_C2) - 1, index._shift
+    ids = np.arange(200_000, dtype=np.int64)
+    home_U = (_splitmix64(ids.astype(np.uint64) ^ np.uint64(0)) >> shift).astype(np.int64)
+    rng = np.random.default_rng(0)
+    for first in (7, mask - 1):  # the second run goes round the end
+        crowd = [int(i) for k in range(3) for i in ids[home_U == (first + k) & mask][:8]]
+        assert len(crowd) == 24
+        held: set[int] = set()
+        for _ in range(300):
+            chosen = [int(i) for i in rng.choice(crowd, 4, replace=False)]
+            if rng.random() < 0.5:
+                index.add_new(keys_of([(0, i) for i in chosen]))
+                held |= set(chosen)
+            else:
+                assert index.remove(keys_of([(0, i) for i in chosen])) == len(held & set(chosen))
+                held -= set(chosen)
+            found = index.find(keys_of([(0, i) for i in crowd]))
+            assert {i for i, place in zip(crowd, found.tolist(), strict=True) if place >= 0} == held
+            assert index.num_live == len(held) and sorted(index.id_N[index.flagged(LIVE)].tolist()) == sorted(held)
+        index.remove(keys_of([(0, i) for i in crowd]))
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def test_removed_places_are_used_again() -> None:
     index = KeyIndex(8, 4)
     for n in range(100):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from param_server.blobs import MemoryBlobs
 from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.errors import UnavailableError
@@ -17,8 +18,11 @@ from tests.param_server.shard_support import (
     ROWWISE,
     TOPIC,
     USER,
+    MemoryStore,
     begun,
+    commit,
     gradients_of,
+    keys,
     lookup_of,
     small_schema,
     table_id,
@@ -85,6 +89,35 @@ def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
     loop.turn()
     assert [list(d.ids) for d in deltas(loop.topic)] == [[2]]
     assert loop.shard.stats()["withheld"] == 1
+
+
+def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_history_that_is_over() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    follower = Follower(loop.topic)
+    loop.turn()
+    loop.push(1)
+    table = loop.shard.tables[ADAGRAD]
+    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = 60
+    name, large = commit(loop.shard, store, 1), loop.rows(1)
+    follower.catch_up(loop.shard)
+    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = 0.01
+    loop.push(1, value=1e-9)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert np.abs(follower.rows(ITEM, 1)).max() < 0.1, "readers have a later value"
+    for _ in range(2):
+        loop.shard.restore(loop.shard.incarnation + 1, name)
+        loop = Loop(loop.shard, loop.topic)
+        loop.turn()
+        follower.catch_up(loop.shard)
+        assert (loop.rows(1) == large).all() and follower.replica.num_rows == 0, (
+            "they go back to none, not to a value that never was"
+        )
+    loop.push(1, value=1e-9)
+    before = len(deltas(loop.topic))
+    loop.turn()
+    assert len(deltas(loop.topic)) == before, "told once"
 
 
 def test_tables_of_a_stack_go_out_apart_and_many_rows_in_several_deltas() -> None:

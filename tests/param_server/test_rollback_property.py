@@ -16,7 +16,7 @@ from param_server.publish import Publisher
 from param_server.residency import Expiry, Policy
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from roo.errors import CheckpointError, UnavailableError
+from roo.errors import UnavailableError
 from runtime.clock import FakeClock
 from tests.param_server.admission_double import SecondPush
 from tests.param_server.reader_support import GO, Follower
@@ -131,7 +131,7 @@ class ShardLife(RuleBasedStateMachine):
         try:
             self.result = self.shard.write(self.seq + 1)
             self.is_written = True
-        except CheckpointError:
+        except UnavailableError:
             assert fail_at
         self.blobs.fail_at(0)
 

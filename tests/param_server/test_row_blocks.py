@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from param_server import row_block as blocks
 from param_server.index import Keys
 from param_server.row_block import RowBlock
-from param_server.segments import merge
 from roo.errors import CheckpointError
 
 KEY = b"b/1-1/d2-adagrad/00003"
@@ -93,14 +92,7 @@ def test_splitting_by_bucket_keeps_every_key_once_live_ones_first() -> None:
     assert blocks.split_by_bucket(make_block([]), np.zeros(0, np.int32)) == {}
 
 
-def test_merging_keeps_the_newest_entry_of_a_key() -> None:
-    merged = merge([make_block([1, 2], [3], value=100.0), make_block([2, 3, 4], [5], value=0.0)], 4)
-    assert merged.live.id_U.tolist() == [1, 2, 4]
-    assert merged.rows_LD[:, 0].tolist() == [101.0, 102.0, 4.0]
-    assert len(merged.gone) == 0
-
-
-def test_merging_keeps_gone_keys_that_readers_are_yet_to_hear_of() -> None:
-    merged = merge([make_block([1], [3], unpublished=True), make_block([3], [4])], 4)
-    assert merged.live.id_U.tolist() == [1] and merged.gone.id_U.tolist() == [3]
-    assert merged.unpublished_K.tolist() == [1, 1]
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 1000])
+def test_how_many_rows_a_block_holds_is_known_from_its_size(num_rows: int) -> None:
+    size = len(blocks.encode(make_block(list(range(num_rows))), KEY))
+    assert num_rows <= blocks.rows_in(size, 2, 1) <= num_rows + 1

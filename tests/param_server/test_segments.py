@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from param_server.blobs import MemoryBlobs, RocksBlobs
-from param_server.index import Keys
-from param_server.row_block import RowBlock
-from param_server.segments import KEEP_COMMITS, MIN_MERGE, Commit, Segment, Segments
+from param_server.segments import FEW_SEGMENTS, KEEP_COMMITS, MANY_SEGMENTS, Commit, Segments
 from roo.errors import CheckpointError, UnavailableError
-
-STACK = "d2-adagrad"
-
-
-def make_segments(blobs: MemoryBlobs | None = None) -> Segments:
-    return Segments(blobs or MemoryBlobs(), {STACK: (2, 2)}, 8)
-
-
-def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, RowBlock]:  # noqa: B006
-    ids = np.array([*rows, *gone], np.int64)
-    values = np.array(list(rows.values()), np.float32).reshape(-1, 1)
-    block = RowBlock(
-        keys=Keys(np.full(len(ids), 5, np.uint32), ids),
-        unpublished_K=np.full(len(ids), unpublished, np.uint8),
-        stamp_ms_L=np.zeros(len(rows), np.int64),
-        rows_LD=np.repeat(values, 2, axis=1),
-        state_LA=np.repeat(values, 2, axis=1) + 1,
-    )
-    return {STACK: block}
-
-
-def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
-    """What reading a state gives: id → first number of its row."""
-    out: dict[int, float] = {}
-    for part in segments.read(live):
-        for block in reversed(part.blocks):
-            out.update(zip(block.live.id_U.tolist(), block.rows_LD[:, 0].tolist(), strict=True))
-            for id_ in block.gone.id_U.tolist():
-                out.pop(id_, None)
-    return out
+from tests.param_server.segment_support import STACK, Writer, changes, make_segments, state
 
 
 def test_a_state_is_its_segments_newest_entry_of_each_key() -> None:
@@ -67,31 +37,42 @@ def test_written_again_under_the_same_name_nothing_of_the_first_attempt_is_left(
     assert state(segments, again) == {1: 7.0}
 
 
-def test_many_small_changes_are_merged_and_nothing_is_lost() -> None:
-    segments, live, model = make_segments(), (), {}
-    rng = np.random.default_rng(0)
-    sizes = []
-    for seq in range(1, 60):
-        rows = {int(i): float(seq) for i in rng.integers(0, 40, 6)}
-        gone = [i for i in range(40, 44) if seq % 3 == 0]
-        rows |= {i: float(seq) for i in range(40, 44) if seq % 3 == 1}
-        live = segments.write(f"{seq}-1", changes(rows, gone), live)
-        model |= rows
-        for i in gone:
-            model.pop(i, None)
-        assert state(segments, live) == model
+def test_a_long_list_is_written_anew_bucket_by_bucket_and_nothing_is_lost() -> None:
+    writer, rng = Writer(), np.random.default_rng(0)
+    sizes, written = [], []
+    for seq in range(1, 150):
+        rows = {int(i): float(seq) for i in rng.integers(0, 400, 6)}
+        gone = [i for i in range(400, 404) if seq % 3 == 0]
+        rows |= {i: float(seq) for i in range(400, 404) if seq % 3 == 1}
+        live = writer.commit(rows, gone)
+        assert state(writer.segments, live) == writer.rows
         sizes.append(len(live))
-    assert max(sizes) <= MIN_MERGE + 1 and sizes.count(1) > 3
+        written.append(live[-1].rows)
+    assert max(sizes) <= FEW_SEGMENTS + 8 + 1, "after as many commits as there are buckets nothing of the first is needed"
+    assert max(written[20:]) <= 0.4 * len(writer.rows), "no commit writes everything"
 
 
-def test_merging_reads_what_is_stored_not_what_training_has_by_now() -> None:
-    """The newest marks of unpublished keys survive a merge, older ones don't."""
-    segments, live = make_segments(), ()
-    for seq in range(1, MIN_MERGE + 1):
-        live = segments.write(f"{seq}-1", changes({seq: 1.0}, unpublished=True), live)
-    live = segments.write("99-1", changes({100: 1.0}, gone=[1], unpublished=True), live)
-    marked = {i for p in segments.read(live) for b in p.blocks for i in b.keys.take(b.unpublished_K != 0).id_U.tolist()}
-    assert len(live) == 1 and marked == {1, 100}
+def test_a_list_of_few_changes_ends_too() -> None:
+    writer = Writer()
+    writer.commit({n: 1.0 for n in range(1000)})
+    sizes = [len(writer.commit({n % 3: float(n)})) for n in range(200)]
+    assert max(sizes) <= FEW_SEGMENTS + MANY_SEGMENTS and state(writer.segments, writer.live) == writer.rows
+
+
+def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segments() -> None:
+    segments = make_segments()
+    live = segments.write("1-1", changes({n: 1.0 for n in range(50)}), ())
+    live = segments.write("2-1", changes({1: 2.0}), live, whole=frozenset(range(8)))
+    assert state(segments, live) == {1: 2.0} and [s.name for s in live] == ["2-1"]
+    live = segments.write("3-1", changes({}), live, whole=frozenset(range(8)))
+    assert state(segments, live) == {}
+
+
+def test_a_commit_without_changes_writes_nothing_anew() -> None:
+    writer = Writer()
+    for n in range(2 * FEW_SEGMENTS):
+        writer.commit({n: 1.0})
+    assert writer.segments.to_rewrite(writer.live, 0.0) == frozenset() and writer.commit({}) == writer.live
 
 
 def test_only_the_newest_segments_marks_count() -> None:
@@ -114,7 +95,7 @@ def test_the_newest_commits_can_be_read_and_older_ones_are_deleted() -> None:
             assert state(segments, old) == expected
     kept = {s.name for past in segments.history() for s in past.segments}
     assert {k.split(b"/")[1].decode() for k in store.data if b"/" in k} == kept
-    assert [c.seq for c in segments.history()] == [37, 38, 39]
+    assert [c.seq for c in segments.history()] == [35, 36, 37, 38, 39]
 
 
 def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() -> None:
@@ -124,6 +105,32 @@ def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() ->
     live = segments.write("1-2", changes({2: 1.0}), ())
     segments.commit(Commit(1, 2, live))
     assert not list(store.keys(b"b/1-1/")) and list(store.keys(b"b/1-2/"))
+
+
+def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_manifest_may_name_it() -> None:
+    store = MemoryBlobs()
+    live = make_segments(store).write("1-1", changes({1: 1.0}), ())
+    make_segments(store).commit(Commit(1, 1, live))
+    for name in ("2-1", "2-2", "3-2"):
+        make_segments(store).write(name, changes({2: 1.0}), live)
+    segments = make_segments(store)
+    segments.restored(Commit(1, 1, live))
+    assert len(list(store.keys(b"d/"))) == 4, "which manifests there are is not known"
+    segments.restored(Commit(1, 1, live), {1, 3})
+    assert list(store.keys(b"d/")) == [b"d/1-1", b"d/3-2"] and not list(store.keys(b"b/2-1/"))
+
+
+def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_that(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryBlobs()
+    segments = make_segments(store)
+    live = segments.write("1-1", changes({1: 1.0}), ())
+    before = dict(store.data)
+    segments.write("2-1", changes({2: 1.0}), live)
+    store.fail_at(1)
+    segments.discard("2-1")
+    assert "could not be deleted" in caplog.text and store.data != before
+    segments.discard("2-1")
+    assert store.data == before
 
 
 def test_going_back_forgets_the_commits_after() -> None:
@@ -153,15 +160,32 @@ def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> No
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_full_disk_leaves_the_committed_state_as_it_was_and_the_next_try_works(nth: int) -> None:
+def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: int) -> None:
     store = MemoryBlobs()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
+    before = dict(store.data)
     store.fail_at(nth)
     with pytest.raises(UnavailableError, match="free disk space"):
         segments.write("2-1", changes({1: 2.0}), live)
-    assert state(segments, live) == {1: 1.0}
+    assert state(segments, live) == {1: 1.0} and store.data == before
     assert state(segments, segments.write("2-1", changes({1: 2.0}), live)) == {1: 2.0}
+
+
+def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
+    class Noting(MemoryBlobs):
+        def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+            given = list(puts)
+            super().write(given, deletes, sync=sync)
+            noted.append((sync, [key for key, _ in given]))
+
+    noted: list[tuple[bool, list[bytes]]] = []
+    segments = make_segments(Noting())
+    live = segments.write("1-1", changes({n: 1.0 for n in range(30)}), (), {STACK: b"known"})
+    assert noted[-1][0] and noted[-1][1][-1] == b"d/1-1", "the directory comes with the last write, and that one is synced"
+    noted.clear()
+    segments.commit(Commit(1, 1, live))
+    assert (True, [b"history"]) in noted
 
 
 def test_g5_any_flipped_byte_of_a_segment_is_noticed() -> None:
@@ -204,11 +228,11 @@ def test_a_format_of_the_future_says_expected_and_got() -> None:
     store = MemoryBlobs()
     segments = make_segments(store)
     (segment,) = segments.write("1-1", changes({1: 1.0}), ())
-    data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 2}).encode()
+    data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 3}).encode()
     store.data[b"d/1-1"] = data
     from param_server.row_block import checksum
 
-    with pytest.raises(CheckpointError, match="expected format 1, got 2"):
+    with pytest.raises(CheckpointError, match="expected format 1 or 2, got 3"):
         state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))
 
 

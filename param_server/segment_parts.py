@@ -1,0 +1,143 @@
+"""The parts of segments as they lie in a shard's store, each verified whenever it is read.
+
+d/<segment>                     directory: what the segment consists of, with checksums; empty while it is being written
+b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
+r/<segment>/<stack>             what the stack's residency policy knew at that commit, if it keeps anything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from param_server import row_block as blocks
+from param_server.blobs import Blobs
+from param_server.row_block import RowBlock
+from roo.errors import CheckpointError
+
+FORMAT = 2
+"""Of directories. 1 is read too: it had no buckets that are whole."""
+
+_BATCH_BYTES = 8 << 20
+
+
+class Segment(NamedTuple):
+    """As a manifest names it."""
+
+    name: str
+    rows: int
+    bytes: int
+    checksum: str  # of its directory, xxh3-64 in hex; the directory has those of the blocks
+
+
+class BlockEntry(NamedTuple):
+    """A block as a directory names it."""
+
+    bytes: int
+    checksum: str
+
+
+class SegmentDirectory(NamedTuple):
+    """What one segment consists of."""
+
+    name: str
+    blocks: Mapping[str, Mapping[int, BlockEntry]]  # stack → bucket → block
+    whole: frozenset[int]  # buckets of which the segment holds every row there was: older segments' blocks of them are over
+    residency: Mapping[str, str]  # stack → checksum
+
+
+class SegmentBucket(NamedTuple):
+    """A bucket's keys in every segment of a commit."""
+
+    stack: str
+    bucket: int
+    blocks: list[RowBlock]  # newest first
+
+
+class SegmentParts:
+    """`shapes`: stack → (width, state width). Reading raises CheckpointError where a part is absent or damaged, and every
+    method UnavailableError where the store can't be used now."""
+
+    def __init__(self, store: Blobs, shapes: Mapping[str, tuple[int, int]]) -> None:
+        self.store, self.shapes = store, dict(shapes)
+
+    def names(self) -> list[str]:
+        """Of all segments, unfinished ones among them."""
+        return [key[2:].decode() for key in self.store.keys(b"d/")]
+
+    def write(self, name: str, parts: Iterable[SegmentBucket], whole: Iterable[int], residency: Mapping[str, bytes]) -> Segment:
+        """Store a segment of one block a bucket, anew if there is one of that name. Durable when it returns."""
+        self.delete([name])
+        self.store.write([(_directory_key(name), b"")])
+        entries: dict[str, dict[str, Any]] = {}
+        batch: list[tuple[bytes, bytes]] = []
+        waiting = total = rows = 0
+        for stack, bucket, (block,) in parts:
+            key = _block_key(name, stack, bucket)
+            data = blocks.encode(block, key)
+            batch.append((key, data))
+            entries.setdefault(stack, {})[str(bucket)] = {"bytes": len(data), "checksum": data[-8:].hex()}
+            waiting, total, rows = waiting + len(data), total + len(data), rows + len(block.keys)
+            if waiting >= _BATCH_BYTES:
+                self.store.write(batch)
+                batch, waiting = [], 0
+        states = {stack: (_residency_key(name, stack), state) for stack, state in residency.items()}
+        content: dict[str, Any] = {"format": FORMAT, "name": name, "blocks": entries, "whole": sorted(whole)}
+        if states:
+            total += sum(len(state) for _, state in states.values())
+            sums = {stack: f"{blocks.checksum(state, key):016x}" for stack, (key, state) in states.items()}
+            content["residency"] = {stack: {"checksum": sum_} for stack, sum_ in sums.items()}
+        directory = msgspec.json.encode(content)
+        self.store.write([*batch, *states.values(), (_directory_key(name), directory)], sync=True)
+        return Segment(name, rows, total, f"{blocks.checksum(directory):016x}")
+
+    def directory(self, segment: Segment) -> SegmentDirectory:
+        data = self.store.get(_directory_key(segment.name))
+        if not data:
+            raise CheckpointError(f"segment {segment.name} is absent; this shard's data directory is not the one that wrote it")
+        if f"{blocks.checksum(data):016x}" != segment.checksum:
+            raise CheckpointError(f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged")
+        content = msgspec.json.decode(data)
+        if content["format"] not in (1, FORMAT):
+            raise CheckpointError(f"segment {segment.name}: expected format 1 or {FORMAT}, got {content['format']}")
+        found = {
+            stack: {int(bucket): BlockEntry(**entry) for bucket, entry in entries.items()}
+            for stack, entries in content["blocks"].items()
+        }
+        residency = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
+        return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), residency)
+
+    def block(self, name: str, stack: str, bucket: int, entry: BlockEntry) -> RowBlock:
+        key = _block_key(name, stack, bucket)
+        data = self.store.get(key)
+        if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
+            raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
+        return blocks.decode(data, key, *self.shapes[stack])
+
+    def residency(self, name: str, stack: str, checksum: str) -> bytes:
+        key = _residency_key(name, stack)
+        data = self.store.get(key)
+        if data is None or f"{blocks.checksum(data, key):016x}" != checksum:
+            raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
+        return data
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Interrupted anywhere, the next call goes on."""
+        for name in names:
+            keys = [key for kind in "br" for key in self.store.keys(f"{kind}/{name}/".encode())]
+            keys.append(_directory_key(name))
+            self.store.write((), keys)
+
+
+def _directory_key(name: str) -> bytes:
+    return f"d/{name}".encode()
+
+
+def _residency_key(name: str, stack: str) -> bytes:
+    return f"r/{name}/{stack}".encode()
+
+
+def _block_key(name: str, stack: str, bucket: int) -> bytes:
+    return f"b/{name}/{stack}/{bucket:05d}".encode()

@@ -1,0 +1,311 @@
+"""One shard while its disk is full, its segments are damaged, or a step of its own ends half-way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from param_server.blobs import MemoryBlobs, RocksBlobs
+from param_server.calls import Calls
+from param_server.index import KeyIndex
+from param_server.residency import Expiry
+from param_server.segments import FEW_SEGMENTS, Segments
+from param_server.server import Shard
+from param_server.table import shapes_of
+from roo.errors import CheckpointError, UnavailableError
+from tests.param_server.reader_support import Follower, Loop
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    ROWWISE,
+    TOPIC,
+    MemoryStore,
+    begun,
+    commit,
+    keys,
+    make_shard,
+    small_schema,
+    state_of,
+)
+from tests.param_server.shard_support import (
+    pull_from as pull,
+)
+from tests.param_server.shard_support import (
+    push_to as push,
+)
+from tests.runtime.full_disk import room_for
+
+
+class FullDisk(MemoryBlobs):
+    """Refuses every write while `full`, as long as it would take room."""
+
+    full = False
+
+    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
+        if self.full:
+            raise UnavailableError("segments can't be written: no space; free disk space")
+        super().write(puts, deletes, sync=sync)
+
+
+def segments_of(blobs: MemoryBlobs) -> set[str]:
+    return {key[2:].decode() for key in blobs.keys(b"d/")}
+
+
+# A full disk
+
+
+def test_a_commit_that_is_given_up_leaves_no_segment() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1)
+    commit(shard, store, 1)
+    for seq in range(2, 22):
+        push(shard, seq, ITEM, tuple(range(seq)))
+        shard.freeze(seq, 0)
+        shard.write(seq)
+        shard.abort(seq)
+        assert segments_of(blobs) == {"1-1"}
+    name = commit(shard, store, 22)
+    again = make_shard(blobs, store)
+    again.restore(2, name)
+    assert state_of(again) == state_of(shard)
+
+
+def test_a_restore_works_while_the_disk_is_full_and_commits_work_when_it_is_not() -> None:
+    blobs, store = FullDisk(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1)
+    name, committed = commit(shard, store, 1), state_of(shard)
+    push(shard, 2)
+    blobs.full = True
+    for n in range(3):
+        shard.freeze(2 + n, 0)
+        with pytest.raises(UnavailableError, match="free disk space"):
+            shard.write(2 + n)
+        shard.abort(2 + n)
+    shard.restore(2, name)
+    assert state_of(shard) == committed
+    again = make_shard(blobs, store)
+    again.restore(3, name)
+    assert state_of(again) == committed
+    push(again, 1)
+    blobs.full = False
+    after = make_shard(blobs, store)
+    after.restore(4, commit(again, store, 5))
+    assert state_of(after) == state_of(again)
+
+
+def test_a_commit_after_a_given_up_one_writes_no_more_than_it_must() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store, publishing=False)
+    push(shard, 1, ITEM, tuple(range(1000)))
+    commit(shard, store, 1)
+    for seq in range(2, 2 + FEW_SEGMENTS):
+        push(shard, seq, ITEM, (seq,))
+        commit(shard, store, seq)
+    push(shard, 10, ITEM, (1,))
+    assert shard.freeze(50, 0)["rows"] > 2, "a long list is being shortened"
+    shard.abort(50)
+    assert shard.freeze(51, 0)["rows"] == 1
+    shard.write(51)
+    shard.commit(51)
+    push(shard, 11, ITEM, (1,))
+    assert shard.freeze(52, 0)["rows"] > 2
+
+
+def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tmp_path: Path) -> None:
+    """RocksDB itself, with files that may not grow: each commit is refused, and none is after."""
+    blobs, store = RocksBlobs(tmp_path).open(), MemoryStore()
+    schema = small_schema()
+    identity = make_shard().identity
+    segments = Segments(blobs, shapes_of(schema), identity.num_buckets)
+    shard = Shard(identity, segments, store, make_shard().clock)
+    shard.restore(1, "")
+    push(shard, 1, ITEM, (1, 2))
+    name = commit(shard, store, 1)
+    with room_for(1 << 16):
+        for seq in range(2, 5):
+            push(shard, seq, ITEM, tuple(range(5000)))
+            shard.freeze(seq, 0)
+            with pytest.raises(UnavailableError, match="free disk space"):
+                shard.write(seq)
+            shard.abort(seq)
+        committed = state_of(shard)
+    push(shard, 5, ITEM, (1,))
+    name = commit(shard, store, 5)
+    assert state_of(shard) != committed
+    blobs.close()
+    reopened = RocksBlobs(tmp_path).open()
+    again = Shard(identity, Segments(reopened, shapes_of(schema), identity.num_buckets), store, make_shard().clock)
+    again.restore(2, name)
+    assert state_of(again) == state_of(shard)
+    reopened.close()
+
+
+# Damage
+
+
+def test_g5_one_flipped_bit_in_the_first_segment_is_healed_from_memory_before_anybody_needs_it() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1, ITEM, tuple(range(200)))
+    push(shard, 2, TOPIC, tuple(range(200)))
+    commit(shard, store, 1)
+    key = list(blobs.keys(b"b/1-1/"))[5]
+    data = blobs.data[key]
+    blobs.data[key] = data[:50] + bytes([data[50] ^ 4]) + data[51:]
+    for seq in range(2, 70):
+        push(shard, seq + 1, ITEM, (seq,))
+        name = commit(shard, store, seq)
+    assert shard.stats()["damages"] == 1 and shard.stats()["damaged"] == 0
+    again = make_shard(blobs, store)
+    again.restore(2, name)
+    assert state_of(again) == state_of(shard)
+
+
+def lossy() -> tuple[MemoryBlobs, MemoryStore, Loop, str, str]:
+    """(…, a shard that publishes, its last manifest, a part of it that is damaged by now)."""
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    loop = Loop(shard)
+    loop.push(*range(200))
+    commit(shard, store, 1)
+    loop.turn()
+    loop.push(500)
+    name = commit(shard, store, 2)
+    key = next(iter(blobs.keys(b"b/1-1/")))
+    blobs.data[key] = blobs.data[key][:-1] + b"?"
+    _, segment, stack, bucket = key.decode().split("/")
+    return blobs, store, loop, name, f"{segment}/{stack}/{int(bucket)}"
+
+
+def accepting(blobs: MemoryBlobs, store: MemoryStore, *parts: str) -> Shard:
+    shard = make_shard(blobs, store)
+    shard.segments = Segments(blobs, shapes_of(small_schema()), 64, accepted=parts)
+    return shard
+
+
+def test_a_restore_that_would_lose_rows_names_them_and_goes_on_without_them_when_it_is_told_to() -> None:
+    blobs, store, loop, name, part = lossy()
+    before = state_of(loop.shard)
+    again = make_shard(blobs, store)
+    with pytest.raises(CheckpointError, match=rf"{part} \(about \d+ rows\).*accept_lost_rows = \[\"{part}\"\]") as caught:
+        again.restore(2, name)
+    assert "reset" not in str(caught.value)
+    accepted = accepting(blobs, store, part)
+    accepted.restore(3, name)
+    left = state_of(accepted)
+    assert 0 < len(left) < len(before) and left.items() <= before.items()
+    push(accepted, 1, ITEM, (1,))
+    healed = make_shard(blobs, store)
+    healed.restore(4, commit(accepted, store, 3))
+    assert state_of(healed) == state_of(accepted)
+
+
+def test_readers_begin_anew_after_a_restore_that_lost_rows() -> None:
+    blobs, store, loop, name, part = lossy()
+    follower = Follower(loop.topic)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.replica.num_rows == 201
+    accepted = accepting(blobs, store, part)
+    accepted.restore(3, name)
+    Loop(accepted, loop.topic).turn()
+    follower.catch_up(accepted)
+    assert follower.num_bootstraps == 2 and follower.replica.num_rows == len(state_of(accepted)) < 201
+
+
+# Steps that end half-way
+
+
+class BrokenKernel:
+    """The rule of a stack, until it is told to fail."""
+
+    def __init__(self, shard: Shard, stack: str) -> None:
+        self.kernel, self.table = shard.tables[stack].kernel, shard.tables[stack]
+        self.table.kernel = self
+
+    def __call__(self, *arguments: np.ndarray) -> None:
+        raise MemoryError("no room for a copy")
+
+
+def two_stacks(shard: Shard) -> None:
+    item, topic = keys(ITEM, 1), keys(TOPIC, 1)
+    header = {"incarnation": shard.incarnation, "worker": 0, "sequence": 2, "step": 2, "time_ms": 1}
+    header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [ADAGRAD, ROWWISE]}
+    ones = [np.ones((1, 4), np.float32), np.ones((1, 3), np.float32)]
+    Calls(shard).handle("push", header, [item.table_U, item.id_U, ones[0], topic.table_U, topic.id_U, ones[1]])
+
+
+def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_twice() -> None:
+    store = MemoryStore()
+    shard = begun(store=store)
+    push(shard, 1, ITEM, (1,))
+    name, committed = commit(shard, store, 1), state_of(shard)
+    broken = BrokenKernel(shard, ROWWISE)
+    with pytest.raises(MemoryError):
+        two_stacks(shard)
+    assert state_of(shard) != committed, "half of it was applied"
+    broken.table.kernel = broken.kernel
+    for call in (lambda: two_stacks(shard), lambda: pull(shard, ITEM, 1), lambda: shard.freeze(2, 0)):
+        with pytest.raises(UnavailableError, match="waits for RESTORE: a push ended half-way"):
+            call()
+    assert "a push ended half-way" in shard.stats()["broken"], "the controller is told, and restores everybody"
+    shard.restore(2, name)
+    assert state_of(shard) == committed and shard.stats()["broken"] == ""
+    assert push(shard, 1, ITEM, (1,))
+
+
+class NoMemory(Expiry):
+    def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
+        raise MemoryError("no room for a copy")
+
+
+def test_a_freeze_that_fails_after_its_first_stack_loses_no_change() -> None:
+    store = MemoryStore()
+    shard = begun(store=store)
+    push(shard, 1, ITEM, (1,))
+    name, committed = commit(shard, store, 1), state_of(shard)
+    push(shard, 2, ITEM, (1,))
+    table = shard.tables[ROWWISE]
+    good, table.residency = table.residency, NoMemory(())
+    with pytest.raises(MemoryError):
+        shard.freeze(2, 0)
+    table.residency = good
+    with pytest.raises(UnavailableError, match="a freeze ended half-way"):
+        shard.freeze(3, 0)
+    shard.restore(2, name)
+    assert state_of(shard) == committed
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("value", [1e19, 3e38, -3e38])
+def test_a_huge_gradient_moves_its_row_and_no_state_becomes_infinite(value: float) -> None:
+    shard = begun()
+    push(shard, 1, ITEM, (1, 2), gradient_UD=np.array([[value, 1, 0, value], [0.5, 1, 0, 2]], np.float32))
+    other = begun()
+    push(other, 1, ITEM, (2,), gradient_UD=np.array([[0.5, 1, 0, 2]], np.float32))
+    assert pull(shard, ITEM, 2).tobytes() == pull(other, ITEM, 2).tobytes(), "rows beside it move as ever"
+    before = pull(shard, ITEM, 1)
+    for n in range(2, 40):
+        push(shard, n, ITEM, (1,), gradient_UD=np.full((1, 4), value, np.float32))
+    table = shard.tables[ADAGRAD]
+    assert np.isfinite(table.state_NA).all() and np.isfinite(table.held.rows_ND).all()
+    assert (pull(shard, ITEM, 1) != before).all() and shard.stats()["limited"] == 39
+
+
+def test_the_largest_accumulator_is_shown_by_stack() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1, ITEM, (1,), gradient_UD=np.array([[3, 1, 0, 2]], np.float32))
+    name = commit(shard, store, 1)
+    assert shard.stats()["largest_accumulator"][ADAGRAD] == pytest.approx(9, rel=1e-4)
+    assert shard.stats()["largest_accumulator"][ROWWISE] == 0
+    again = make_shard(blobs, store)
+    again.restore(2, name)
+    assert again.stats()["largest_accumulator"][ADAGRAD] == pytest.approx(9, rel=1e-4)
