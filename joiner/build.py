@@ -58,15 +58,13 @@ class Content(NamedTuple):
     rows: Sequence[Sequence[int]]  # of each of them
     num_labels: int  # of the schema
     labels: bytes  # f4 [candidates, labels]
-    candidates: Sequence[int]  # of each engagement
     facts: Sequence[Fact]  # in (time, event id) order
     num_duplicates: int
 
 
 class Change(NamedTuple):
-    """What an engagement behind the close changes: the labels of one candidate."""
+    """What an engagement behind the close changes: the labels of its candidate."""
 
-    candidate: int  # index into the request's items
     fact: Fact
     before: bytes  # f4 [labels]
     after: bytes
@@ -118,7 +116,7 @@ def sample(key: bytes, request_id: str, request: Request, content: Content) -> O
         features = _features(used, rows, content.num_labels)
         fields += (features.ro, column(_ITEMS, request.items), features.parts, column(_LABELS, content.labels), features.served)
     if content.facts:
-        _add_events(fields, content.candidates, content.facts)
+        _add_events(fields, content.facts)
     if content.num_duplicates:
         fields += (_TAG["num_duplicates"], varint(content.num_duplicates))
     return Output(SAMPLES, key, b"".join(fields), request.close_ms, _REASON[request.reason])
@@ -132,10 +130,10 @@ def correction(
     features = _Features()
     if used:
         rows = choose_rows([i.page for i in used]).of_page
-        features = _features(used, _only(rows, change.candidate), num_labels)
-    at = 8 * change.candidate
+        features = _features(used, _only(rows, change.fact[4]), num_labels)
+    at = 8 * change.fact[4]
     events: list[bytes] = []
-    _add_events(events, (0,), (change.fact,))
+    _add_events(events, [(*change.fact[:4], 0)])
     value = b"".join(
         (
             _CORRECTION,
@@ -256,12 +254,14 @@ def _only(rows: Sequence[Sequence[int]], candidate: int) -> list[list[int]]:
     return [[row] if i == impression else [] for i in range(len(rows))]
 
 
-def _add_events(fields: list[bytes], candidates: Sequence[int], facts: Sequence[Fact]) -> None:
-    columns = _event_columns(len(facts))
-    times, ids, names, values = zip(*facts, strict=True)
-    actions: dict[str, int] = {}
-    numbers = [actions.setdefault(name, len(actions)) for name in names]
-    for (head, pack), column_ in zip(columns, (ids, candidates, numbers, values, times), strict=True):
+def _add_events(fields: list[bytes], facts: Sequence[Fact]) -> None:
+    times_ms, ids, names, values, candidates = zip(*facts, strict=True)
+    actions = dict.fromkeys(names, 0)
+    numbers: Sequence[int] = (0,) * len(names)
+    if len(actions) > 1:
+        actions = {name: n for n, name in enumerate(actions)}
+        numbers = [actions[name] for name in names]
+    for (head, pack), column_ in zip(_event_columns(len(ids)), (ids, candidates, numbers, values, times_ms), strict=True):
         fields += (head, pack(*column_))
     for name in actions:
         text = name.encode()

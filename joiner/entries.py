@@ -6,7 +6,7 @@ for, and written back if it was set. A `MemoryState` is encoded whole, for snaps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -14,8 +14,8 @@ import msgspec
 from joiner.state import Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
 from roo.errors import CheckpointError
 
-VERSION = 2
-"""1 was one value a key; its savepoints are refused (docs/decisions/0012)."""
+VERSION = 3
+"""Savepoints of other versions are refused (docs/decisions/0012)."""
 
 _VERSION = bytes((VERSION,))
 _encode = msgspec.msgpack.Encoder().encode
@@ -99,14 +99,14 @@ class Entries:
         self.requests: _Table[str, Request] = _Table(store, Request, "r{}".format)
         self.impressions: _Table[tuple[str, int], Impression] = _Table(store, Impression, _named("i"))
         self._events: _Table[tuple[str, int], Engagement | Trace] = _Table(store, Engagement | Trace, _named("e"))  # type: ignore[arg-type]
-        self.tallies: _Table[tuple[str, int], Tally] = _Table(store, Tally, _named("t"))
+        self._tallies: _Table[tuple[str, int], Tally] = _Table(store, Tally, _named("t"))
         self.scopes: _Table[int, Scope] = _Table(store, Scope, "s{}".format)
         self.due: _Table[int, list[tuple[str, int]]] = _Table(store, list[tuple[str, int]], "d{}".format)
         self._tables: list[_Table[Any, Any]] = [
             self.requests,
             self.impressions,
             self._events,
-            self.tallies,
+            self._tallies,
             self.scopes,
             self.due,
         ]
@@ -134,6 +134,17 @@ class Entries:
     def forget_events(self, request_id: str, request: Request, /) -> None:
         for event in self.chain(request_id, request):
             del self._events[request_id, event.event_id]
+
+    def tally_of(self, request_id: str, candidate: int, /) -> Tally | None:
+        return self._tallies.get((request_id, candidate))
+
+    def set_tallies(self, request_id: str, tallies: dict[int, Tally], /) -> None:
+        for candidate, tally in tallies.items():
+            self._tallies[request_id, candidate] = tally
+
+    def forget_tallies(self, request_id: str, candidates: Sequence[int], /) -> None:
+        for candidate in candidates:
+            del self._tallies[request_id, candidate]
 
     def flush(self) -> None:
         """Write what has changed."""

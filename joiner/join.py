@@ -25,7 +25,7 @@ from msgspec import structs
 from joiner import scopes
 from joiner.build import dead_event
 from joiner.passage import Passage
-from joiner.rules import Rules, close_at, note_joined, set_joins, shown_at, window_of
+from joiner.rules import Rules, close_at, note_joined, set_joins, window_of
 from joiner.state import NEVER, OPEN, WAITING, Engagement, Impression, JoinState, Page, Request, Trace, index_of
 from joiner.turn import Turn
 from roo.schema import Registry
@@ -171,9 +171,8 @@ class Join:
         for event in events:
             if not isinstance(event, Engagement):
                 continue
-            shown = shown_at(request, event.item_id)
-            num_orphans += shown is None
-            set_joins(event, shown, rules)
+            set_joins(event, request, rules)
+            num_orphans += event.row < 0
             held[event.event_id] = event
             if event.joins_ms != NEVER:
                 note_joined(rules, request, event.action, event.joins_ms)
@@ -194,15 +193,18 @@ class Join:
                 turn.outputs.append(dead_event(turn.key, event, "too_late", error))
                 return
             request = Request()
-        held = state.events_of(request_id) if request.last_event else None
-        known = None if held is None else held.get(event.event_id)
-        if known is not None and not (type(known) is Trace and known.gone):
-            if type(known) is Engagement:
-                known.copies += 1
-                state.events_of(request_id)[event.event_id] = known
-            return
-        shown = shown_at(request, event.item_id) if request.phase == OPEN else None
-        is_orphan = shown is None and request.phase <= OPEN
+        event_id, phase, held, known = event.event_id, request.phase, None, None
+        if request.last_event:
+            held = state.events_of(request_id)
+            known = held.get(event_id)
+            if known is not None and not (type(known) is Trace and known.gone):
+                if type(known) is Engagement:
+                    known.copies += 1
+                    held[event_id] = known
+                return
+        if phase <= OPEN:
+            set_joins(event, request, rules)
+        is_orphan = event.row < 0 and phase <= OPEN
         if request.num_events >= rules.max_engagements or (is_orphan and state.head.num_orphans >= rules.max_orphans):
             error = f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request"
             turn.outputs.append(dead_event(turn.key, event, "overflow", error))
@@ -210,32 +212,30 @@ class Join:
         if known is not None:
             event.previous = known.previous  # its place in the chain
         else:
-            event.previous, request.last_event = request.last_event, event.event_id
-        if not request.num_events and request.phase == WAITING:
+            event.previous, request.last_event = request.last_event, event_id
+        if not request.num_events and phase == WAITING:
             state.head.num_requests += 1
         request.num_events += 1
         request.num_pending += 1
-        if request.phase <= OPEN:
-            self._hold(turn, request, event, shown)
-        else:
+        if phase > OPEN:
             self._passage.plan_event(turn, request_id, request, event)
+        elif event.joins_ms == NEVER:
+            self._wait(turn, request, event)
+        elif self._engages:
+            note_joined(rules, request, event.action, event.joins_ms)
+            self._set_close(turn, request_id, request)
         if held is None:
             held = state.events_of(request_id)
-        held[event.event_id] = event
+        held[event_id] = event
         state.requests[request_id] = request
 
-    def _hold(self, turn: Turn, request: Request, event: Engagement, shown: tuple[int, int] | None) -> None:
-        """Before the close: an engagement joins or waits."""
-        set_joins(event, shown, self.rules)
-        if event.joins_ms == NEVER:
-            request.waiting.append(event.event_id)
-            if shown is None:
-                request.num_orphans += 1
-                turn.state.head.num_orphans += 1
-            turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, event.request_id, event.event_id)
-        elif self._engages:
-            note_joined(self.rules, request, event.action, event.joins_ms)
-            self._set_close(turn, event.request_id, request)
+    def _wait(self, turn: Turn, request: Request, event: Engagement) -> None:
+        """Before the close: an engagement that does not join as things are."""
+        request.waiting.append(event.event_id)
+        if event.row < 0:
+            request.num_orphans += 1
+            turn.state.head.num_orphans += 1
+        turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, event.request_id, event.event_id)
 
     def _set_close(self, turn: Turn, request_id: str, request: Request) -> None:
         """Of an open request: when it closes, and so when it is due."""

@@ -23,6 +23,7 @@ from joiner.turn import Turn
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry
 from runtime.checkpoint_store import open_store
+from runtime.program import collect_rarely
 
 
 class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
@@ -32,6 +33,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         self.config = config
 
     def open(self, runtime_context: RuntimeContext) -> None:
+        collect_rarely()
         schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
         self.reader = Reader(registry, schema.limits)
         self.join = Join(self.config.rules, registry, schema.limits.max_candidates)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+from msgspec import Struct
 
 from joiner import build, scopes
 from joiner.build import Change, Content, dead_event
 from joiner.fold import Fact, Labels
-from joiner.rules import Rules, shown_at
+from joiner.rules import Rules
 from joiner.state import (
     CLOSED,
     NEVER,
@@ -30,6 +32,14 @@ from roo.ids import other_form
 from roo.schema import Registry
 
 _MOST_LOOKED_AT = 256
+
+
+class _Folds(Struct, gc=False):
+    """What becomes of the engagements of a request that closes."""
+
+    facts: list[Fact]  # those that are folded, in order
+    num_copies: int  # duplicates of them and of the request's impressions
+    left: list[Engagement]  # those that stay
 
 
 class Passage:
@@ -101,11 +111,6 @@ class Passage:
         state, pages = turn.state, request.pages
         if request.late:
             request.close_ms, request.reason = min(request.close_ms, turn.watermark_ms), pb.CLOSE_LATE
-        folded, left = self._divide(turn, request_id, request) if request.num_pending else ((), ())
-        if request.scope is not None:
-            scopes.close(state, request_id, request)
-        state.head.num_open -= 1
-        state.head.num_orphans -= request.num_orphans
         impressions = [_known(state.impressions.get((request_id, page.digest))) for page in pages]
         used, shown = pages, impressions
         if len(pages) > 1:
@@ -113,20 +118,29 @@ class Passage:
             digests = {p.digest for p in used}
             shown = [i for i in impressions if i.page.digest in digests]
         rows = build.choose_rows(used)
-        request.phase, request.items, request.header = CLOSED, rows.items, build.header_of(shown[0])
+        request.items, request.header = rows.items, build.header_of(shown[0])
+        folds = _Folds([], rows.num_repeats - len(used), [])
+        if request.num_pending:
+            self._divide(turn, request_id, request, folds, one=len(pages) == 1 and not rows.num_repeats)
+        if request.scope is not None:
+            scopes.close(state, request_id, request)
+        state.head.num_open -= 1
+        state.head.num_orphans -= request.num_orphans
+        request.phase = CLOSED
         request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
         request.waiting, request.joined_ms, request.num_orphans = [], [], 0
-        one = len(pages) == 1 and not rows.num_repeats
-        candidates, facts, labels = self._fold(state, request_id, request, folded, one=one)
-        num_duplicates = rows.num_repeats - len(used) - len(folded)
+        of, tallies = self._labels_of(request.schema), dict[int, Tally]()
+        if folds.facts:
+            of.tally(tallies, folds.facts, request.time_ms, request.window_ms)
+            request.tallied = [*tallies]
+            state.set_tallies(request_id, tallies)
+        labels = of.pack_all(tallies, len(request.items) >> 3)
         for page in used:
-            num_duplicates += page.copies
-        for _, _, event in folded:
-            num_duplicates += event.copies
-        content = Content(shown, rows.of_page, self._labels_of(request.schema).count, labels, candidates, facts, num_duplicates)
+            folds.num_copies += page.copies
+        content = Content(shown, rows.of_page, of.count, labels, folds.facts, folds.num_copies)
         turn.outputs.append(build.sample(turn.key, request_id, request, content))
         self._drop_unused(turn, request_id, request, impressions, used)
-        for event in left:
+        for event in folds.left:
             self.plan_event(turn, request_id, request, event)
 
     def _drop_unused(
@@ -142,59 +156,27 @@ class Passage:
                 del turn.state.impressions[request_id, page.digest]
         request.pages = used if keeps else []
 
-    def _divide(
-        self, turn: Turn, request_id: str, request: Request
-    ) -> tuple[Sequence[tuple[int, int, Engagement]], Sequence[Engagement]]:
-        """Of the pending engagements: those that are folded, in order, with (time, event id), and those that stay. Those whose
-        time was over before the close are given up."""
-        folded: list[tuple[int, int, Engagement]] = []
-        left: list[Engagement] = []
-        over: list[Engagement] = []
-        close_ms = request.close_ms
+    def _divide(self, turn: Turn, request_id: str, request: Request, folds: _Folds, *, one: bool) -> None:
+        """Fold what the request has in time and put off the rest; engagements whose time was over before the close are given up.
+        `one`: it has one page, and an item's row there is its candidate."""
+        close_ms, held, over = request.close_ms, turn.state.events_of(request_id), list[Engagement]()
+        facts = folds.facts
         for event in turn.state.chain(request_id, request):
             if type(event) is not Engagement:
                 continue
             if event.joins_ms <= close_ms:
-                folded.append((event.joins_ms, event.event_id, event))
+                candidate = event.row if one else index_of(request.items, event.item_id.to_bytes(8, "little"))
+                facts.append((event.joins_ms, event.event_id, event.action, event.value, candidate))
+                folds.num_copies += event.copies - 1
+                held[event.event_id] = Trace(event.event_id, event.previous)
             elif event.joins_ms == NEVER and event.time_ms + self.rules.orphan_timeout_ms <= close_ms:
                 over.append(event)
             else:
-                left.append(event)
+                folds.left.append(event)
+        request.num_pending -= len(facts)
+        facts.sort()
         for event in _in_order(over) if over else ():
             self._give_up(turn, request_id, request, event)
-        folded.sort()
-        return folded, left
-
-    def _fold(
-        self, state: JoinState, request_id: str, request: Request, folded: Sequence[tuple[int, int, Engagement]], *, one: bool
-    ) -> tuple[list[int], list[Fact], bytes]:
-        """(candidate of each, engagements, labels f4 [candidates, labels]) of a request that closes. `one`: it has one page, and
-        an item's row there is its candidate."""
-        of = self._labels_of(request.schema)
-        size = 4 * of.count
-        if not folded:
-            return [], [], bytes(size * (len(request.items) >> 3))
-        held, time_ms, window_ms = state.events_of(request_id), request.time_ms, request.window_ms
-        candidates: list[int] = []
-        facts: list[Fact] = []
-        tallies: dict[int, Tally] = {}
-        for at_ms, event_id, event in folded:
-            candidate = event.row if one else index_of(request.items, event.item_id.to_bytes(8, "little"))
-            fact = (at_ms, event_id, event.action, event.value)
-            candidates.append(candidate)
-            facts.append(fact)
-            tally = tallies.get(candidate)
-            if tally is None:
-                tally = tallies[candidate] = of.nothing()
-            of.add(tally, fact, time_ms, window_ms)
-            held[event_id] = Trace(event_id, event.previous)
-        request.num_pending -= len(folded)
-        labels = bytearray(size * (len(request.items) >> 3))
-        for candidate, tally in tallies.items():
-            labels[size * candidate : size * (candidate + 1)] = of.pack(tally)
-            state.tallies[request_id, candidate] = tally
-        request.tallied = list(tallies)
-        return candidates, facts, bytes(labels)
 
     def _settle(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
         """CLOSED: an engagement becomes a correction at its own time, or is given up at its own."""
@@ -209,17 +191,17 @@ class Passage:
 
     def _correct(self, turn: Turn, request_id: str, request: Request, event: Engagement, candidate: int) -> None:
         state, of = turn.state, self._labels_of(request.schema)
-        tally = state.tallies.get((request_id, candidate))
+        tally = state.tally_of(request_id, candidate)
         if tally is None:
             tally = of.nothing()
             request.tallied.append(candidate)
-        fact = (max(event.time_ms, request.time_ms), event.event_id, event.action, event.value)
-        before = of.pack(tally)
-        of.add(tally, fact, request.time_ms, request.window_ms)
-        state.tallies[request_id, candidate] = tally
+        fact = (max(event.time_ms, request.time_ms), event.event_id, event.action, event.value, candidate)
+        before, tallies = of.pack(tally), {candidate: tally}
+        of.tally(tallies, [fact], request.time_ms, request.window_ms)
+        state.set_tallies(request_id, tallies)
         with_features = event.time_ms <= request.close_ms + self.rules.correction_horizon_ms
         used = [_known(state.impressions.get((request_id, p.digest))) for p in request.pages] if with_features else []
-        change = Change(candidate, fact, before, of.pack(tally))
+        change = Change(fact, before, of.pack(tally))
         turn.outputs.append(build.correction(turn.key, request_id, request, change, used, of.count))
         _end(state, request_id, request, event)
 
@@ -228,7 +210,7 @@ class Passage:
         timeout_ms = self.rules.orphan_timeout_ms
         if request.phase in (WAITING, OPEN):
             request.waiting.remove(event.event_id)
-            if shown_at(request, event.item_id) is None:
+            if event.row < 0:
                 request.num_orphans -= 1
                 turn.state.head.num_orphans -= 1
         if request.time_ms > event.time_ms + timeout_ms:
@@ -258,8 +240,8 @@ class Passage:
         for event in _pending(state, request_id, request):
             if event.time_ms <= horizon_ms:
                 self._settle(turn, request_id, request, event)
-        for candidate in request.tallied:
-            del state.tallies[request_id, candidate]
+        if request.tallied:
+            state.forget_tallies(request_id, request.tallied)
         request.phase, request.header, request.items, request.tallied = THIN, b"", b"", []
         for event in _keep_pending(state, request_id, request):
             self.plan_event(turn, request_id, request, event)

@@ -80,25 +80,24 @@ def _window_ms(surface: str, window: Any) -> int:
     return ms
 
 
-def shown_at(request: Request, item_id: int) -> tuple[int, int] | None:
-    """(when an item was first shown, its row on that page), by the pages of the request's own schema; None if it was not."""
-    entry = item_id.to_bytes(8, "little")
+def set_joins(engagement: Engagement, request: Request, rules: Rules) -> None:
+    """Where its item was first shown, by the pages of the request's own schema (`row`, -1: nowhere), and when it takes effect:
+    at its time, but no sooner than that. NEVER: it doesn't, since its item isn't shown, or only after it was given up."""
+    time_ms, entry = engagement.time_ms, engagement.item_id.to_bytes(8, "little")
     for page in request.pages:  # by time
         if page.schema == request.schema:
-            row = index_of(page.items, entry)
-            if row >= 0:
-                return page.time_ms, row
-    return None
-
-
-def set_joins(engagement: Engagement, shown: tuple[int, int] | None, rules: Rules) -> None:
-    """When an engagement takes effect: at its time, but no sooner than its item was shown. NEVER: it doesn't join, since its
-    item isn't shown, or only after the engagement was given up."""
-    time_ms = engagement.time_ms
-    if shown is None or shown[0] > time_ms + rules.orphan_timeout_ms:
-        engagement.joins_ms = NEVER
-    else:
-        engagement.joins_ms, engagement.row = max(time_ms, shown[0]), shown[1]
+            at = page.items.find(entry)
+            if at & 7:  # not there, or across two others
+                at = 8 * index_of(page.items, entry)
+            if at >= 0:
+                shown_ms = page.time_ms
+                engagement.row = at >> 3
+                if shown_ms <= time_ms:
+                    engagement.joins_ms = time_ms
+                else:
+                    engagement.joins_ms = shown_ms if shown_ms <= time_ms + rules.orphan_timeout_ms else NEVER
+                return
+    engagement.row, engagement.joins_ms = -1, NEVER
 
 
 def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:

@@ -90,7 +90,7 @@ class Engagement(Struct, array_like=True, gc=False, tag=0):
     raw: bytes
     copies: int = 1
     joins_ms: int = NEVER  # before the close: when it takes effect; NEVER = it does not, as things are
-    row: int = -1  # of its item on the page that first showed it
+    row: int = -1  # of its item on the page that first showed it; -1: it is not shown
     previous: int = 0  # event id of the engagement of the same request that came before; 0 = the first
 
 
@@ -134,7 +134,7 @@ class Tally(Struct, array_like=True, gc=False):
     """The labels of one candidate so far, one of each per label of the schema."""
 
     values: list[float]
-    newest: list[tuple[int, int]]  # max, last: (time, event id) of the newest engagement that counts; (0, 0) = none does
+    newest: list[tuple[int, int]]  # (time, event id) of the newest engagement that counts, (0, 0) = none; empty: no max or last
 
 
 class Scope(Struct, array_like=True, gc=False):
@@ -176,8 +176,6 @@ class JoinState(Protocol):
     @property
     def impressions(self) -> Table[tuple[str, int], Impression]: ...
     @property
-    def tallies(self) -> Table[tuple[str, int], Tally]: ...
-    @property
     def scopes(self) -> Table[int, Scope]: ...
 
     @property
@@ -194,6 +192,13 @@ class JoinState(Protocol):
     def forget_events(self, request_id: str, request: Request, /) -> None:
         """None of them is left."""
 
+    def tally_of(self, request_id: str, candidate: int, /) -> Tally | None: ...
+    def set_tallies(self, request_id: str, tallies: dict[int, Tally], /) -> None:
+        """By candidate; those of other candidates stay. The mapping is the state's from here on."""
+
+    def forget_tallies(self, request_id: str, candidates: Sequence[int], /) -> None:
+        """All that the request has."""
+
 
 class MemoryState(Struct, array_like=True, gc=False):
     """A `JoinState` of dicts: the local engine's, and that of tests."""
@@ -202,7 +207,7 @@ class MemoryState(Struct, array_like=True, gc=False):
     requests: dict[str, Request] = field(default_factory=dict)
     impressions: dict[tuple[str, int], Impression] = field(default_factory=dict)
     events: dict[str, dict[int, Engagement | Trace]] = field(default_factory=dict)
-    tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    tallies: dict[str, dict[int, Tally]] = field(default_factory=dict)
     scopes: dict[int, Scope] = field(default_factory=dict)
     due: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
 
@@ -217,6 +222,16 @@ class MemoryState(Struct, array_like=True, gc=False):
 
     def forget_events(self, request_id: str, request: Request, /) -> None:
         self.events.pop(request_id, None)
+
+    def tally_of(self, request_id: str, candidate: int, /) -> Tally | None:
+        return self.tallies.get(request_id, {}).get(candidate)
+
+    def set_tallies(self, request_id: str, tallies: dict[int, Tally], /) -> None:
+        if self.tallies.setdefault(request_id, tallies) is not tallies:
+            self.tallies[request_id].update(tallies)
+
+    def forget_tallies(self, request_id: str, candidates: Sequence[int], /) -> None:
+        self.tallies.pop(request_id, None)
 
 
 def index_of(packed: bytes, entry: bytes) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from typing import TypeAlias
 
+from msgspec import Struct  # an empty list as a default is a new one each time
+
 from joiner.build import Output
 from joiner.state import NEVER, JoinState
 
@@ -13,16 +15,15 @@ Due: TypeAlias = tuple[int, bool, int, str]
 it is done: at equal times engagements come before requests, since a request leaves behind what its engagements need."""
 
 
-class Turn:
+class Turn(Struct, gc=False):
     """`outputs` are to be written; at each of `timers_ms` the join wants `advance`."""
 
-    __slots__ = ("key", "now", "outputs", "state", "timers_ms", "watermark_ms")
-
-    def __init__(self, state: JoinState, key: bytes, watermark_ms: int) -> None:
-        self.state, self.key, self.watermark_ms = state, key, watermark_ms
-        self.outputs: list[Output] = []
-        self.timers_ms: list[int] = []
-        self.now: list[Due] = []  # a heap: what is due at or before the watermark
+    state: JoinState
+    key: bytes
+    watermark_ms: int
+    outputs: list[Output] = []
+    timers_ms: list[int] = []
+    now: list[Due] = []  # a heap: what is due at or before the watermark
 
     def wake_event(self, due_ms: int, request_id: str, event_id: int) -> None:
         """Look at an engagement when the watermark reaches `due_ms`; in this turn if it has."""

@@ -27,6 +27,7 @@ from roo.block import encode_nro, encode_ro
 from roo.ids import key_bytes
 from roo.schema import Schema
 from roo.wire import Record
+from runtime.program import collect_rarely
 
 WINDOW_MS, LATENESS_MS = 20_000, 1_000
 CANDIDATES, ENGAGEMENTS = 10, 9  # 10 events a request
@@ -86,25 +87,24 @@ def _event(record: Record, reader: Reader | None = None) -> Event:
 
 
 class Engine:
-    """States by key in memory and one heap of timers; the watermark follows the newest event."""
+    """States by key in memory and one heap of timers, in a process that collects as programs do."""
 
     def __init__(self) -> None:
+        collect_rarely()
         self.join = _join()
         self.states: dict[bytes, state.MemoryState] = {}
         self.timers: list[tuple[int, bytes]] = []
-        self.watermark_ms = state.START
         self.num_outputs = 0
 
-    def apply(self, key: bytes, event: Event) -> None:
+    def apply(self, key: bytes, event: Event, watermark_ms: int) -> None:
         known = self.states.get(key)
         if known is None:
             known = self.states[key] = state.MemoryState()
-        turn = self.join.apply(known, key, event, self.watermark_ms)
+        turn = self.join.apply(known, key, event, watermark_ms)
         if turn.outputs or turn.timers_ms:
             self._note(key, turn)
 
     def advance(self, watermark_ms: int) -> None:
-        self.watermark_ms = watermark_ms
         while self.timers and self.timers[0][0] <= watermark_ms:
             due_ms, key = heapq.heappop(self.timers)
             known = self.states.get(key)
@@ -173,11 +173,14 @@ def read_and_joined(num_requests: int, num_users: int) -> Iterator[Work]:
 
 
 def _run(events: Iterable[tuple[bytes, int, Any]], num_requests: int) -> None:
-    engine = Engine()
+    engine, now_ms = Engine(), state.START
+    apply, timers = engine.apply, engine.timers
     for key, watermark_ms, event in events:
-        engine.apply(key, event)
-        if watermark_ms > engine.watermark_ms:
-            engine.advance(watermark_ms)
+        apply(key, event, now_ms)
+        if watermark_ms > now_ms:
+            now_ms = watermark_ms
+            if timers and timers[0][0] <= now_ms:
+                engine.advance(now_ms)
     engine.advance(state.END)
     assert engine.num_outputs == num_requests and not engine.states
 

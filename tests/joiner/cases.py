@@ -135,10 +135,6 @@ class DictStore(dict[str, bytes]):
     def whole(self) -> MemoryState:
         """All entries as the other implementation has them."""
         state = MemoryState()
-        numbered: dict[str, tuple[Any, dict[Any, Any]]] = {
-            "i": (Impression, state.impressions),
-            "t": (Tally, state.tallies),
-        }
         for name, data in self.items():
             kind, rest = name[0], name[1:]
             if kind == "h":
@@ -155,8 +151,10 @@ class DictStore(dict[str, bytes]):
                     held: Any = decoder(Engagement | Trace)(data)  # type: ignore[arg-type]
                     state.events_of(request_id)[int(number, 16)] = held
                     continue
-                entry, table = numbered[kind]
-                table[request_id, int(number, 16)] = decoder(entry)(data)
+                if kind == "t":
+                    state.set_tallies(request_id, {int(number, 16): decoder(Tally)(data)})
+                    continue
+                state.impressions[request_id, int(number, 16)] = decoder(Impression)(data)
         return state
 
 

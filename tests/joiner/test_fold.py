@@ -10,15 +10,22 @@ import pytest
 from joiner.fold import Fact, Labels
 from roo.schema import Label, Schema
 
-DWELLS: list[Fact] = [(1_010, 1, "dwell", 3.0), (1_020, 2, "dwell", 9.0), (1_090, 4, "dwell", 5.0), (1_091, 5, "click", 7.0)]
+DWELLS: list[Fact] = [
+    (1_010, 1, "dwell", 3.0, 3),
+    (1_020, 2, "dwell", 9.0, 3),
+    (1_090, 4, "dwell", 5.0, 3),
+    (1_091, 5, "click", 7.0, 3),
+]
 
 
 def labels(schema_labels: Sequence[Label], facts: Sequence[Fact], window_ms: int = 100) -> list[float]:
     of = Labels(Schema(labels=tuple(schema_labels)))
-    tally = of.nothing()
+    at_once, one_by_one = {3: of.nothing()}, {3: of.nothing()}
+    of.tally(at_once, facts, 1_000, window_ms)
     for fact in facts:
-        of.add(tally, fact, 1_000, window_ms)
-    return list(struct.unpack(f"<{of.count}f", of.pack(tally)))
+        of.tally(one_by_one, [fact], 1_000, window_ms)
+    assert at_once == one_by_one and of.pack_all(at_once, 4) == bytes(12 * of.count) + of.pack(at_once[3])
+    return list(struct.unpack(f"<{of.count}f", of.pack(at_once[3])))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,7 @@ def labels(schema_labels: Sequence[Label], facts: Sequence[Fact], window_ms: int
 def test_each_fold_of_an_action_and_zero_without_any(fold: str, value: float, of_one: float) -> None:
     label = Label(name="dwell", action="dwell", fold=fold)  # type: ignore[arg-type]
     assert labels([label], DWELLS) == [value]
-    assert labels([label], [(1_030, 3, "dwell", -4.0)]) == [of_one]
+    assert labels([label], [(1_030, 3, "dwell", -4.0, 3)]) == [of_one]
     assert labels([label], []) == labels([label], DWELLS[3:]) == [0.0]
 
 
@@ -46,11 +53,13 @@ def test_a_threshold_leaves_smaller_values_out() -> None:
 
 
 def test_a_sum_beyond_float32_is_the_largest_finite_one() -> None:
-    huge: list[Fact] = [(1_000, n, "x", 3e38) for n in (1, 2, 3)]
+    huge: list[Fact] = [(1_000, n, "x", 3e38, 3) for n in (1, 2, 3)]
     assert labels([Label(name="sum", action="x", fold="sum")], huge) == [3.4028234663852886e38]
 
 
 def test_an_engagement_that_comes_out_of_order_is_not_the_last() -> None:
     label = Label(name="dwell", action="dwell", fold="last")
     assert labels([label], [DWELLS[1], DWELLS[0]]) == [9.0]
-    assert labels([label], [(1_010, 2, "dwell", 1.0), (1_010, 1, "dwell", 2.0)]) == [1.0], "at equal times the larger event id"
+    assert labels([label], [(1_010, 2, "dwell", 1.0, 3), (1_010, 1, "dwell", 2.0, 3)]) == [1.0], (
+        "at equal times the larger event id"
+    )

@@ -86,7 +86,7 @@ def test_a_client_that_fails_is_told_with_its_most_telling_line(
 def test_a_savepoint_of_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client(tmp_path, "echo Caused by: IllegalStateException: Cannot map checkpoint/savepoint state for operator 1f; exit 1")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 2, got /points/old"):
+    with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 3, got /points/old"):
         submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())
 
 
