@@ -19,10 +19,9 @@ from infra.home import Home
 from infra.logs import last_lines
 from infra.options import StackOptions
 from infra.stack import Stack
+from infra.stopping import MOST_S
 from roo.errors import SetupError, printable
 from runtime.program import MaskingFormatter
-
-_DOWN_S = 150.0  # a little more than all limits of the stop order that can follow each other
 
 
 def serve(home: Path, options: StackOptions) -> int:
@@ -80,11 +79,11 @@ def stop_detached(home: Path) -> int:
     place = Home(home)
     stack = place.running_stack()
     os.kill(int(stack["supervisor_pid"]), signal.SIGTERM)
-    deadline_s = time.monotonic() + _DOWN_S
+    deadline_s = time.monotonic() + MOST_S
     while place.is_locked():
         if time.monotonic() > deadline_s:
             raise SetupError(
-                f"process {stack['supervisor_pid']} did not stop within {_DOWN_S:.0f} s; see {place.log('supervisor')}"
+                f"process {stack['supervisor_pid']} did not stop within {MOST_S:.0f} s; see {place.log('supervisor')}"
             )
         time.sleep(0.2)
     print("stopped; `roostream up` goes on from the committed state")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import click
 from command.replay.cli import Duration, check, replay
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
-from roo.config import load
+from roo.config import check_environment, load
 from roo.errors import ConfigError, RoostreamError, SetupError
 
 home_option = click.option(
@@ -26,6 +27,7 @@ home_option = click.option(
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="roostream", message="%(prog)s %(version)s")
 def cli() -> None:
     """Request-level continuous training of recommenders.
 
@@ -35,11 +37,27 @@ def cli() -> None:
       roostream up && roostream status     a stack in the background
       roostream worker --config worker.toml
     """
+    programs = [kind.name for kind in KINDS]
+    check_environment([*programs, "topics"], ("ROOSTREAM_LOG",), os.environ)
+
+
+def _keys_option(kind: Kind) -> Any:
+    def tell(context: click.Context, option: click.Parameter, asked: bool) -> None:
+        if asked:
+            from command.reference import keys
+
+            click.echo(keys(kind.settings(), f"ROOSTREAM_{kind.name}".upper()))
+            context.exit()
+
+    return click.option(
+        "--keys", is_flag=True, is_eager=True, expose_value=False, callback=tell, help="every key of the TOML, and exit"
+    )
 
 
 def _add_program(kind: Kind) -> None:
     @cli.command(kind.name, help=f"{kind.help}\n\n\b\nExample:\n  roostream {kind.name} --config {kind.name}.toml")
     @click.option("--config", "file", type=click.Path(path_type=Path), required=True, help="TOML; an unknown key is refused")
+    @_keys_option(kind)
     def command(file: Path) -> None:
         config = load(kind.settings(), file, program=kind.name)
         sys.exit(kind.body()(config))
@@ -327,6 +345,17 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
             raise
         raise SetupError("benchmarks are not part of an installed package; run this from a checkout of the source") from None
     sys.exit(run(name, json_file, runs, against))
+
+
+@cli.command()
+def prepare() -> None:
+    """What an installed package needs once on each machine: the jars, our operator's jar, compiled kernels; `make setup` does it.
+
+    \b
+    Example:
+      roostream prepare
+    """
+    sys.exit(importlib.import_module("infra.prepare").main())
 
 
 @cli.command("options")

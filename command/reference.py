@@ -14,7 +14,6 @@ import click
 
 from infra.kinds import KINDS
 from infra.options import ROOT, StackOptions
-from models.build import KINDS as MODEL_KINDS
 from roo import rules, schema
 from runtime.deployment import Deployment
 
@@ -26,7 +25,9 @@ _INTRODUCTION = """\
 
 A program reads one TOML file (`roostream worker --config worker.toml`); what the environment sets goes before it, and flags go
 before that. A key `x_ms` can be written `x = "20s"`, a key `x_bytes`, `x = "64MiB"`. A dot in a key is a TOML table. An unknown
-key, and a value outside its range, are refused with file and line."""
+key, and a value outside its range, are refused with file and line; a variable that sets nothing, with the nearest that does.
+`roostream worker` with `--keys` tells the keys of that program. Passwords: `[kafka_security]` and `redis_password_file`, or
+the environment; on a command line (`--set`) everybody on the machine can read them."""
 _SHARED = "Equal in all programs that belong together. In a variable's name, PROGRAM is the sub-command, in capitals."
 _UNITS: dict[str, tuple[tuple[int, str], ...]] = {
     "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
@@ -62,12 +63,23 @@ def page(cli: click.Group) -> str:
         lines = [
             _flag(p) for p in command.get_params(click.Context(command)) if isinstance(p, click.Option) and "--help" not in p.opts
         ]
-        if lines and not (path in programs and len(lines) == 1):  # --config FILE
+        if lines and not (path in programs and len(lines) == 2):  # --config FILE, --keys
             parts += [f"## roostream {path}", (command.help or "").split("\n")[0], "\n".join((*_HEAD, *lines))]
     return "\n\n".join(parts) + "\n"
 
 
+def keys(settings: type[Any], stem: str) -> str:
+    """Every key of a program's TOML for a terminal: what it is, its variable, and what it is for."""
+    lines = []
+    for o in options(settings):
+        facts = ", ".join(filter(None, (o.kind, o.range, f"default {o.default.strip('*')}")))
+        lines.append(f"{o.key}  ({facts})\n    {o.help}\n    {stem}_{o.key.replace('.', '_').upper()}")
+    return "\n".join(lines)
+
+
 def _files() -> Iterator[tuple[str, str, type[Any]]]:
+    from models.build import KINDS as MODEL_KINDS  # torch: a shard's image has none, and its --keys need none
+
     for name, kind in MODEL_KINDS.items():
         yield f"model: {name}", "`model = FILE` of worker and controller.", kind.config
     named = (("tables", schema.Table), ("ro, nro", schema.Feature), ("label", schema.Label), ("transform", schema.Transform))

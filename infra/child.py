@@ -14,6 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra import pdeath
+from runtime.program import STOP_S
+
+GRACE_S = STOP_S + 5.0
+"""A program of ours that has not ended by then is killed."""
 
 
 def _nothing() -> None:

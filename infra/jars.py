@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import NamedTuple
 from infra.options import ROOT
 from roo.errors import ConfigError, SetupError
 
-BUILD = ROOT / "build"
+BUILD = ROOT / "build" if (ROOT / "pyproject.toml").exists() else Path(sys.prefix) / "share" / "roostream"
+"""In a checkout beside the sources; of an installed package in the environment, which goes as a whole."""
 JARS = BUILD / "jars"
 KAFKA_JARS, CONNECTOR_JARS, COMPILER_JARS = JARS / "kafka", JARS / "flink", JARS / "compiler"
 OPERATOR_JAR = BUILD / "roostream-flink.jar"  # ours, compiled by set-up
@@ -57,6 +59,15 @@ def read_list(path: Path = LIST) -> list[Jar]:
 
 def missing(jars: list[Jar], root: Path = JARS) -> list[Jar]:
     return [j for j in jars if not (j.path(root).exists() and j.path(root).stat().st_size == j.num_bytes)]
+
+
+def require_jars(root: Path = JARS) -> None:
+    """Raises SetupError: the broker's or the connector's jars aren't there."""
+    if absent := missing(read_list(), root):
+        raise SetupError(
+            f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, got none; "
+            "run `make setup` in a checkout, `roostream prepare` where the package is installed"
+        )
 
 
 def fetch_all(

@@ -55,7 +55,6 @@ class Kind:
     run: str  # "module:function": settings → exit code
     own: Callable[[Site], dict[str, Any]]
     stop_rank: StopRank
-    stop_s: float = 10.0
     ready: Callable[[Site], bool] = _is_ready
     needs: Callable[[StackOptions], tuple[str, ...]] = _kafka  # are wanted with it; it waits for them by itself
     after: tuple[str, ...] = ()  # are ready before it is started
@@ -168,7 +167,6 @@ KINDS = (  # in order of starting
         count=lambda options: options.num_shards,
         ready=lambda site: ports.answers(site.at.shards[site.index]),
         stop_rank=StopRank.SHARD,
-        stop_s=15.0,
     ),
     Kind(
         name="controller",
@@ -194,7 +192,6 @@ KINDS = (  # in order of starting
         run="serving.main:run",
         own=_serving,
         stop_rank=StopRank.SERVING,
-        stop_s=25.0,
     ),
     Kind(
         name="features",

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from infra import jars
 from infra.checks import require_disk
 from infra.flink_cluster import pyflink_home
-from infra.jars import COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
+from infra.jars import BUILD, COMPILER_JARS, CONNECTOR_JARS, OPERATOR_JAR, STAMPS, find_java
 from infra.options import ROOT
 from infra.warm import MODULES
 from roo.errors import RoostreamError, SetupError
@@ -34,12 +34,15 @@ def main() -> int:
     """1 disk  2 jars  3 the operator's jar  4 kernels. Each is skipped where what it would make is there; the exit code."""
     console = Console(highlight=False)
     try:
-        require_disk(ROOT, _BYTES_NEEDED, "set-up")
+        require_disk(BUILD, _BYTES_NEEDED, "set-up")
         fetch_jars(console)
         compile_operator(console)
         warm_kernels(console)
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {BUILD} can't be written ({error}); run it as the owner of this environment", file=sys.stderr)
         return 2
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from infra import kinds
-from infra.child import Program
+from infra.child import GRACE_S, Program
 from infra.home import Home
 from infra.kinds import Site
 from infra.options import StackOptions
@@ -62,7 +62,7 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         prepare=prepare,
         ready=lambda: kind.ready(site),
         stop_rank=kind.stop_rank,
-        stop_timeout_s=kind.stop_s,
+        stop_timeout_s=GRACE_S,
         metrics=site.at.metrics.get(site.name),
         restarted=kind.restarted,
         place=site.home.root,

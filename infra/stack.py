@@ -52,7 +52,7 @@ from infra import checks, kafka_broker, kinds, logs, places, programs, redis_ser
 from infra.child import Program
 from infra.flink_cluster import Cluster
 from infra.home import Home
-from infra.jars import find_java, java_home
+from infra.jars import find_java, java_home, require_jars
 from infra.options import ROOT, StackOptions
 from infra.places import Endpoints
 from infra.ports import Ports
@@ -83,6 +83,7 @@ class Stack:
         checks.require_disk(self.home.root)
         checks.require_memory()
         java = find_java(self.options.java)
+        require_jars()
         self.home.make()
         self.home.lock()
         try:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.child import StopRank
+from infra.child import GRACE_S, StopRank
 from infra.home import Home
 from infra.places import Endpoints
 from infra.supervisor import Supervisor
@@ -25,6 +25,8 @@ from runtime.rpc_client import SocketTransport
 log = logging.getLogger("roostream.stack")
 _SAVEPOINT_S = 30.0
 _COMMIT_S = 15.0
+MOST_S = len(StopRank) * GRACE_S + _SAVEPOINT_S + _COMMIT_S
+"""No stop takes longer: one rank after the other, each as long as the slowest of its programs may take."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -15,6 +15,9 @@ from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest, s
 
 log = logging.getLogger("roostream")
 
+STOP_S = 20.0
+"""Within this a program of ours has ended after SIGTERM, whoever of its peers is away; whoever stops it waits a little longer."""
+
 
 class Stop(threading.Event):
     """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""

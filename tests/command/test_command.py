@@ -111,3 +111,23 @@ def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> N
     for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):
         done = subprocess.run((sys.executable, "-c", code), env=given, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == threads
+
+
+def test_a_program_tells_its_keys_with_their_variables() -> None:
+    output = CliRunner().invoke(cli, ["worker", "--keys"]).output
+    assert "batch_requests  (integer, 1..65536, default " in output and "ROOSTREAM_WORKER_BATCH_REQUESTS" in output
+    assert "kafka_security.password  (text, default none)" in output
+
+
+def test_keys_and_version_need_no_package_of_another_program() -> None:
+    code = "import sys; from command.main import main; main()"
+    for arguments in (("shard", "--keys"), ("--version",)):
+        done = subprocess.run((sys.executable, "-X", "importtime", "-c", code, *arguments), capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout
+        assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())
+
+
+def test_a_mistyped_variable_stops_the_command_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOSTREAM_SERVNG_EXPLORATION", "0.5")
+    code, error = roostream("status")
+    assert code == 2 and "error: environment ROOSTREAM_SERVNG_EXPLORATION: expected the name of a program" in error

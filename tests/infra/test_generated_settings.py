@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import tomli_w
 
 from infra import kinds, programs
 from infra import options as stack_options
+from infra.child import GRACE_S
+from infra.flink_cluster import Cluster
 from infra.home import Home
 from infra.options import StackOptions
 from infra.places import Places
 from roo.config import load
 from roo.errors import ConfigError
+from runtime.program import STOP_S
+from serving.config import ServingConfig
+from trainer import worker_program
 
 PLACES = Places(
     kafka=1001,
@@ -80,3 +86,14 @@ def test_services_of_the_users_own_are_used(tmp_path: Path) -> None:
 def test_wrong_options_are_told(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StackOptions(**change)  # type: ignore[arg-type]
+
+
+def test_whoever_stops_a_program_waits_longer_than_it_takes(tmp_path: Path) -> None:
+    assert STOP_S < GRACE_S < 30, "Kubernetes kills after 30 s"
+    fields = {f.name: f.default for f in dataclasses.fields(ServingConfig)}
+    assert fields["stop_ms"] / 1000 <= STOP_S and worker_program.STOP_S <= STOP_S
+    ours = [f"{GRACE_S:g}"] * len(kinds.names(StackOptions()))
+    sites = [programs.site_of(name, Home(tmp_path), StackOptions(), PLACES) for name in kinds.names(StackOptions())]
+    assert [f"{programs.program(site, {}).stop_timeout_s:g}" for site in sites] == ours
+    others = [p.stop_timeout_s for p in Cluster(Home(tmp_path), StackOptions(), tmp_path, 1, 2).programs({}, [3])]
+    assert max(others) <= GRACE_S

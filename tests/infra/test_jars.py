@@ -50,3 +50,8 @@ def test_a_line_of_another_form_is_named(tmp_path: Path) -> None:
     path.write_text("abc 12 group:artifact:1\nabc group:artifact:1\n")
     with pytest.raises(ConfigError, match=r"jars\.sha256:2: expected"):
         jars.read_list(path)
+
+
+def test_what_makes_absent_jars_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="run `make setup` in a checkout, `roostream prepare` where the package is installed"):
+        jars.require_jars(tmp_path)

@@ -1,0 +1,91 @@
+"""The wheel is the application: in an environment of its own it finds all that a checkout has."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"
+PARTS = """
+import json
+from infra import jars, options, prepare
+from roo.schema_file import load_schema
+print(json.dumps({
+    "root": str(options.ROOT),
+    "build": str(jars.BUILD),
+    "jars": len(jars.read_list()),
+    "java": len(list(prepare.JAVA_SOURCES.glob("*.java"))),
+    "schemas": sorted(load_schema(p).name for p in options.DEMO_SCHEMA.parent.glob("*.toml")),
+}))
+"""
+SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "item_id"\nkind = "ids"\ntable = "item"\n' + (
+    '[[label]]\nname = "click"\naction = "click"\n'
+)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a fresh environment with the wheel in it, built of what the project lists. Other packages are those
+    of this environment, so that nothing is fetched."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    skip = shutil.ignore_patterns("__pycache__")
+    for name in {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}:
+        shutil.copytree(ROOT / name, source / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    packages = next((folder / "env").glob("lib/python*/site-packages"))
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(packages)
+    return folder / "env" / "bin" / "python"
+
+
+def ran(python: Path, place: Path, *arguments: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE", "VIRTUAL_ENV"))}
+    environ = {**kept, "NUMBA_DISABLE_JIT": "1"}  # the same code, without a minute of compiling it for one use
+    done = subprocess.run([python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_command_tells_its_version(python: Path, tmp_path: Path) -> None:
+    assert ran(python, tmp_path, "-c", ENTRY, "--version") == f"roostream {PROJECT['project']['version']}\n"
+
+
+def test_what_programs_read_beside_their_code_is_in_it(python: Path, tmp_path: Path) -> None:
+    found = json.loads(ran(python, tmp_path, "-c", PARTS))
+    assert Path(found["root"]).is_relative_to(python.parents[1]), "not of the checkout"
+    assert found["build"] == str(python.parents[1] / "share" / "roostream")
+    assert found["jars"] > 30 and found["java"] == len(list((ROOT / "joiner" / "java").glob("*.java")))
+    assert found["schemas"] == ["demo", "ebnerd"]
+
+
+def test_a_log_is_replayed_in_one_process(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "shop.toml").write_text(SCHEMA)
+    lines = []
+    for i in range(6):
+        request, time_ms = f"r{i}", 1_700_000_000_000 + 60_000 * i
+        candidates = [{"item_id": 10 * i + k, "price": 1.0 + k} for k in range(3)]
+        lines.append({"type": "impression", "request_id": request, "user_id": i + 1, "time": time_ms, "candidates": candidates})
+        click = {"type": "engagement", "request_id": request, "user_id": i + 1, "item_id": 10 * i, "action": "click"}
+        lines.append({**click, "time": time_ms + 1000})
+    (tmp_path / "shop.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replay = ("replay", "jsonl", "--log", "shop.jsonl", "--schema", "shop.toml", "--engine", "local", "--report", "out.json")
+    ran(python, tmp_path, "-c", ENTRY, *replay)
+    assert json.loads((tmp_path / "out.json").read_text())["counts"]["samples"] == 6
