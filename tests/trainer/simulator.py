@@ -1,5 +1,5 @@
 """The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is moved, deaths at
-named moments, and messages that are lost, late or come twice.
+named moments, messages that are lost, late or come twice, and a store that is away now and then.
 
 Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many commands a member does in
 a round, how much is trained between them, and what becomes of a message is drawn; the same seed gives the same run.
@@ -24,7 +24,7 @@ import numpy as np
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import FencedError, RoostreamError, TransportError
+from roo.errors import FencedError, RoostreamError, TransportError, UnavailableError
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
@@ -90,6 +90,27 @@ class Disorder:
         while self.late and self.random.random() < 0.5:
             with contextlib.suppress(RoostreamError):
                 self.late.pop()()
+
+
+class EvenClock(FakeClock):
+    """Every wait takes a tenth of a second: how long a retry waits is drawn where no seed reaches."""
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        return super().sleep(0.1, stop)
+
+
+class ShakyStore(MemoryStore):
+    """A store that now and then can't be read or written for a call, before or after it had its effect; `well` while a test
+    looks."""
+
+    def __init__(self, disorder: Disorder) -> None:
+        super().__init__()
+        self.disorder, self.well = disorder, True
+
+    def _fault(self, method: str, when: str) -> None:
+        super()._fault(method, when)
+        if not self.well and self.disorder.draw("store away"):
+            raise UnavailableError(f"{method}: the store is away")
 
 
 class Wire:
@@ -210,7 +231,7 @@ class Simulation:
             kafka=KAFKA,
             commit_interval_s=commit_interval_s,
         )
-        self.clock, self.store = FakeClock(), MemoryStore()
+        self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.disks: list[Any] = [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.facts.workers)}
         self.controller: WatchedController | None = None
@@ -326,6 +347,7 @@ class Simulation:
 
     def round(self) -> None:
         """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts, workers train."""
+        self.store.well = False
         self.clock.advance(0.25)
         self._revive()
         for who in self.places:
@@ -334,6 +356,7 @@ class Simulation:
         self._guard(self._control)
         for key in self.facts.workers:
             self._train(str(key), 3)
+        self.store.well = True
 
     def run(self, most_rounds: int = 400) -> Simulation:
         for _ in range(most_rounds):

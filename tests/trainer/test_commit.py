@@ -112,6 +112,15 @@ def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
     assert_applied_once(simulation, LIVE_NUMBERS)
 
 
+@pytest.mark.parametrize("seed", range(300, 305))
+def test_g3_a_store_that_is_away_now_and_then_makes_nothing_damaged(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True)
+    simulation.run_as_far_as_kills_go()
+    assert simulation.disorder.drawn["store away"]
+    assert "passing" not in caplog.text and "damaged" not in caplog.text
+    assert simulation.bits() == undisturbed_on_real_shards()
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     runs = [Simulation(samples.records(LIVE_NUMBERS), seed=7).run() for _ in range(2)]
     assert runs[0].disorder.drawn == runs[1].disorder.drawn and runs[0].moments == runs[1].moments
