@@ -11,6 +11,9 @@ from runtime.address import check_addresses, check_listen
 from runtime.deployment import Deployment
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
+MAX_PUBLISH_NORM = 100.0
+"""Longest row that shards publish and readers take, unless settings say otherwise."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardConfig(Deployment):
@@ -31,7 +34,9 @@ class ShardConfig(Deployment):
     max_expired_share: float = setting(
         0.5, "a freeze that would expire more than this share of a stack's rows expires none; 1 = any", above=0, most=1
     )
-    max_publish_norm: float = setting(100.0, "rows with a larger Euclidean norm are not published but counted", above=0)
+    max_publish_norm: float = setting(
+        MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are not published but counted", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +58,7 @@ class ShardIdentity:
     num_partitions: int = DEFAULT_PARTITIONS
     seed: int = 0
     publishing: bool = True
-    max_publish_norm: float = 100.0
+    max_publish_norm: float = MAX_PUBLISH_NORM
 
     @property
     def buckets(self) -> range:

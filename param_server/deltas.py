@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from param_server.index import Keys
-from param_server.kernels import first_non_finite
+from param_server.kernels import publishable
 from param_server.outbox import Delta
 from roo import roo_pb2 as pb
 from roo import wire
@@ -37,7 +37,8 @@ def encode_delta(delta: Delta, schema: int, incarnation: int) -> bytes:
     )
     columns = ((pb.RowDelta.IDS_FIELD_NUMBER, delta.id_M), (pb.RowDelta.ROWS_FIELD_NUMBER, delta.rows_LD))
     packed = fields_of((number, column.tobytes() if column.size else None) for number, column in columns)
-    return wire.encode(wire.ROW_DELTA, before) + packed + behind.SerializeToString(deterministic=True)
+    body = before.SerializeToString(deterministic=True) + packed + behind.SerializeToString(deterministic=True)
+    return wire.framed(wire.ROW_DELTA, body)
 
 
 def encode_barrier(stack: str, bucket: int, incarnation: int, rebootstrap: bool) -> bytes:
@@ -52,12 +53,12 @@ def keys_of(delta: pb.RowDelta) -> Keys:
     return Keys(np.full(len(id_M), delta.table_id, np.uint32), id_M)
 
 
-def columns_of(delta: pb.RowDelta, width: int) -> tuple[Keys, np.ndarray]:
+def columns_of(delta: pb.RowDelta, width: int, max_norm: float) -> tuple[Keys, np.ndarray]:
     """(keys [M], rows float32 [L, D]) of a delta: live ones first.
 
     Raises:
         SchemaError: rows of another width.
-        WireError: `bad_shape` columns that disagree, `non_finite` rows.
+        WireError: `bad_shape` columns that disagree, `bad_number` rows that are not finite or longer than `max_norm`.
     """
     num_live = len(delta.ids) - delta.num_tombstones
     if delta.dim != width:
@@ -67,6 +68,6 @@ def columns_of(delta: pb.RowDelta, width: int) -> tuple[Keys, np.ndarray]:
             "bad_shape", f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} numbers"
         )
     rows_LD = np.fromiter(delta.rows, np.float32, len(delta.rows)).reshape(num_live, delta.dim)
-    if first_non_finite(rows_LD) >= 0:
-        raise WireError("non_finite", f"rows of {delta.stack!r}: expected finite numbers, got a NaN or infinity")
+    if not publishable(rows_LD, max_norm).all():
+        raise WireError("bad_number", f"rows of {delta.stack!r}: expected rows of a norm of at most {max_norm:g}, got others")
     return keys_of(delta), rows_LD

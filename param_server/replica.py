@@ -3,6 +3,8 @@
 A bucket of a stack is the unit of versions: (incarnation, sequence). It comes whole, as it was at one moment, from a shard's
 scan; then every delta moves it on. What is not newer than the bucket is dropped, so that no row ever goes back (G4), whatever
 is read twice or late. Behind a Barrier older incarnations are dropped too: the same topic then brings what they had changed.
+A bucket of which a delta was missed (a number left out, a record that can't be read) is stale until `mend` has read it from its
+shard; it goes on with the rows that are here.
 
 Letters: U keys asked for, D width.
 """
@@ -17,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from param_server import kernels
+from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
 from param_server.held_rows import HeldRows
 from param_server.index import Keys
@@ -57,9 +60,13 @@ class _StackRows(NamedTuple):
 class Replica:
     """One writer, several readers; a reader sees whole rows, and all of one `gather` between two messages."""
 
-    def __init__(self, schema: Schema, seed: int, *, num_buckets: int = DEFAULT_BUCKETS) -> None:
-        self.schema, self.num_buckets = schema, num_buckets
+    def __init__(
+        self, schema: Schema, seed: int, *, num_buckets: int = DEFAULT_BUCKETS, max_norm: float = MAX_PUBLISH_NORM
+    ) -> None:
+        """`max_norm`: of a row in a delta; the shards' `max_publish_norm`."""
+        self.schema, self.num_buckets, self.max_norm = schema, num_buckets, max_norm
         self.needs_bootstrap = True
+        self.stale: set[tuple[str, int]] = set()  # (stack, bucket); of the writer's thread
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0
         self._stacks = {
@@ -88,14 +95,16 @@ class Replica:
 
         Raises:
             SchemaError: it names a stack or width that this schema doesn't have. Nothing was changed.
-            WireError: its columns disagree. Nothing was changed.
+            WireError: its columns disagree, or a row is too long. Nothing was changed.
+
+        After either, and for a record that is no message, `doubt` its bucket.
         """
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
             raise SchemaError(f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema")
         if isinstance(message, pb.Barrier):
             return self._barrier(stack, message)
-        keys, rows_LD = columns_of(message, stack.held.width)
+        keys, rows_LD = columns_of(message, stack.held.width, self.max_norm)
         with self._lock:
             applied = self._is_newer(stack, message)
             if applied:
@@ -116,11 +125,30 @@ class Replica:
             for transport in transports:
                 cursor = 0
                 while cursor >= 0:
-                    header = {"stack": stack, "cursor": cursor, "limit": SCAN_ROWS}
-                    answer, arrays = transport.call("scan", header, timeout_s=timeout_s)
-                    self._take_page(stack, answer["buckets"], Keys(arrays[0], arrays[1]), arrays[2])
-                    cursor = int(answer["cursor"])
+                    cursor = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
         self.needs_bootstrap = False
+
+    def doubt(self, bucket: int) -> None:
+        """A record of this bucket's rows was not applied: it may have brought anything."""
+        if 0 <= bucket < self.num_buckets:
+            self.stale |= {(stack, bucket) for stack in self._stacks}
+        else:
+            self.needs_bootstrap = True
+
+    def mend(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
+        """Take the stale buckets from their shards (all of them, in order), whole and at least as new as what is here.
+
+        **If it fails** (UnavailableError, TransportError): those that came are up to date, the others stale; call again.
+        """
+        for stack, bucket in sorted(self.stale):
+            if (stack, bucket) in self.stale:  # a page may have brought several
+                self._scan(transports[bucket % len(transports)], stack, bucket, 1, timeout_s)
+
+    def _scan(self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float) -> int:
+        header = {"stack": stack, "cursor": cursor, "limit": limit}
+        answer, arrays = transport.call("scan", header, timeout_s=timeout_s)
+        self._take_page(stack, answer["buckets"], Keys(arrays[0], arrays[1]), arrays[2])
+        return int(answer["cursor"])
 
     def _take_page(self, name: str, buckets: Sequence[Sequence[int]], keys: Keys, rows_UD: np.ndarray) -> None:
         stack = self._stacks[name]
@@ -137,15 +165,18 @@ class Replica:
                 stack.put(keys.take(chosen_U), rows_UD[chosen_U])
                 stack.versions[bucket] = (incarnation, sequence)
                 stack.unsettled.pop(bucket, None)
+                self.stale.discard((name, bucket))
                 if settles_at:
                     stack.unsettled[bucket] = (incarnation, settles_at)
 
     def _is_newer(self, stack: _StackRows, delta: pb.RowDelta) -> bool:
-        version = (delta.incarnation, delta.sequence)
+        version, (incarnation, sequence) = (delta.incarnation, delta.sequence), stack.versions[delta.bucket]
         if not delta.more and version >= stack.unsettled.get(delta.bucket, (1 << 64, 0)):
             del stack.unsettled[delta.bucket]
-        if version <= stack.versions[delta.bucket]:
+        if version <= (incarnation, sequence):
             return False
+        if delta.sequence > (sequence + 1 if delta.incarnation == incarnation else 1):
+            self.stale.add((delta.stack, delta.bucket))
         stack.versions[delta.bucket] = version
         return True
 

@@ -1,4 +1,4 @@
-"""Records: a type byte, a version byte, then the protobuf message of `roo.proto`.
+"""Records: a type byte, a version byte, then the protobuf message of `roo.proto`; of rows, a checksum in between (version 2).
 
 Every record on every topic, and in serving's log, is one of these. `decode` never returns half a message: bytes that
 can't be read raise WireError with the reason that the dead letter then carries. `Record` is one as it was consumed.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from roo import roo_pb2 as pb
 from roo.errors import WireError
 
-VERSION = 1
+VERSION, CHECKED_VERSION = 1, 2
 MAX_MESSAGE_BYTES = 4 << 20
 """What topics take, producers send and programs may make, with key and all: one cap from end to end."""
 RECORD_OVERHEAD = 4 << 10
@@ -23,6 +24,10 @@ MAX_WEIGHT = 1e6
 wherever they enter: one value beyond would be all that a model learns from. Kernels are cached with it (wire_fields.py)."""
 
 IMPRESSION, ENGAGEMENT, SAMPLE, CORRECTION, DEAD_LETTER, HEARTBEAT, END_MARKER, ROW_DELTA, BARRIER, PREDICTION = range(1, 11)
+
+CHECKED = (ROW_DELTA, BARRIER)
+"""Types written with a checksum: nobody reads rows twice, so that a wrong one is served until it is pushed again. Version 1 of
+them, without one, is read too."""
 
 TYPES: dict[int, type[Message]] = {
     IMPRESSION: pb.Impression,
@@ -67,8 +72,16 @@ class Record(NamedTuple):
 
 
 def encode(kind: int, message: Message) -> bytes:
-    """`kind` byte, VERSION byte, deterministic protobuf."""
-    return bytes((kind, VERSION)) + message.SerializeToString(deterministic=True)
+    """The record of a message, as deterministic protobuf."""
+    return framed(kind, message.SerializeToString(deterministic=True))
+
+
+def framed(kind: int, body: bytes) -> bytes:
+    """The record whose message has the bytes `body`."""
+    if kind in CHECKED:
+        head = bytes((kind, CHECKED_VERSION))
+        return head + xxhash.xxh3_64_digest(head + body) + body
+    return bytes((kind, VERSION)) + body
 
 
 def kind_of(record: bytes) -> int:
@@ -85,11 +98,17 @@ def decode(record: bytes | None) -> tuple[int, Message]:
     if record is None or len(record) < 2:
         raise WireError("undecodable", f"expected a record of 2 bytes or more, got {0 if record is None else len(record)}")
     kind = record[0]
-    if kind not in TYPES or record[1] != VERSION:
+    checked = kind in CHECKED and record[1] == CHECKED_VERSION
+    if kind not in TYPES or not (record[1] == VERSION or checked):
         raise WireError("unknown_type", f"expected type 1..{len(TYPES)} version {VERSION}, got type {kind} version {record[1]}")
+    body = record[10:] if checked else record[2:]
+    if checked and xxhash.xxh3_64_digest(record[:2] + body) != record[2:10]:
+        raise WireError(
+            "undecodable", f"expected bytes with the checksum {record[2:10].hex()}, got others: the record is damaged"
+        )
     message = TYPES[kind]()
     try:
-        message.ParseFromString(record[2:])
+        message.ParseFromString(body)
     except DecodeError as error:
         raise WireError("undecodable", f"expected a {message.DESCRIPTOR.name}: {error}") from None
     return kind, message

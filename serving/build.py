@@ -205,6 +205,7 @@ def serving_exports(process: Process) -> Exports:
             "replica_applied": rows.num_applied,
             "replica_refused": rows.num_refused,
             "replica_bootstraps": rows.num_bootstraps,
+            "replica_mended": rows.num_mended,
             "version_swaps": process.parts.service.versions.num_swaps,
         }
 

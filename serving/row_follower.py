@@ -3,7 +3,8 @@
 1 Note where the topic ends.
 2 Stream all rows from the shards into the replica.
 3 Apply the topic from the noted place on. What the shards' answers already held is not newer, and the replica drops it.
-4 When deltas alone can't keep the replica up to date (a barrier says so, or the topic no longer has the next place): from 1
+4 A bucket of which a record was missed or refused is read from its shard again, beside the topic.
+5 When deltas alone can't keep the replica up to date (a barrier says so, or the topic no longer has the next place): from 1
   again. Requests go on with the rows that are here; a row never goes back to an older version (G4).
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ from runtime.transport import Transport
 log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
+MEND_EVERY_S = 5.0
 _POLL_RECORDS = 500
 
 
@@ -48,6 +50,16 @@ class RowReplica(Protocol):
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
         """All rows of all shards. UnavailableError: call again."""
+
+    @property
+    def stale(self) -> Collection[Any]:
+        """Buckets of which a record was missed."""
+
+    def doubt(self, bucket: int) -> None:
+        """A record of this bucket was refused."""
+
+    def mend(self, transports: Sequence[Transport]) -> None:
+        """The stale buckets from their shards. UnavailableError, TransportError: call again."""
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
@@ -70,8 +82,9 @@ class RowFollower:
     ) -> None:
         self.replica, self.topic, self.shards, self.observe, self.clock = replica, topic, shards, observe, clock
         self.ready = False  # True from the first complete bootstrap on
-        self.num_applied = self.num_refused = self.num_bootstraps = 0
+        self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
         self._backoff = Backoff(what="rows of the shards", clock=clock)
+        self._mend_at_s = 0.0
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
@@ -95,19 +108,31 @@ class RowFollower:
         return sum(at.records for at in behind.values()) if behind else None
 
     def step(self) -> int:
-        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RecordsGoneError (step 4)."""
+        """Apply what the topic has, or wait POLL_S; how many records there were. Raises RecordsGoneError (step 5)."""
         records = self.topic.poll(_POLL_RECORDS, POLL_S)
         for record in records:
             self._take(record)
         if self.replica.needs_bootstrap:
             raise RecordsGoneError("deltas alone can't bring the replica up to date any more")
+        if self.replica.stale and self.clock.monotonic_s() >= self._mend_at_s:
+            self._mend()
         return len(records)
+
+    def _mend(self) -> None:
+        """Step 4, at most once in MEND_EVERY_S, whatever comes."""
+        self._mend_at_s, missed = self.clock.monotonic_s() + MEND_EVERY_S, len(self.replica.stale)
+        try:
+            self.replica.mend(self.shards)
+            self.num_mended += missed
+            log.warning("%d buckets of rows were read from their shards again: records of them were missed", missed)
+        except UnavailableError as error:
+            log.warning("%d buckets of rows are stale, records of them were missed: %s", missed, error)
 
     def _follow(self, stop: threading.Event) -> None:
         try:
             while not stop.is_set():
                 self.step()
-        except RecordsGoneError as error:  # step 4
+        except RecordsGoneError as error:  # step 5
             log.warning("rows are read from the shards again: %s", error)
 
     def _take(self, record: Record) -> None:
@@ -119,6 +144,7 @@ class RowFollower:
         except RoostreamError as error:
             self.num_refused += 1
             log.error("rows record at %d/%d refused: %s", record.partition, record.offset, error)
+            self.replica.doubt(int.from_bytes(record.key or b"\xff" * 8, "little"))
             return
         self.num_applied += applied
         if applied and kind == wire.ROW_DELTA:

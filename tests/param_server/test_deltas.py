@@ -53,7 +53,7 @@ def test_a_delta_has_the_bytes_of_its_message(one: Delta) -> None:
     assert record == wire.encode(wire.ROW_DELTA, message)
     _, read = wire.decode(record)
     assert isinstance(read, pb.RowDelta)
-    keys, rows_LD = columns_of(read, one.rows_LD.shape[1])
+    keys, rows_LD = columns_of(read, one.rows_LD.shape[1], 1e9)
     assert (keys.id_U == one.id_M).all() and (keys.table_U == one.table).all() and rows_LD.tobytes() == one.rows_LD.tobytes()
 
 
@@ -78,14 +78,25 @@ def test_columns_that_disagree_are_refused(change: dict[str, int], error: type[E
     for name, value in change.items():
         setattr(read, name, value)
     with pytest.raises(error, match=message):
-        columns_of(read, 3)
+        columns_of(read, 3, 100.0)
 
 
-def test_rows_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, 101.0, -1.37e37])
+def test_rows_that_no_shard_publishes_are_refused(value: float) -> None:
     one = delta(2, 0)
-    one.rows_LD[1, 1] = np.nan
+    one.rows_LD[1, 1] = value
     _, read = wire.decode(encode_delta(one, 1, 1))
     assert isinstance(read, pb.RowDelta)
-    with pytest.raises(WireError, match="expected finite numbers") as caught:
-        columns_of(read, 3)
-    assert caught.value.reason == "non_finite"
+    with pytest.raises(WireError, match="expected rows of a norm of at most 100") as caught:
+        columns_of(read, 3, 100.0)
+    assert caught.value.reason == "bad_number"
+
+
+def test_g5_every_flipped_bit_of_a_delta_or_barrier_is_noticed() -> None:
+    for record in (encode_delta(delta(1, 1), 11, 2), encode_barrier("d2-adagrad", 5, 2, True)):
+        for bit in range(8 * len(record)):
+            damaged = bytearray(record)
+            damaged[bit // 8] ^= 1 << bit % 8
+            if damaged[:2] != bytes((record[0], wire.VERSION)):  # two bits of the version byte at once make the version before
+                with pytest.raises(WireError):
+                    wire.decode(bytes(damaged))

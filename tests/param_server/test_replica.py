@@ -95,6 +95,31 @@ def test_g4_behind_a_barrier_older_incarnations_are_dropped() -> None:
     assert replica.apply(barrier(2)) and replica.apply(delta(1, 7.0, incarnation=2)) and item_1(replica) == 7.0
 
 
+def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
+    """Whether the item's bucket is, once these were read after delta 1 of incarnation 1."""
+    replica = Replica(small_schema(), 0)
+    for message in (delta(1, 1.0), *messages):
+        replica.apply(message)
+    assert replica.stale <= {(ADAGRAD, BUCKET)}
+    return bool(replica.stale)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([delta(2, 2.0), delta(3, 3.0)], False),
+        ([delta(1, 2.0)], False),
+        ([delta(3, 3.0)], True),
+        ([delta(3, 3.0), delta(2, 2.0)], True),
+        ([barrier(2), delta(1, 2.0, incarnation=2)], False),
+        ([barrier(2), delta(2, 2.0, incarnation=2)], True),
+        ([delta(2, 2.0, incarnation=2)], True),
+    ],
+)
+def test_a_number_that_was_left_out_makes_its_bucket_stale(messages: list[pb.RowDelta | pb.Barrier], expected: bool) -> None:
+    assert stale(*messages) is expected
+
+
 def test_other_buckets_are_not_touched_by_a_version() -> None:
     replica = Replica(small_schema(), 0)
     other = next(i for i in range(2, 999) if bucket_of(i, table_id(ITEM), 64) != BUCKET)
@@ -111,6 +136,7 @@ def test_other_buckets_are_not_touched_by_a_version() -> None:
         (delta(1, 1.0, rows=[1.0] * 5), WireError),
         (delta(1, 1.0, num_tombstones=2), WireError),
         (delta(1, 1.0, rows=[1.0, float("nan"), 1.0, 1.0]), WireError),
+        (delta(1, 51.0), WireError),
     ],
 )
 def test_a_delta_that_doesn_t_fit_changes_nothing(message: pb.RowDelta, error: type[Exception]) -> None:
@@ -207,6 +233,45 @@ def test_a_bootstrap_replaces_what_a_shard_has_no_more() -> None:
     assert replica.num_rows == 0 and item_1(replica) == -1.0
 
 
+def test_g4_stale_buckets_are_mended_by_their_shards_and_only_they() -> None:
+    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    topic = InMemoryRows()
+    publishers = [Publisher(shard, topic, FakeClock()) for shard in shards]
+    follower, transports = Follower(topic), [transport_to(shard) for shard in shards]
+    follower.bootstrap(*shards)
+    lookup = lookup_of({ITEM: range(40)})
+    client = Client(small_schema(), transports, worker=0)
+    client.set_incarnation(1)
+    for n in range(3):
+        client.push(lookup, gradients_of(lookup, 1.0 + n), step=0, time_ms=0)
+        for publisher in publishers:
+            publisher.turn(GO)
+        if n == 1:
+            for partition, values in enumerate(topic.values):
+                follower.at[partition] = len(values)  # a round that nobody gets
+        follower.catch_up(*shards)
+    buckets = {(ADAGRAD, bucket_of(i, table_id(ITEM), 64)) for i in range(40)}
+    assert follower.replica.stale == buckets and follower.num_bootstraps == 1
+    follower.replica.mend(transports)
+    assert not follower.replica.stale
+    assert follower.replica.gather(lookup)[ADAGRAD].tobytes() == client.pull(lookup)[ADAGRAD].tobytes()
+    client.close()
+
+
+def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() -> None:
+    replica = Replica(small_schema(), 0)
+    replica.bootstrap([transport_to(begun())])
+    replica.doubt(BUCKET)
+    assert replica.stale == {(stack, BUCKET) for stack in small_schema().stacks} and not replica.needs_bootstrap
+    with pytest.raises(UnavailableError):
+        replica.mend([transport_to(make_shard())])
+    assert replica.stale, "until it is mended"
+    replica.bootstrap([transport_to(begun())])
+    assert not replica.stale, "a bootstrap has all of them"
+    replica.doubt(64)
+    assert replica.needs_bootstrap
+
+
 def test_a_shard_that_is_behind_is_not_believed() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0, incarnation=7))
@@ -260,7 +325,7 @@ def test_rows_that_have_been_published_since_need_no_second_bootstrap() -> None:
 
 
 def test_readers_see_whole_rows_while_they_change() -> None:
-    replica = Replica(small_schema(), 0)
+    replica = Replica(small_schema(), 0, max_norm=1e9)
     replica.apply(delta(1, 1.0))
     stop, torn = threading.Event(), []
 

@@ -83,8 +83,9 @@ class FakeRowTopic(MemoryReader):
         self.on_poll: Callable[[], object] = lambda: None
         self.on_outage: Callable[[], object] = lambda: None
 
-    def add(self, value: bytes) -> None:
-        self.append([Record(*self.PARTITION, super().end_offsets()[self.PARTITION], 0, None, value)])
+    def add(self, value: bytes, bucket: int | None = None) -> None:
+        key = None if bucket is None else bucket.to_bytes(8, "little")
+        self.append([Record(*self.PARTITION, super().end_offsets()[self.PARTITION], 0, key, value)])
 
     def end_offsets(self) -> Progress:
         if self.outages:

@@ -122,13 +122,37 @@ def test_freshness_is_observed_when_a_delta_becomes_servable() -> None:
     [b"", b"\x63\x01", wire.encode(wire.HEARTBEAT, pb.Heartbeat()), delta(8, float("nan"), 2), delta(8, 1, 2)[:-3]],
     ids=["empty", "unknown type", "not for rows", "not finite", "cut"],
 )
-def test_g5_a_bad_record_is_counted_and_the_partition_moves_on(value: bytes) -> None:
+def test_g5_a_bad_record_is_counted_and_its_bucket_read_from_the_shard(value: bytes) -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
-    stage.topic.add(value)
+    stage.topic.add(value, bucket_of(8, ITEM.id, DEFAULT_BUCKETS))
     stage.topic.add(delta(8, 0.75, 3))
+    stage.shard.rows, stage.shard.version = {8: 0.875}, (1, 4)
     stage.follower.step()
-    assert stage.follower.num_refused == 1 and stage.value(8).tolist() == [0.75] * 4
+    assert stage.follower.num_refused == 1 and stage.value(8).tolist() == [0.875] * 4 and not stage.replica.stale
+
+
+def test_a_bad_record_of_nobody_knows_which_bucket_reads_all_rows_again() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.follower.bootstrap()
+    stage.topic.add(b"")
+    with pytest.raises(RecordsGoneError):
+        stage.follower.step()
+
+
+def test_a_shard_that_is_away_is_asked_for_a_stale_bucket_again_after_a_while() -> None:
+    stage = Stage(Shard({8: 0.5}, version=(1, 0)))
+    stage.follower.bootstrap()
+    stage.topic.add(delta(8, 0.75, 2))
+    scans = stage.shard.num_scans
+    stage.follower.step()
+    assert stage.replica.stale and stage.shard.num_scans == scans + 1, "it has less than is here"
+    stage.follower.step()
+    assert stage.shard.num_scans == scans + 1, "not at once"
+    stage.shard.version = (1, 2)
+    stage.clock.advance(5)
+    stage.follower.step()
+    assert not stage.replica.stale and stage.value(8).tolist() == [0.5] * 4 and stage.follower.num_mended == 1
 
 
 def test_a_barrier_that_says_so_reads_all_rows_again_while_requests_go_on() -> None:
