@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from command.replay.cli import Duration, check, replay
+from infra.kept_options import kept
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import DEFAULT_HOME, StackOptions, demo
 from roo.config import check_environment, load
@@ -24,6 +26,9 @@ from roo.errors import ConfigError, RoostreamError, SetupError
 home_option = click.option(
     "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
 )
+
+
+_ALWAYS = ("ports", "sets", "schema")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,8 +92,10 @@ def stack_options(command: Any) -> Any:
     return command
 
 
-def build_options(ports: tuple[str, ...], sets: tuple[str, ...], schema: Path | None, **plain: Any) -> StackOptions:
-    """`demo()` with what the command line changes.
+def build_options(
+    ports: tuple[str, ...], sets: tuple[str, ...], schema: Path | None, base: StackOptions | None = None, **plain: Any
+) -> StackOptions:
+    """`base`, or `demo()`, with what the command line changes.
 
     Raises:
         ConfigError: an option of another form, or a schema that can't be read.
@@ -101,7 +108,7 @@ def build_options(ports: tuple[str, ...], sets: tuple[str, ...], schema: Path | 
             raise ConfigError(f"{schema}: no such file; expected a schema TOML")
         load_schema(schema)  # refused here rather than by each program
         plain["schema"] = schema
-    base = demo()
+    base = base or demo()
     merged = {k: dict(v) for k, v in base.overrides.items()}
     for program, table in overrides(sets).items():
         merged.setdefault(program, {}).update(table)
@@ -130,7 +137,7 @@ def demo_command(home: Path, seconds: float | None, rate: float, **options: Any)
 @click.option("--foreground", is_flag=True, help="stay, and stop everything on Ctrl-C")
 @click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until all is ready")
 def up(home: Path, foreground: bool, wait_s: float, **options: Any) -> None:
-    """Start a stack without traffic, in the background.
+    """Start a stack without traffic, in the background. In a home that a replay has kept, with the replay's own settings.
 
     \b
     Example:
@@ -138,7 +145,11 @@ def up(home: Path, foreground: bool, wait_s: float, **options: Any) -> None:
     """
     from command import control
 
-    chosen = build_options(**options)
+    base = kept(home)
+    if base is not None:  # what isn't said is as it was
+        said = click.get_current_context().get_parameter_source
+        options = {name: value for name, value in options.items() if name in _ALWAYS or said(name) is not ParameterSource.DEFAULT}
+    chosen = build_options(**options, base=base)
     sys.exit(control.serve(home, chosen) if foreground else control.start_detached(home, sys.argv[1:], wait_s))
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import tempfile
 import time
@@ -24,10 +25,11 @@ import tomli_w
 from confluent_kafka import KafkaException
 
 from command.auditor import Auditor
-from command.replay.choices import choices_of
+from command.replay.choices import choices_of, joiner_settings
 from command.replay.findings import Findings
 from command.replay.stage import Outcome, Stage, Training
 from command.scrape import fetch
+from infra.kept_options import keep
 from infra.options import StackOptions
 from infra.stack import Stack
 from roo.errors import UnavailableError
@@ -58,7 +60,10 @@ def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(_PROGRAMS)  # 1
         stack.wait_ready("kafka", timeout_s=60)
-        return _Replay(config, schema, stack, stage, stop).run(records)
+        outcome = _Replay(config, schema, stack, stage, stop).run(records)
+        if config.home:
+            keep(stack.home.root, kept_options(config, stack.options, stack.home.root))
+        return outcome
 
 
 def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
@@ -81,6 +86,17 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
         seed=config.seed,
         overrides=overrides,
     )
+
+
+def kept_options(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
+    """What `up` is to go on with in this home: the same schema (a copy), shards, window and model, but live bounds of state and
+    no end of learning. Its topics keep everything, since histories and counters are made anew from them at each start."""
+    schema = home / "schema.toml"
+    schema.write_bytes(options.schema.read_bytes())
+    choices, flags = choices_of(config), joiner_settings(config)
+    joiner = {k: v for k, v in choices.joiner.items() if k in ("window_ms", "lateness_ms") or v != flags.get(k)}
+    worker = {k: v for k, v in options.overrides["worker"].items() if k != "freeze_at_ms"}
+    return dataclasses.replace(options, schema=schema, overrides={**choices.others, "joiner": joiner, "worker": worker})
 
 
 def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:

@@ -125,7 +125,7 @@ def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
     assert isinstance(first, pb.Impression)
     nro = decode_block(schema, "nro", first.nro, 3)
     assert nro["price"][:2].tolist() == [80.0, 5.0] and np.isnan(nro["price"][2])
-    assert [np.array(ids, np.int64).view(np.uint64).tolist() for ids in nro["item"]] == [[i] for i in first.item_ids]
+    assert [np.array(ids, np.int64).view(np.uint64).tolist() for ids in nro["article"]] == [[i] for i in first.item_ids]
 
 
 def test_lines_with_features_that_do_not_fit_are_told_or_skipped(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from command.replay.choices import joiner_settings
 from command.replay.run import run
-from command.replay.through_stack import stack_options
+from command.replay.through_stack import kept_options, stack_options
 from joiner.config import JoinerConfig
 from traffic import jsonl
 from traffic.config import ReplayConfig
@@ -46,6 +46,17 @@ def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
     overrides = stack_options(chosen, tmp_path / "home").overrides
     assert Path(overrides["worker"]["model"]).read_text() == "width = 32\n"
     assert overrides["shard"] == {"publish_interval_ms": 1000} and overrides["controller"] == {"commit_interval_ms": 5000}
+
+
+def test_a_kept_home_goes_on_with_the_same_but_live_bounds(tmp_path: Path) -> None:
+    chosen = config(tmp_path, window_ms=60_000, freeze_weights_at="2024-05-01", seed=3, num_shards=1, set=("joiner.linger=1s",))
+    home = tmp_path / "home"
+    home.mkdir()
+    found = kept_options(chosen, stack_options(chosen, home), home)
+    assert found.schema == home / "schema.toml" and found.schema.read_text() == (tmp_path / "shop.toml").read_text()
+    assert found.overrides["joiner"] == {"window_ms": 60_000, "lateness_ms": 2000, "linger_ms": 1000}
+    assert found.overrides["worker"] == {"threads": 1, "model": "", "seed": 3}
+    assert (found.replay, found.num_shards, found.seed) == (True, 1, 3)
 
 
 @pytest.mark.e2e
