@@ -37,7 +37,7 @@ from trainer.worker import Worker
 
 log = logging.getLogger("roostream.worker")
 
-STOP_S = 8.0  # for everything after SIGTERM; supervisors kill after 10 (infra/kinds.py)
+STOP_S = 8.0  # for everything after SIGTERM, below runtime.program.STOP_S: a commit that has not come by then won't
 _CLOSING_S = 3.0  # of it, kept for what comes behind the last commit
 _LEAST_CLOSING_S = 1.5  # where the last commit has begun
 _RESEND_S = 1.0  # to a shard that doesn't answer; longer outages are the controller's to mend
