@@ -1,6 +1,6 @@
 """A shard process: rows behind a port, led by the controller, followed by readers of `rows`.
 
-Start: 1 schema, kernels, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
+Start: 1 schema, probes, kernels, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
 Stop:  1 the member (a command in hand may end)  2 calls in hand  3 the publisher  4 segments
 """
 
@@ -64,6 +64,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
+        at = metrics.serve(config, health)  # before kernels, which the first start of all compiles for a minute
         warm()
         blobs.open()
         opened.callback(blobs.close)
@@ -75,8 +76,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         opened.callback(exported.unregister)
         exported.register()
         opened.callback(REGISTRY.unregister, latency)
-        REGISTRY.register(latency)
-        at = metrics.serve(config, health)  # 3
+        REGISTRY.register(latency)  # 3
         if publisher and topic:
             opened.callback(topic.close)
             opened.callback(crew.join, _JOIN_S)

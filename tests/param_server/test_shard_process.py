@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -235,3 +236,33 @@ def test_a_wrong_setting_ends_in_one_sentence(
     assert shard.process is not None and shard.process.wait(60) == 2
     text = shard.log.read_text()
     assert message in text and "Traceback" not in text
+
+
+def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(tmp_path: Path) -> None:
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (tmp_path / "shard.toml").write_text(
+        f'schema = "{tmp_path}/schema.toml"\nstore = "{tmp_path}/store"\nhome = "{tmp_path}/home"\n'
+        f'controller = "127.0.0.1:1"\nmetrics_port = {port}\n'
+    )
+    slow = f"import time, param_server.main as m; m.warm = lambda: time.sleep(600); {START}"
+    with subprocess.Popen([sys.executable, "-c", slow, "shard", "--config", str(tmp_path / "shard.toml")]) as process:
+        try:
+            deadline_s = time.monotonic() + 60
+            while status_of(port, "livez") == 0 and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+            assert (status_of(port, "livez"), status_of(port, "readyz")) == (200, 503)
+        finally:
+            process.kill()
+
+
+def status_of(port: int, path: str) -> int:
+    """0 = nothing answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
