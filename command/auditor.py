@@ -64,7 +64,8 @@ class Auditor:
         self._on_record = on_record
         self._clock = clock or SystemClock()
         self._reader: RecordReader | None = None
-        self._num_lost = 0
+        self._num_lost = self._lost_before = 0  # by this reader; before it
+        self.begins_anew = False  # what was counted is of no use: the next `poll` reads everything
         self._goal: Progress = {}  # the ends that were there at the start, of partitions that have not passed them
         self._has_goal = False
 
@@ -79,6 +80,8 @@ class Auditor:
         reader = self._reader or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:
+            if self.begins_anew:
+                self._begin(reader)
             records = self._next(reader)
             for record in records:
                 self._add(record)
@@ -89,10 +92,13 @@ class Auditor:
 
     def open_with(self, reader: RecordReader, saved: Saved | None = None) -> RecordReader:
         """Use this reader, from what was `saved` or its beginning; `poll` opens one otherwise. UnavailableError as `poll`."""
+        if saved is not None:
+            self.accounts.load(saved.numbers, saved.arrays)
+        self._num_lost = reader.num_lost
+        self._lost_before = self.accounts.sums().lost_records - reader.num_lost
         if saved is None:
             self._begin(reader)
         else:
-            self.accounts.load(saved.numbers, saved.arrays)
             reader.seek(saved.progress)
         self._reader = reader
         self._look(reader)
@@ -112,8 +118,8 @@ class Auditor:
         return self.accounts.sums(ended=ended)
 
     def saved(self, topics: dict[str, str]) -> Saved:
-        """What `open_with` goes on from; `topics` as `Saved` has them."""
-        assert self._reader is not None, "nothing was read yet"
+        """What `open_with` goes on from; `topics` as `Saved` has them. Not while it `begins_anew`."""
+        assert self._reader is not None and not self.begins_anew, "nothing was read yet"
         numbers, arrays = self.accounts.dump()
         return Saved(numbers=numbers, arrays=arrays, progress=self._reader.positions(), topics=topics)
 
@@ -139,7 +145,8 @@ class Auditor:
             raise
 
     def _begin(self, reader: RecordReader) -> None:
-        """New accounts, from the oldest records (2)."""
+        """New accounts, from the oldest records (2). **If it fails** (UnavailableError), the next `poll` tries again first."""
+        self.begins_anew = True
         reader.seek({})
         starts, ends, since_ms = reader.positions(), reader.end_offsets(), 0
         for p, at in starts.items():
@@ -149,10 +156,9 @@ class Auditor:
                 since_ms = max(since_ms, oldest_ms + self.accounts.settle_ms)
         if since_ms:
             reader.seek(starts)
-        lost = self.accounts.sums().lost_records
         self.accounts = Accounts(settle_ms=self.accounts.settle_ms, horizon_ms=self._horizon_ms, since_ms=since_ms)
-        self.accounts.lose(lost)
-        self._goal, self._has_goal = {}, False
+        self.accounts.lose(self._lost_before + reader.num_lost)
+        self._goal, self._has_goal, self.begins_anew = {}, False, False
 
     def _next(self, reader: RecordReader) -> list[Record]:
         if self.accounts.num_waiting < self.most_waiting:
@@ -165,7 +171,6 @@ class Auditor:
         if lost := reader.num_lost - self._num_lost:
             self._num_lost = reader.num_lost
             log.error("%d records were deleted before the auditor read them: it begins anew with what is left", lost)
-            self.accounts.lose(lost)
             self._begin(reader)
             return
         lags = reader.lag() if not self.is_current() else {}

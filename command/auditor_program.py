@@ -26,6 +26,7 @@ from runtime.program import Stop
 
 log = logging.getLogger("roostream.auditor")
 _POLL_S = 1.0
+_SHOW_EVERY_S = 1.0
 _LAST_POLL_S = 2.0
 
 
@@ -42,6 +43,7 @@ class Books:
         self.home = Path(config.home)
         self.shown: dict[str, Any] = {}
         self._saved_s = time.monotonic()
+        self._shown_s = 0.0
         self._told = False
 
     def open(self) -> None:
@@ -57,16 +59,24 @@ class Books:
     def turn(self, budget_s: float) -> None:
         """Steps 2 and 3."""
         self.auditor.poll(budget_s)
+        if time.monotonic() - self._shown_s >= _SHOW_EVERY_S:
+            self.show()
+        if time.monotonic() - self._saved_s >= self.config.save_interval_ms / 1000:
+            self.save()
+
+    def show(self) -> None:
+        """Tell the sums as they are now."""
+        self._shown_s = time.monotonic()
         self.shown = sums.gauges(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
         if not self._told and self.auditor.is_current():
             self._told = True
             log.info("everything that was there at the start has been added up")
-        if time.monotonic() - self._saved_s >= self.config.save_interval_ms / 1000:
-            self.save()
 
     def save(self) -> None:
         """Sums that can't be saved are read anew by the next run."""
         self._saved_s = time.monotonic()
+        if self.auditor.begins_anew:
+            return
         try:
             audit_file.write(self.home, self.auditor.saved(self.topics))
         except (OSError, UnavailableError) as error:
@@ -74,7 +84,8 @@ class Books:
 
     def close(self) -> None:
         """Read what is left, for a moment, and save."""
-        self.turn(_LAST_POLL_S)
+        self.auditor.poll(_LAST_POLL_S)
+        self.show()
         self.save()
 
 

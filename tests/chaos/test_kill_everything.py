@@ -11,7 +11,19 @@ from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, kill_and_
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
-VICTIMS = ("shard-0", "shard-1", "worker", "controller", "serving", "features", "redis", "flink-tm-0", "flink-jm", "kafka")
+VICTIMS = (
+    "shard-0",
+    "shard-1",
+    "worker",
+    "controller",
+    "serving",
+    "features",
+    "auditor",
+    "redis",
+    "flink-tm-0",
+    "flink-jm",
+    "kafka",
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.kafka.broker import Broker
 from runtime.kafka.record_reader import MemoryReader, PartitionLag, RecordReader
-from runtime.kafka.topics import Partition, all_partitions
+from runtime.kafka.topics import Partition, Progress, all_partitions
 
 SEEN = [("impressions", 0), ("impressions", 1), ("engagements", 1)]
 
@@ -203,6 +203,36 @@ def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.Log
     sums = a.sums(ended=True)
     assert sums.lost_records == 40 and "40 records were deleted" in caplog.text
     assert sums.accounted and sums.requests == sums.samples == 110 - 51 and a.is_current()
+
+
+def test_an_outage_while_it_begins_anew_counts_nothing_twice(tmp_path: Path) -> None:
+    class Fragile(MemoryReader):
+        fails = False
+
+        def end_offsets(self) -> Progress:
+            if self.fails:
+                raise UnavailableError("injected")
+            return super().end_offsets()
+
+    reader = Fragile(ALL, traffic(0, 10))
+    a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
+    a.open_with(reader)
+    a.poll()
+    reader.append(traffic(10, 100, start=10))
+    reader.trim(("impressions", 1), 50)
+    reader.fails = True
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="injected"):
+            a.poll()
+        assert a.begins_anew
+    reader.fails = False
+    a.poll()
+    sums = a.sums(ended=True)
+    assert (sums.lost_records, sums.accounted, sums.requests, sums.samples) == (40, True, 59, 59)
+    audit_file.write(tmp_path, a.saved(TOPICS))
+    b = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
+    b.open_with(reader, audit_file.read(tmp_path, TOPICS))
+    assert b.sums().lost_records == 40
 
 
 def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None:
