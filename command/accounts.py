@@ -26,7 +26,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.ids import MASK64, key_bytes, sample_id
 from roo.wire import Record
-from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, IMPRESSIONS, PREDICTIONS, SAMPLES, Partition
+from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, EVENTS, IMPRESSIONS, PREDICTIONS, SAMPLES, Partition
 
 At: TypeAlias = tuple[int, int]
 """Partition and offset of a sample."""
@@ -241,6 +241,8 @@ class Accounts:
         limit_ms = (1 << 62) if ended else self.closed_until_ms - self.settle_ms
         ledgers = [self.events, self.requests, self.bad, *([self.bad_samples] if ended else [])]
         overdue = sum(ledger.num_overdue(limit_ms) for ledger in ledgers)
+        newest_ms = max((time_ms for at, time_ms in self._newest_ms.items() if at[0] in EVENTS), default=0)
+        late = sum(ledger.num_pending(newest_ms - self.settle_ms) for ledger in (self.events, self.requests, self.bad))
         count, events = self._count, self.events
         return Sums(
             requests=count["requests"],
@@ -263,6 +265,7 @@ class Accounts:
             unreadable=dict(self._unreadable),
             unknown=len(events.unknown) + len(self.requests.unknown),
             overdue=overdue,
+            late=late,
             predicted=count["predicted"],
             unpredicted=len(self.untrained) + count["never_predicted"],
             untrained_by=dict(self._untrained_by),

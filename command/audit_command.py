@@ -38,7 +38,7 @@ class Topics:
 
 def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     """`topics` of a Kafka that runs; None: those of the stack in `home`, whose broker is started for it if it is stopped. 0, or
-    1 if something is not accounted for.
+    1 if something is not accounted for, or not yet.
 
     Raises:
         SetupError: there is no such home, or nothing in it.
@@ -46,13 +46,12 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
+    told = {"state": state_of(sums, True, 0), **dataclasses.asdict(sums)}
     if as_json:
-        print(json.dumps(dataclasses.asdict(sums), indent=2))
+        print(json.dumps(told, indent=2))
     else:
-        Console().print(
-            table.render_rows(table.book_rows({"state": state_of(sums, True, 0), **dataclasses.asdict(sums)}), "Audit")
-        )
-    return 0 if sums.accounted else 1
+        Console().print(table.render_rows(table.book_rows(told), "Audit"))
+    return 0 if told["state"] == "yes" else 1
 
 
 def read_all(topics: Topics) -> Sums:

@@ -63,10 +63,14 @@ class Ledger:
         """Whether an outcome of `id_`, an event of `time_ms`, may belong to what was forgotten."""
         return time_ms < self.floor_ms and not self.bits(id_)
 
+    def num_pending(self, limit_ms: int) -> int:
+        """What waits since before `limit_ms`."""
+        return sum(times[0] < limit_ms for times in self.pending.values())
+
     def num_overdue(self, limit_ms: int) -> int:
-        """What was given up, and what waits since before `limit_ms`."""
-        pending = sum(times[0] < limit_ms for times in self.pending.values())
-        return self.lost + self.invented + pending + sum(time_ms < limit_ms for time_ms in self.unknown.values())
+        """What was given up, and what waits since before `limit_ms`, seen or not."""
+        unknown = sum(time_ms < limit_ms for time_ms in self.unknown.values())
+        return self.lost + self.invented + self.num_pending(limit_ms) + unknown
 
     def _recount(self, id_: int, before: int, after: int, time_ms: int) -> None:
         old, new = self._outcome(before), self._outcome(after)

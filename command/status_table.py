@@ -165,9 +165,12 @@ def _g1(sums: Mapping[str, Any]) -> str:
     parts = " + ".join(f"{sums[k]:,} {word}" for k, word in words.items() if sums[k] or k != "only_repeated")
     events = f"{sums['engagements']:,} engagements = {parts} + {sums['pending']:,} pending"
     requests = f"{sums['requests']:,} requests: {sums['samples']:,} samples, {sums['dead_requests']:,} dead, "
-    verdict = {"yes": "yes", "no": f"NO, {sums['overdue']:,} are missing"}.get(
-        sums["state"], "unknown, Kafka does not answer; until then"
-    )
+    verdicts = {
+        "yes": "yes",
+        "no": f"NO, {sums['overdue']:,} are missing",
+        "waiting": f"not yet, {sums['late']:,} wait for a joiner that is behind",
+    }
+    verdict = verdicts.get(sums["state"], "unknown, Kafka does not answer; until then")
     return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
 
 

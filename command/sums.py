@@ -37,7 +37,8 @@ class Sums:
     unread: int  # records that can't be read and wait for their dead letter
     unreadable: dict[str, int]  # by topic
     unknown: int
-    overdue: int
+    overdue: int  # the joiner has gone past them: they are missing
+    late: int  # the inputs have gone past them: they are missing, or the joiner is behind
     predicted: int
     unpredicted: int  # samples that are neither trained nor dead so far
     untrained_by: dict[str, int]  # samples that the trainer refused, by reason
@@ -61,15 +62,18 @@ LABELS = {
     "untrained_by": "reason",
     "unreadable": "topic",
 }
-STATES = ("reading", "unknown", "yes", "no")
-"""Of `accounted`: the ends that were there at the start have not been passed · Kafka does not tell how far the topics reach."""
+STATES = ("reading", "unknown", "waiting", "yes", "no")
+"""Of `accounted`: the ends that were there at the start have not been passed · Kafka does not tell how far the topics reach ·
+what should have been joined by now has not been, nor has anything that came after it."""
 
 
 def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
     """One of STATES: a reading that can't be taken is never good."""
     if behind is None:
         return "unknown"
-    return "reading" if not is_current else "yes" if sums.accounted else "no"
+    if not is_current:
+        return "reading"
+    return "no" if not sums.accounted else "waiting" if sums.late else "yes"
 
 
 def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:

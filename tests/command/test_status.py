@@ -129,6 +129,7 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
     [
         (True, 0, True, "yes", "yes: "),
         (True, 0, False, "no", "NO, 7 are missing: "),
+        (True, 0, True, "waiting", "not yet, 3 wait for a joiner that is behind: "),
         (False, 1234, False, "reading", "still reading, 1,234 records to go"),
         (True, None, True, "unknown", "unknown, Kafka does not answer"),
         (False, None, True, "unknown", "unknown, Kafka does not answer"),
@@ -137,7 +138,7 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
 def test_only_a_whole_and_present_reading_is_judged(
     is_current: bool, behind: int | None, accounted: bool, state: str, said: str
 ) -> None:
-    found = books(is_current=is_current, behind=behind, accounted=accounted, overdue=7)
+    found = books(is_current=is_current, behind=behind, accounted=accounted, overdue=7, late=3 if state == "waiting" else 0)
     assert found["state"] == state and found["accounted"] == {"yes": True, "no": False}.get(state)
     assert table.book_rows(found)[0][1].startswith(said)
 
