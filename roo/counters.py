@@ -67,7 +67,8 @@ class Counters:
             self._user(user_id).view(item_n, time_ms)
 
     def apply_engagement(self, user_id: int, item_id: int, action: str, value: float, time_ms: int) -> None:
-        """Counts the schema's click action; others change nothing. The same click of a user again is a client's retry."""
+        """Counts the schema's click action; others change nothing. The same click (user, item, time) again
+        is a client's retry, as far as the user's history reaches; of user 0, who has none, each one counts."""
         if action != self.schema.online.click:
             return
         item = signed(item_id)

@@ -23,7 +23,7 @@ from roo.batch import Batch
 from roo.columns import Side, canonical
 from roo.decode_fill import Plans, Scan, block_of, field, fill, fill_request, join, nro_blocks, ro_blocks, scan, scan_blocks
 from roo.decode_kernels import Blocks
-from roo.errors import SchemaError, WireError
+from roo.errors import CheckpointError, SchemaError, WireError
 from roo.ids import unsigned
 from roo.schema import Registry, Schema
 from roo.wire import Record
@@ -154,7 +154,7 @@ class Decoder:
         for i, fingerprint in enumerate(fingerprints):
             try:
                 numbers[i] = self.plans.number_of(unsigned(int(fingerprint)))
-            except SchemaError as error:
+            except (SchemaError, CheckpointError) as error:
                 for n in found.index_N[inverse == i]:
                     rejects[int(n)] = ("unknown_schema", str(error))
         return numbers[inverse]

@@ -240,7 +240,7 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
     entry a writer's feature in its order: the reader's index, or -1 (removed since; skipped and counted).
 
     Raises:
-        SchemaError: a feature's kind, table, width or columns changed; says expected and got.
+        SchemaError: a feature's kind, table, width or columns changed, or what a label counts; says expected and got.
     """
     plan: dict[str, list[int]] = {}
     dims = (writer.table_by_name, reader.table_by_name)
@@ -266,6 +266,15 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
         for group in ("floats", "lists"):
             index = {f.name: i for i, f in enumerate(getattr(reader, group)(side))}
             plan[f"{side}_{group[:-1]}"] = [index.get(f.name, -1) for f in getattr(writer, group)(side)]
+    known = {label.name: label for label in reader.labels}
+    for label in writer.labels:
+        for what in ("action", "fold", "window_ms", "threshold"):
+            expected, got = getattr(known.get(label.name, label), what), getattr(label, what)
+            if expected != got:
+                raise SchemaError(
+                    f"label {label.name!r}: expected {what} {expected!r} (schema in use), got {got!r} (schema of the data); "
+                    "give the changed label a new name"
+                )
     index = {label.name: i for i, label in enumerate(reader.labels)}
     plan["label"] = [index.get(label.name, -1) for label in writer.labels]
     return plan

@@ -1,7 +1,7 @@
 """Kernels that walk protobuf messages in a byte buffer. No Python objects, no GIL, no read out of bounds.
 
 `scan` notes where each field of a message lies, by the forms of its fields (roo/wire_fields.py), and vouches for every bound.
-It knows the form that protobuf writers produce (fields in ascending order, packed columns whole, ASCII text) and says False to
+It knows the form that protobuf writers produce (fields in ascending order, packed columns whole) and says False to
 everything else, damaged or merely unusual: protobuf itself then decides (roo/decode.py). The others read only inside spans so
 noted.
 
@@ -88,6 +88,33 @@ def skip(buf: np.ndarray, at: int, end: int, wire: int) -> tuple[int, int | np.i
 
 
 @njit(cache=True, nogil=True)
+def is_utf8(buf: np.ndarray, at: int, end: int) -> bool:
+    """Whether bytes are UTF-8 as the Unicode standard has it (table 3-7): no overlong forms, surrogates, or ends cut off."""
+    while at < end:
+        first = buf[at]
+        at += 1
+        if first < 0x80:
+            continue
+        if first < 0xC2 or first > 0xF4:
+            return False
+        low, high = 0x80, 0xBF  # of the second byte
+        if first == 0xE0:
+            low = 0xA0
+        elif first == 0xED:
+            high = 0x9F
+        elif first == 0xF0:
+            low = 0x90
+        elif first == 0xF4:
+            high = 0x8F
+        for _ in range(1 + (first >= 0xE0) + (first >= 0xF0)):
+            if at >= end or not low <= buf[at] <= high:
+                return False
+            low, high = 0x80, 0xBF
+            at += 1
+    return True
+
+
+@njit(cache=True, nogil=True)
 def walk(buf: np.ndarray, at: int, end: int, fields: np.ndarray, spans: np.ndarray) -> bool:
     """Spans of one message's fields; a REPEATED field has (place of its first tag, number) instead."""
     last = 0
@@ -106,10 +133,8 @@ def walk(buf: np.ndarray, at: int, end: int, fields: np.ndarray, spans: np.ndarr
         flags = fields[number, 2]
         if fields[number, 0] != tag & 7 or (at - start) % fields[number, 1] or (number == last and not flags & REPEATED):
             return False
-        if flags & TEXT:
-            for i in range(start, at):
-                if buf[i] >= 0x80:
-                    return False
+        if flags & TEXT and not is_utf8(buf, start, at):
+            return False
         if flags & REPEATED:
             spans[number, 0] = spans[number, 0] if spans[number, 1] else place
             spans[number, 1] += 1
