@@ -27,7 +27,7 @@ log = logging.getLogger("roostream.serving")
 # The scoring thread and the event loop share the interpreter: hand it over sooner than after the usual 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
-CLOSE_S = 1.0  # what is kept of a stop's time for closing
+CLOSE_S = 4.0  # what is kept of a stop's time for closing, and for the interpreter to end
 
 
 def run(config: ServingConfig) -> int:

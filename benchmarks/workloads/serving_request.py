@@ -185,12 +185,18 @@ def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
 def _body(schema: Schema, candidates: int) -> bytes:
     """What a client of the demo sends: online features are left out."""
     rng = np.random.default_rng(1)
-    items_n = data.zipf_ids(rng, candidates)
+    items_n = _distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
+    assert len(items_n) == candidates
     ro = {name: value for name, value in data.ro_values(schema, rng).items() if not _online(schema, name)}
     columns = data.nro_columns(schema, rng, items_n)
     sent = {name: [_plain(v) for v in column] for name, column in columns.items() if not _online(schema, name) and name != "item"}
     rows = [{"item_id": int(item), "nro": {name: column[n] for name, column in sent.items()}} for n, item in enumerate(items_n)]
     return msgspec.json.encode({"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": ro, "candidates": rows})
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    """In order of their first."""
+    return ids[np.sort(np.unique(ids, return_index=True)[1])]
 
 
 def _online(schema: Schema, name: str) -> bool:

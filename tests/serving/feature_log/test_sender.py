@@ -132,6 +132,27 @@ def test_draining_gives_up_at_its_time_and_says_what_stays(feature_log: FeatureL
     assert sink.closed
 
 
+def test_draining_goes_on_only_while_kafka_takes_something(feature_log: FeatureLog) -> None:
+    clock = FakeClock()
+    begin_s = clock.monotonic_s()
+
+    def one_a_second(taken: LogRecord) -> Outcome | None:
+        clock.advance(0.1)
+        return "delivered" if clock.monotonic_s() - begin_s > taken.timestamp_ms else None
+
+    sink = FakeSink([], one_a_second)
+    sender = sender_of(feature_log, [sink])
+    for i in range(5):
+        feature_log.append(record(i))
+    assert sender.drain(100.0, clock.monotonic_s) == 0, "it is slow, but it takes them"
+    sink.plan = lambda _: clock.advance(0.1)
+    feature_log.append(record(9))
+    begin_s = clock.monotonic_s()
+    assert sender.drain(100.0, clock.monotonic_s) == 1
+    assert clock.monotonic_s() - begin_s <= log_sender.STUCK_S + 0.2, "it takes nothing: what is left is sent at the next start"
+    sender.close()
+
+
 def test_the_thread_ends_when_told_even_while_kafka_is_away(feature_log: FeatureLog) -> None:
     stop = threading.Event()
     sender = LogSender(feature_log, lambda: FakeSink([], lambda _: "failed"), Backoff(what="Kafka", first_s=0.01))
