@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,9 @@ import rocksdict
 from roo.errors import CheckpointError, RoostreamError, SetupError, UnavailableError
 
 log = logging.getLogger("roostream.segments")
+
+_FLUSH_BYTES = 4 << 20
+"""Written values are kept in memory up to RocksDB's buffer, which small commits take an hour to fill: flush before."""
 
 
 class Blobs(Protocol):
@@ -67,10 +70,11 @@ class MemoryBlobs:
 class RocksBlobs:
     """RocksDB through rocksdict, in its raw mode (bytes only, nothing pickled)."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, options: Callable[[], rocksdict.Options] | None = None) -> None:
+        self.directory, self._options = Path(directory), options or rocks_options
         self._db: rocksdict.Rdict | None = None
         self._in_use = False
+        self._unflushed_bytes = 0
 
     def open(self) -> RocksBlobs:
         """Open or make the directory; self.
@@ -80,7 +84,7 @@ class RocksBlobs:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._db = rocksdict.Rdict(str(self.directory), _options())
+            self._db = rocksdict.Rdict(str(self.directory), self._options())
         except Exception as error:  # rocksdict raises plain Exception
             raise SetupError(f"segments in {self.directory} can't be opened ({error}); {self._remedy(error)}") from None
         self._in_use = True
@@ -95,8 +99,10 @@ class RocksBlobs:
 
     def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False) -> None:
         batch = rocksdict.WriteBatch(raw_mode=True)
+        num_bytes = 0
         for key, value in puts:
             batch.put(key, value)
+            num_bytes += len(value)
         for key in deletes:
             batch.delete(key)
         options = rocksdict.WriteOptions()
@@ -108,6 +114,19 @@ class RocksBlobs:
             del db
             self._let_go()  # after a failed write RocksDB refuses all others until it is opened again: the next call does that
             raise self._failure("written", error) from None
+        self._unflushed_bytes += num_bytes
+        if sync and self._unflushed_bytes >= _FLUSH_BYTES:
+            self._flush(db)
+
+    def _flush(self, db: rocksdict.Rdict) -> None:
+        """Hand back the memory of what is written. What can't be flushed stays in the log, which was synced."""
+        self._unflushed_bytes = 0
+        try:
+            db.flush(True)
+        except Exception as error:
+            del db
+            log.warning("segments in %s can't be flushed (%s); %s", self.directory, error, self._remedy(error))
+            self._let_go()
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         db = self._opened()
@@ -161,7 +180,8 @@ class RocksBlobs:
         return "free disk space, or make the directory readable and writable"
 
 
-def _options() -> rocksdict.Options:
+def rocks_options() -> rocksdict.Options:
+    """For rows: few large values, each written once."""
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_compression_type(rocksdict.DBCompressionType.none())  # rows are noise to a compressor

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from param_server.rules import KERNELS
+from param_server import kernels
+from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roo.rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
 
 State: TypeAlias = tuple[np.ndarray, np.ndarray]
@@ -169,3 +170,27 @@ def test_the_limits_of_its_parameters_keep_rows_finite(name: str) -> None:
             for _ in range(5):
                 apply(state, [rule], np.arange(20), np.full((20, 3), 1e20, np.float32))
             assert np.isfinite(state[0]).all(), (field.name, value)
+
+
+@RULE
+@pytest.mark.parametrize("start_at", [0.0, 2.0**65])
+def test_no_state_becomes_infinite_by_gradients_within_the_bound(rule: Rule, start_at: float) -> None:
+    """However many: where an accumulator is so large that another square is lost in rounding it stays as it is."""
+    rows_ND, state_NA = start(rule, 4)
+    state_NA[:, accumulators(rule.name, 4)] = start_at
+    place_U, gradient_UD = np.arange(20), np.full((20, 4), MAX_GRADIENT, np.float32)
+    for _ in range(200):
+        apply((rows_ND, state_NA), [rule], place_U, gradient_UD)
+    before = state_NA[:, accumulators(rule.name, 4)].copy()
+    apply((rows_ND, state_NA), [rule], place_U, gradient_UD)
+    assert np.isfinite(state_NA).all() and np.isfinite(rows_ND).all()
+    if start_at:
+        assert (state_NA[:, accumulators(rule.name, 4)] <= before).all(), "nothing is added any more"
+
+
+def test_a_gradient_within_the_bound_is_copied_to_the_bit_and_a_larger_one_keeps_its_direction() -> None:
+    gradient_UD = np.array([[1.5, -0.0, MAX_GRADIENT], [2 * MAX_GRADIENT, MAX_GRADIENT, 0], [3e38, -3e38, 1]], np.float32)
+    out_UD = np.empty_like(gradient_UD)
+    assert kernels.limit(gradient_UD, MAX_GRADIENT, out_UD) == 2
+    assert out_UD[0].tobytes() == gradient_UD[0].tobytes()
+    assert out_UD[1].tolist() == [MAX_GRADIENT, MAX_GRADIENT / 2, 0] and out_UD[2, :2].tolist() == [MAX_GRADIENT, -MAX_GRADIENT]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from param_server.blobs import Blobs, MemoryBlobs, RocksBlobs
+from param_server.blobs import Blobs, MemoryBlobs, RocksBlobs, rocks_options
 from roo.errors import CheckpointError, SetupError, UnavailableError
 from tests.runtime.full_disk import room_for
 
@@ -155,3 +155,30 @@ def test_a_damaged_directory_is_not_blamed_on_another_shard(tmp_path: Path) -> N
     with pytest.raises(SetupError, match="they are damaged: bring them back from a backup") as caught:
         RocksBlobs(tmp_path).open()
     assert "other shard" not in str(caught.value) and "reset" not in str(caught.value)
+
+
+def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -> None:
+    options = rocks_options()
+    options.enable_statistics()
+    store = RocksBlobs(tmp_path, lambda: options).open()
+
+    def syncs() -> int:
+        counts = dict(line.split(" COUNT : ") for line in str(options.get_statistics()).splitlines() if " COUNT : " in line)
+        return int(counts["rocksdb.wal.synced"].split()[0])
+
+    before = syncs()
+    store.write([(b"a", b"1")])
+    assert syncs() == before
+    store.write([(b"b", b"2")], sync=True)
+    assert syncs() == before + 1
+    store.close()
+
+
+def test_rocks_keeps_little_of_what_was_written_in_memory(tmp_path: Path) -> None:
+    store = RocksBlobs(tmp_path).open()
+    most = 0
+    for n in range(200):
+        store.write([(b"k%d" % (n % 7), bytes(100_000))], sync=True)
+        most = max(most, int(store._opened().property_int_value("rocksdb.cur-size-all-mem-tables") or 0))
+    assert 1 << 20 < most < 8 << 20
+    store.close()
