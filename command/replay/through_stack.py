@@ -24,6 +24,7 @@ from typing import Any
 import tomli_w
 from confluent_kafka import KafkaException
 
+from command.accounts import Accounts
 from command.auditor import Auditor
 from command.replay.choices import choices_of, joiner_settings
 from command.replay.findings import Findings
@@ -131,10 +132,14 @@ class _Replay:
             num_partitions=stack.options.partitions,
             on_record=self.findings.add,
         )
-        self.accounts = self.auditor.accounts
         self.sent: Counter[str] = Counter()
         self._moved_s = time.monotonic()
         self._seen: tuple[int, ...] = ()
+
+    @property
+    def accounts(self) -> Accounts:
+        """The auditor's, which makes new ones when it begins."""
+        return self.auditor.accounts
 
     def run(self, records: Iterable[Record]) -> Outcome:
         try:

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from roo.errors import ConfigError
-from roo.schema_file import schema_from_dict
+from roo.schema_file import load_schema, schema_from_dict
 from traffic import csv_log, parquet_log
 from traffic.datasets import EventLog
 from traffic.events import Action, Event, Request
@@ -170,3 +170,12 @@ def test_what_is_no_table_is_told(tmp_path: Path, module: Any) -> None:
     file.write_bytes(b"a,b\n\xff\xfe,1\n" if module is csv_log else b"nothing of the kind")
     with pytest.raises(ConfigError, match=r"expected (CSV|a parquet file)"):
         module.open(module.Options(impressions=(str(file),)), SCHEMA, 0)
+
+
+def test_the_tables_of_the_documentation_are_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bring-your-own-data.md").read_text()
+    for language in ("csv", "toml"):
+        (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
+    options = csv_log.Options(impressions=(str(tmp_path / "shop.csv"),))
+    (request,) = csv_log.open(options, load_schema(tmp_path / "shop.toml"), 0).events
+    assert isinstance(request, Request) and request.nro == {"price": [80.0, 5.0]} and request.ro == {"basket_value": 12.5}
