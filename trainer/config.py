@@ -17,7 +17,9 @@ class LoopConfig(Settings):
 
     device: str = setting("cpu", "where the dense part runs: cpu | cuda | cuda:N")
     threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
-    batch_requests: int = setting(64, "requests a batch", least=1, most=1 << 16)
+    batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
+    first_batch_requests: int = setting(8, "requests a batch at the beginning, if not more than batch_requests", least=1)
+    batch_growth_requests: int = setting(128, "requests trained until the batch is one request larger", least=1)
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
     seed: int = setting(0, "of initial weights; the shards' rows use the same", least=0, most=MAX_SEED)
     learning_rate: float = setting(2e-3, "Adam's, of the dense weights", least=0, most=10)
@@ -31,6 +33,11 @@ class LoopConfig(Settings):
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise refusal("device", "cpu, cuda or cuda:N", self.device)
+
+    def batch_after(self, num_requests: int) -> int:
+        """Requests of the next batch when so many are trained. A small log learns from many steps, a large one from quiet
+        ones; the same after a restore, since it depends on what is trained alone."""
+        return min(self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests)
 
     def check_device(self) -> None:
         """Raises SetupError: the device isn't there. Imports torch."""

@@ -121,11 +121,11 @@ class TrainLoop:
         Raises:
             UnavailableError: a shard is away or fenced this worker (FencedError).
         """
-        return self._train(self.source.poll(self.config.batch_requests, _POLL_S, self._partition()))
+        return self._train(self.source.poll(self._batch_requests(), _POLL_S, self._partition()))
 
     def finish(self) -> bool:
         """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
-        return self._train(None if self.config.exact else self.source.rest(self.config.batch_requests))
+        return self._train(None if self.config.exact else self.source.rest(self._batch_requests()))
 
     def report(self) -> Report:
         """Progressive metrics of everything since the beginning."""
@@ -176,6 +176,9 @@ class TrainLoop:
         self.own = Partitions(at, self.schema.tasks, self.config.dedupe_horizon_ms)
 
     # One chunk
+
+    def _batch_requests(self) -> int:
+        return self.config.batch_after(self.own.num_requests)
 
     def _partition(self) -> Partition | None:
         """Whose turn it is, in exact mode."""

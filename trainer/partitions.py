@@ -98,6 +98,11 @@ class Partitions:
         return _merged([state.metrics for state in self._states.values()], self.tasks)
 
     @property
+    def num_requests(self) -> int:
+        """Counted in all partitions since the beginning."""
+        return sum(state.metrics.num_requests for state in self._states.values())
+
+    @property
     def num_skipped(self) -> int:
         return sum(state.dedupe.num_skipped for state in self._states.values())
 

@@ -93,7 +93,7 @@ class Metrics:
     def __init__(self, tasks: Sequence[str], max_scores: int = 1 << 18) -> None:
         """`max_scores`: distinct scores that each task's AUC keeps before it gives up resolution (20 bytes each)."""
         self._tasks = {task: TaskMetrics(max_scores) for task in tasks}
-        self._num_requests = 0
+        self.num_requests = 0
         self._first_ms, self._last_ms = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
     def update(
@@ -107,7 +107,7 @@ class Metrics:
         """Probabilities and labels of a batch. `request_index_B` points into the R requests, also those without candidates."""
         for t, task in enumerate(self._tasks.values()):
             task.update(score_BT[:, t], label_BT[:, t], weight_BT[:, t], request_index_B)
-        self._num_requests += len(time_ms_R)
+        self.num_requests += len(time_ms_R)
         if len(time_ms_R):
             self._first_ms = min(self._first_ms, int(time_ms_R.min()))
             self._last_ms = max(self._last_ms, int(time_ms_R.max()))
@@ -116,16 +116,16 @@ class Metrics:
         """Count what `other` counted too."""
         for name, task in self._tasks.items():
             task.merge(other._tasks[name])
-        self._num_requests += other._num_requests
+        self.num_requests += other.num_requests
         self._first_ms, self._last_ms = min(self._first_ms, other._first_ms), max(self._last_ms, other._last_ms)
 
     def report(self) -> Report:
         """Requests, the time that they cover, the first task's metrics, and under `tasks` every task's; None where a
         metric isn't defined (no positive, no request that counts)."""
         tasks = {name: task.report() for name, task in self._tasks.items()}
-        empty = self._num_requests == 0
+        empty = self.num_requests == 0
         return {
-            "requests": self._num_requests,
+            "requests": self.num_requests,
             "first_ms": None if empty else self._first_ms,
             "last_ms": None if empty else self._last_ms,
             **next(iter(tasks.values())),
@@ -134,14 +134,14 @@ class Metrics:
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays that `load` takes back; names are stable."""
-        out = {"requests": np.array([self._num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
+        out = {"requests": np.array([self.num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
         for name, task in self._tasks.items():
             out |= {f"{name}.{key}": value for key, value in task.state().items()}
         return out
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace everything by what `state` gave; a task that it lacks (new in the schema) starts at nothing."""
-        self._num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
+        self.num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
         for name, task in self._tasks.items():
             mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
             if mine:

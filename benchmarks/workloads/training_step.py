@@ -108,7 +108,7 @@ class Case:
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
         self.outputs = Silent()
-        config = LoopConfig(batch_requests=requests, dedupe_horizon_ms=60_000)
+        config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
         wiring = Wiring(source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock())
         self.loop = TrainLoop(config, self.schema, RankerConfig(), wiring)
         self.batch = self.decoder.decode(self.records[:requests])[0]

@@ -109,7 +109,8 @@ def build(records: Sequence[Record], *, partitions: tuple[Partition, ...] = PART
     stages: list[tuple[str, float]] = []
     reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
     outputs = MemoryOutputs()
-    config = LoopConfig(**{"batch_requests": 4, **settings})
+    whole = {"batch_requests": 4, **settings}
+    config = LoopConfig(**{"first_batch_requests": whole["batch_requests"], **whole})
     wiring = Wiring(
         source=RecordBatches(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms),
         rows=ShardRows(FakeRows(schema, [transport])),  # type: ignore[arg-type]

@@ -78,6 +78,31 @@ def test_live_batches_are_cut_at_their_size_or_after_the_wait() -> None:
     assert not built.loop.step()
 
 
+def sizes(built: Built) -> list[int]:
+    """Requests of each step."""
+    steps = [p.step for p in built.predicted]
+    return [steps.count(step) for step in sorted(set(steps))]
+
+
+RAMP = {"first_batch_requests": 1, "batch_growth_requests": 2, "batch_requests": 3}
+
+
+def test_batches_grow_with_the_requests_trained() -> None:
+    assert sizes(build(N12, **RAMP).train_all()) == [1, 1, 2, 3, 3, 2]
+    assert sizes(build(N12, **{**RAMP, "batch_requests": 2}).train_all()) == [1, 1, 2, 2, 2, 2, 2]
+    assert sizes(build(N12, **{**RAMP, "first_batch_requests": 9}).train_all()) == [3, 3, 3, 3], "never more than batch_requests"
+
+
+def test_batches_go_on_growing_after_a_restore_as_they_would_have() -> None:
+    whole, again = build(N12, exact=True, **RAMP), build(N12, exact=True, **RAMP)
+    for _ in range(3):
+        whole.loop.step()
+    again.loop.restore(whole.loop.snapshot())
+    whole.train_all()
+    again.train_all()
+    assert sizes(whole)[3:] == sizes(again) and whole.loop.num_steps == again.loop.num_steps
+
+
 def test_exact_batches_are_whole_and_take_the_partitions_in_turn() -> None:
     built = build(N12, exact=True, batch_requests=2).train_all()
     assert [p.sample_id % 2 for p in built.predicted] == [0, 0, 1, 1] * 3

@@ -28,6 +28,7 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"first_batch_requests": 0}, "key 'first_batch_requests': expected at least 1"),
         ({"batch_requests": 0}, "key 'batch_requests': expected 1.."),
         ({"learning_rate": -1.0}, "key 'learning_rate': expected 0..10"),
         ({"freeze_at_ms": -1}, "key 'freeze_at_ms': expected at least 0"),
