@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from runtime import metrics, program
-from runtime.crew import Crew
+from runtime.crew import Crew, StopBudget
 from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.topics import EVENTS, ROWS
@@ -20,7 +20,6 @@ from serving.build import Process, build_process, warm
 from serving.config import ServingConfig
 from serving.http import http_server
 from serving.http.app import HttpInterface
-from serving.stop_budget import StopBudget
 
 log = logging.getLogger("roostream.serving")
 
@@ -60,8 +59,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         process.dense.poll()
         warm(process.parts)
         _start_threads(crew, process, halt)
-        budget = StopBudget(config.stop_ms / 1000, process.clock)
-        http_server.run(HttpInterface(process.parts), bound, stop, budget, lambda: health.turned(_missing(process)))
+        budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
+        http_server.run(HttpInterface(process.parts), bound, budget, lambda: health.turned(_missing(process)))
     _end(process, crew, halt, budget)
     crew.check()
 
@@ -89,7 +88,7 @@ def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget
     if late:
         log.warning("threads that did not end in time: %s; the log is sent at the next start", ", ".join(late))
         return
-    left = process.sender.drain(budget.left_s(CLOSE_S), process.clock.monotonic_s)
+    left = process.sender.drain(max(budget.left_s() - CLOSE_S, 0.0), process.clock.monotonic_s)
     if left:
         log.warning("%d records of the log stay for the next start", left)
     process.close()

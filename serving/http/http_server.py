@@ -14,9 +14,9 @@ import uvloop
 
 from roo.errors import SetupError
 from runtime.address import parse_address
+from runtime.crew import StopBudget
 from serving.http.app import HttpInterface
 from serving.http.connection import limited_to
-from serving.stop_budget import StopBudget
 
 log = logging.getLogger("roostream.serving")
 
@@ -53,9 +53,9 @@ def bind(listen: str) -> socket.socket:
     return bound
 
 
-def run(app: HttpInterface, bound: socket.socket, stop: threading.Event, budget: StopBudget, turned: Callable[[], None]) -> None:
-    """Serve until `stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at most half
-    of `budget`, which begins then. `turned` is called from the event loop, over and over, until then."""
+def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:
+    """Serve until `budget.stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at
+    most half of `budget`. `turned` is called from the event loop, over and over, until then."""
     config = uvicorn.Config(
         app,
         http=limited_to(app.parts.config.max_connections),
@@ -66,15 +66,15 @@ def run(app: HttpInterface, bound: socket.socket, stop: threading.Event, budget:
         log_level="warning",
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(int(budget.all_s / 2), 1),
+        timeout_graceful_shutdown=max(int(budget.seconds / 2), 1),
     )
 
     def begin_stop() -> None:
-        budget.begin()
+        budget.left_s()  # counts from here
         app.stop()
 
     with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
-        uvloop.run(_serve(_OwnServer(config), bound, stop, turned, begin_stop))
+        uvloop.run(_serve(_OwnServer(config), bound, budget.stop, turned, begin_stop))
 
 
 @contextlib.contextmanager

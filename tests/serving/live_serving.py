@@ -9,10 +9,9 @@ from contextlib import contextmanager
 
 from serving_cases import Built
 
-from runtime.clock import SystemClock
+from runtime.crew import StopBudget
 from serving.http import http_server
 from serving.http.app import HttpInterface
-from serving.stop_budget import StopBudget
 
 
 class LiveServing:
@@ -21,7 +20,7 @@ class LiveServing:
     def __init__(self, built: Built, stop_s: float = 20.0) -> None:
         self.built, self.app = built, HttpInterface(built.parts)
         self.stop = threading.Event()
-        self.budget = StopBudget(stop_s, SystemClock())
+        self.budget = StopBudget(self.stop, stop_s)
         self._bound = http_server.bind("127.0.0.1:0")
         self.address: tuple[str, int] = self._bound.getsockname()
         self._turned = threading.Event()
@@ -45,7 +44,7 @@ class LiveServing:
         return socket.create_connection(self.address, timeout=30)
 
     def _run(self) -> None:
-        http_server.run(self.app, self._bound, self.stop, self.budget, self._turned.set)
+        http_server.run(self.app, self._bound, self.budget, self._turned.set)
         self._bound.close()
 
 
