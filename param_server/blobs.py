@@ -190,6 +190,9 @@ def rocks_options() -> rocksdict.Options:
     options.set_enable_blob_files(True)  # big values are not copied again at each level
     options.set_min_blob_size(16 << 10)
     options.set_enable_blob_gc(True)
+    tables = rocksdict.BlockBasedOptions()
+    tables.set_block_cache(rocksdict.Cache(4 << 20))  # segments are read once, at a restore, or to be checked
+    options.set_block_based_table_factory(tables)
     options.set_max_background_jobs(min(os.cpu_count() or 1, 2))
     options.set_keep_log_file_num(2)
     return options

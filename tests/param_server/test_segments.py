@@ -12,7 +12,7 @@ import pytest
 from param_server.blobs import MemoryBlobs, RocksBlobs
 from param_server.segments import FEW_SEGMENTS, KEEP_COMMITS, MANY_SEGMENTS, Commit, Segments
 from roo.errors import CheckpointError, UnavailableError
-from tests.param_server.segment_support import STACK, Writer, changes, make_segments, state
+from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
 def test_a_state_is_its_segments_newest_entry_of_each_key() -> None:
@@ -66,6 +66,16 @@ def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segment
     assert state(segments, live) == {1: 2.0} and [s.name for s in live] == ["2-1"]
     live = segments.write("3-1", changes({}), live, whole=frozenset(range(8)))
     assert state(segments, live) == {}
+
+
+def test_what_was_gone_stays_gone_when_the_segment_that_said_so_is_dropped() -> None:
+    """The row's segment is still needed for another bucket; the one that says that it is gone is not needed any more."""
+    first, other = (next(n for n in range(100) if bucket_of(n) == bucket) for bucket in (1, 2))
+    segments = make_segments()
+    live = segments.write("1-1", changes({first: 1.0, other: 1.0}), ())
+    live = segments.write("2-1", changes({}, gone=[first]), live)
+    live = segments.write("3-1", changes({}), live, whole=frozenset({1}))
+    assert [s.name for s in live] == ["1-1", "3-1"] and state(segments, live) == {other: 1.0}
 
 
 def test_a_commit_without_changes_writes_nothing_anew() -> None:
