@@ -1,0 +1,38 @@
+"""The runner behind `make mutants` breaks what it says it breaks, and every core file that it names is there."""
+
+from __future__ import annotations
+
+import ast
+
+from tests import mutants
+
+
+def test_every_core_file_has_places_to_break() -> None:
+    for room, stems in mutants.CORE.items():
+        for stem in stems:
+            assert mutants.mutants_of(f"{room}/{stem}.py"), (room, stem)
+
+
+def test_a_change_is_one_change_and_still_python() -> None:
+    file = "joiner/turn.py"
+    whole, found = ast.unparse(ast.parse((mutants.ROOT / file).read_text())), mutants.mutants_of(file)
+    texts = {mutants.mutated(mutant) for mutant in found}
+    assert whole not in texts and len(texts) > len(found) * 0.9
+    for text in texts:
+        ast.parse(text)
+        lines, before = text.splitlines(), whole.splitlines()
+        assert sum(a != b for a, b in zip(lines, before, strict=False)) <= 2 or len(lines) < len(before)
+
+
+def test_texts_annotations_and_what_is_raised_are_left_alone() -> None:
+    tree = ast.parse(
+        "def f(x: int = 1) -> int:\n"
+        '    """one"""\n'
+        "    assert x == 2\n"
+        '    log.info("%d", 3)\n'
+        "    if x < 4:\n"
+        "        raise ValueError(5)\n"
+        "    return x\n"
+    )
+    changed = [ast.unparse(ast.fix_missing_locations(new)).split(":")[0] for *_, new in mutants.places(tree)]
+    assert changed == ["if not x < 4", "x <= 4", "5"], changed

@@ -1,0 +1,247 @@
+"""`make mutants`: break the core files at random places, one place a time, and see whether a test notices.
+
+A mutant is one change of a file's syntax tree: a comparison or an operator turned, a condition negated, a number moved by one, a
+statement left out. It is written into a copy of the tree, and the tests of the file's room run there, those named like the file
+first, until one fails. What no test notices is printed with its place: either a test is missing or the change means nothing.
+
+Left alone: texts, annotations, assertions, log lines, what is raised, and compiled kernels (a change of one that is inlined in
+another is not compiled anew; tests/roo and tests/param_server hold them against plain Python). Exit code 1: too many survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = {
+    "joiner": (
+        "join",
+        "passage",
+        "rules",
+        "fold",
+        "turn",
+        "entries",
+        "scopes",
+        "build",
+        "ingest",
+        "local_engine",
+        "local_watermark",
+    ),
+    "roo": ("decode", "ids", "schema", "transform", "counters", "counter_state", "lookup", "batch", "jagged", "wire"),
+    "trainer": (
+        "loop",
+        "coordinator",
+        "dedupe",
+        "partitions",
+        "quality",
+        "caught_up",
+        "protocol",
+        "worker",
+        "adam",
+        "predictions",
+    ),
+    "param_server": ("table", "segments", "residency", "replica", "deltas", "server", "outbox", "publish", "restore", "blobs"),
+    "runtime": ("manifest", "checkpoint_store", "backoff", "member", "kafka/merge", "kafka/reader", "frames", "transport"),
+}
+_TURNED: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: `nth` of those that `places` yields for the file."""
+
+    file: str
+    nth: int
+    line: int
+    was: str
+    now: str
+
+
+_LEFT_ALONE = ("annotation", "returns", "decorator_list", "type_params", "bases", "defaults", "kw_defaults")
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True  # a docstring
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any("njit" in ast.unparse(d) for d in node.decorator_list):
+        return True
+    if isinstance(node, ast.If) and ("TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test)):
+        return True
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and ast.unparse(call.func).startswith(("log.", "logging.", "TypeVar", "setting"))
+
+
+def _changes(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node can become."""
+    new = copy.deepcopy(node)
+    if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in _TURNED:
+        new.ops = [_TURNED[type(new.ops[0])]()]
+        yield new
+    elif isinstance(new, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(new.op) in _TURNED:
+        new.op = _TURNED[type(new.op)]()
+        yield new
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
+        yield new.operand
+    elif isinstance(new, ast.Constant) and type(new.value) in (int, bool):
+        new.value = not new.value if isinstance(new.value, bool) else new.value + 1
+        yield new
+    elif isinstance(new, (ast.If, ast.While, ast.IfExp)):
+        new.test = ast.UnaryOp(ast.Not(), new.test)
+        yield new
+    left_out = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    stores = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    if left_out or stores or isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)):
+        yield ast.Pass()
+
+
+def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """(parent, field, index in it, what the node there becomes), always in the same order."""
+    for field, value in ast.iter_fields(tree):
+        if field in _LEFT_ALONE:
+            continue
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if not isinstance(child, ast.AST) or _is_left_alone(child):
+                continue
+            for new in _changes(child):
+                yield tree, field, index, new
+            yield from places(child)
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    found = []
+    for nth, (parent, field, index, new) in enumerate(places(ast.parse((ROOT / file).read_text()))):
+        old = getattr(parent, field) if index is None else getattr(parent, field)[index]
+        texts = [ast.unparse(ast.fix_missing_locations(n)).split("\n")[0][:90] for n in (old, new)]
+        found.append(Mutant(file, nth, old.lineno, *texts))
+    return found
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file's text with the change."""
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    for nth, (parent, field, index, new) in enumerate(places(tree)):
+        if nth == mutant.nth:
+            if index is None:
+                setattr(parent, field, new)
+            else:
+                getattr(parent, field)[index] = new
+            return ast.unparse(ast.fix_missing_locations(tree))
+    raise AssertionError(mutant)
+
+
+class Copy:
+    """A copy of the tree to break."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, home / name)
+        for name in (".venv", ".tools", "build"):
+            if (ROOT / name).exists():
+                (home / name).symlink_to(ROOT / name)
+
+    def survives(self, mutant: Mutant, limit_s: float) -> bool:
+        """Whether every test of the room passes in time with the change in place."""
+        path = self.home / mutant.file
+        whole = path.read_text()
+        path.write_text(mutated(mutant))
+        try:
+            return self.passes(mutant.file, limit_s)
+        finally:
+            path.write_text(whole)
+
+    def passes(self, file: str, limit_s: float) -> bool:
+        """Whether the tests of a file's room pass, those named like the file first."""
+        room, stem = file.split("/")[0], Path(file).stem
+        tests = sorted((self.home / "tests" / room).rglob("test_*.py"), key=lambda t: (stem not in t.stem, t.stat().st_size))
+        env = os.environ | {"PYTHONPATH": str(self.home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not e2e and not chaos and not slow",
+        ]
+        try:
+            ran = subprocess.run([*command, *map(str, tests)], cwd=self.home, env=env, capture_output=True, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return ran.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="files whose path begins so")
+    parser.add_argument("--least", type=float, default=0.95, help="share that has to be killed")
+    parser.add_argument("--json", type=Path, help="where the outcome of each goes")
+    options = parser.parse_args()
+    files = [f"{room}/{stem}.py" for room, stems in CORE.items() for stem in stems]
+    pool = [mutant for file in files if file.startswith(options.only) for mutant in mutants_of(file)]
+    chosen = random.Random(options.seed).sample(pool, min(options.count, len(pool)))
+    print(f"{len(chosen)} of {len(pool)} changes, seed {options.seed}", flush=True)
+    outcomes: list[tuple[Mutant, bool]] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        ready = [Copy(Path(folder) / str(n)) for n in range(options.jobs)]
+        taken, own = iter(ready), threading.local()
+        rooms = sorted({mutant.file.split("/")[0] for mutant in chosen})
+        took_s = {room: _timed(ready[0], f"{room}/x.py") for room in rooms}
+
+        def one(mutant: Mutant) -> None:
+            if not hasattr(own, "copy"):
+                own.copy = next(taken)
+            survived = own.copy.survives(mutant, 60 + 4 * took_s[mutant.file.split("/")[0]])
+            outcomes.append((mutant, survived))
+            if survived:
+                print(f"survived: {mutant.file}:{mutant.line}: {mutant.was}  →  {mutant.now}", flush=True)
+
+        with ThreadPoolExecutor(options.jobs) as crew:
+            list(crew.map(one, chosen))
+    num_killed = sum(not survived for _, survived in outcomes)
+    print(f"{num_killed} of {len(outcomes)} killed")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(m) | {"survived": s} for m, s in outcomes], indent=1))
+    return 0 if num_killed >= options.least * len(outcomes) else 1
+
+
+def _timed(copy_: Copy, file: str) -> float:
+    """Seconds that a room's tests take when nothing is broken; without that, nothing can be said."""
+    began = time.monotonic()
+    if not copy_.passes(file, 1200):
+        raise SystemExit(f"tests/{file.split('/')[0]} fail without any change; mend that first")
+    return time.monotonic() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
