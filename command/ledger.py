@@ -101,7 +101,7 @@ class Ledger:
             return
         self._give_up(min(self.overdue_before_ms, self._now_ms - self.horizon_ms))
         if self._old:
-            self.floor_ms = self._turned_ms
+            self.floor_ms = self._turned_ms + 1
         kept = {i: bits for i, bits in self._old.items() if i in self.pending or i in self.unknown}
         self._old, self._young, self._turned_ms = self._young, kept, self._now_ms
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command.accounts import Accounts
+from command.accounts import Accounts, features_hash
 from command.ledger import DEAD, FOLDED, SEEN, Ledger
 from roo import roo_pb2 as pb
 from roo import wire
@@ -393,3 +393,50 @@ def test_a_ledger_forgets_the_settled_and_keeps_the_waiting() -> None:
     assert ledger.counts[FOLDED] == 11
     ledger.mark(2, DEAD, 6000)
     assert ledger.counts[DEAD] == 1 and not ledger.pending
+
+
+def test_a_trainer_that_is_behind_a_horizon_still_predicts() -> None:
+    """Its samples were settled and forgotten long ago, but they wait for it."""
+    accounts, story = Accounts(horizon_ms=10_000, settle_ms=1000), [story_of(n, T0 + n * 1000) for n in range(100)]
+    for record in itertools.chain(*story):
+        if record.topic != "predictions":
+            accounts.add(record)
+    assert accounts.sums().unpredicted == len(accounts.untrained) == 100
+    for _ in range(2):
+        for record in itertools.chain(*story):
+            if record.topic == "predictions":
+                accounts.add(record)
+    sums = accounts.sums()
+    assert (sums.predicted, sums.unpredicted, accounts.untrained, accounts._untrained_at) == (100, 0, {}, {})
+
+
+def test_samples_that_wait_for_training_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("command.accounts._MOST_UNPREDICTED", 10)
+    accounts = accounts_of([sample(f"r{n}") for n in range(25)])
+    assert accounts.sums().unpredicted == 25 and len(accounts.untrained) == len(accounts._untrained_at) <= 10
+
+
+def test_the_end_of_the_samples_is_behind_the_newest_one() -> None:
+    records = [sample("a")._replace(partition=1, offset=7), sample("b")._replace(partition=1, offset=8), sample("c")]
+    assert accounts_of(records).sample_ends == {1: 9, 2: records[2].offset + 1}
+
+
+def test_the_digest_of_a_known_sample_never_changes() -> None:
+    message = pb.Sample(sample_id=77, item_ids=[1, 2, 1 << 63], ro=b"ro", parts=[pb.Part(nro=b"nro", num_rows=3)])
+    assert features_hash(message) == 2625583684336085169
+
+
+def test_a_stale_outcome_is_older_than_what_was_forgotten() -> None:
+    ledger = Ledger((FOLDED, DEAD), horizon_ms=1000)
+    assert ledger.floor_ms == 0
+    for at in (100, 1100, 2100):
+        ledger.mark(at, SEEN | FOLDED, at)
+    assert ledger.floor_ms == 1101 and ledger.bits(100) == ledger.bits(1100) == 0 and ledger.bits(2100)
+    assert ledger.is_stale(5, 1100) and not ledger.is_stale(5, 1101) and not ledger.is_stale(2100, 1)
+
+
+def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
+    ledger = Ledger((FOLDED,), horizon_ms=10**9, most=50)
+    for n in range(1, 1000):
+        ledger.mark(n, SEEN | FOLDED, n)
+    assert len(ledger._young) + len(ledger._old) <= 100 and ledger.counts[FOLDED] == 999
