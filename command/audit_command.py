@@ -19,11 +19,13 @@ from command.sums import Sums, state_of
 from infra.broker_alone import broker_alone
 from infra.home import Home
 from roo.errors import SetupError, UnavailableError
+from runtime.backoff import Backoff
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS
 
 _SAY_EVERY_S = 10.0
 _SILENT_S = 30.0
+_STARTS_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Topics:
     prefix: str = ""
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
+    starts_s: float = 0.0  # how long the broker may still need to lead its partitions
 
 
 def run(home: Path, topics: Topics | None, as_json: bool) -> int:
@@ -63,8 +66,11 @@ def read_all(topics: Topics) -> Sums:
         settle_ms=topics.settle_ms,
         horizon_ms=max(HORIZON_MS, 2 * topics.settle_ms),
     )
-    heard_s = said_s = time.monotonic()
     try:
+        if topics.starts_s:
+            what = f"Kafka at {topics.kafka}"
+            Backoff(what=what, timeout_s=topics.starts_s).until(lambda: auditor.poll(0.0), (UnavailableError,))
+        heard_s = said_s = time.monotonic()
         while not auditor.is_current():
             if auditor.poll(1.0) or auditor.behind() is not None:
                 heard_s = time.monotonic()
@@ -95,4 +101,4 @@ def _of_home(home: Home) -> Iterator[Topics]:
         yield found
         return
     with broker_alone(home) as kafka:
-        yield dataclasses.replace(found, kafka=kafka)
+        yield dataclasses.replace(found, kafka=kafka, starts_s=_STARTS_S)
