@@ -1,0 +1,150 @@
+"""A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` takes half an hour of it.
+
+What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory of every program flat.
+The figures (memory over time, kills, dead letters) go to SOAK_REPORT, if that is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.stack import Stack
+from roo.errors import RoostreamError
+from tests.chaos.test_kill_everything import VICTIMS
+from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, produce_garbage, quick_options, wait_until
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
+DISK_MB = 64
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
+
+
+@contextlib.contextmanager
+def small_disk(at: Path) -> Iterator[bool]:
+    """A file system of its own at `at`, gone afterwards; False where this user may not mount one."""
+    at.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", at], capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", at], check=True)
+
+
+class Faults:
+    """What is done to the stack, and what was seen meanwhile. `step` often; each fault has its own time."""
+
+    def __init__(self, stack: Stack, disk: Path | None) -> None:
+        self.stack, self.ballast = stack, disk / "ballast" if disk else None
+        self.rng, self.began_s = random.Random(SEED), time.monotonic()
+        self.memory: dict[str, list[tuple[float, int]]] = {}
+        self.kills: list[tuple[float, str]] = []
+        self.num_garbage = self.num_full = 0
+        self._next_s = {"kill": 20.0, "look": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}
+
+    def step(self) -> None:
+        now_s = time.monotonic() - self.began_s
+        for name, at_s in self._next_s.items():
+            if now_s >= at_s:
+                self._next_s[name] = now_s + getattr(self, name)(now_s)
+
+    def kill(self, now_s: float) -> float:
+        victim = self.rng.choice(VICTIMS)
+        with contextlib.suppress(RoostreamError):  # it is down already
+            self.stack.kill(victim)
+            self.kills.append((now_s, victim))
+        return KILL_EVERY_S * self.rng.uniform(0.5, 1.5)
+
+    def look(self, now_s: float) -> float:
+        """Resident memory of every program, by its name."""
+        for name in self.stack.expand(["all", "simulate"]):
+            pid = self.stack.pid(name)
+            with contextlib.suppress(psutil.Error):
+                if pid is not None:
+                    self.memory.setdefault(name, []).append((now_s, psutil.Process(pid).memory_info().rss))
+        return LOOK_EVERY_S
+
+    def garbage(self, now_s: float) -> float:
+        with contextlib.suppress(Exception):  # Kafka may be away; what was not taken is not counted
+            self.num_garbage += produce_garbage(self.stack)
+        return GARBAGE_EVERY_S
+
+    def fill(self, now_s: float) -> float:
+        if self.ballast is None:
+            return float("inf")
+        with contextlib.suppress(OSError), self.ballast.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        self.num_full += 1
+        self._next_s["free"] = now_s + FULL_S
+        return FULL_EVERY_S
+
+    def free(self, now_s: float) -> float:
+        if self.ballast is not None:
+            self.ballast.unlink(missing_ok=True)
+        return float("inf")
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "seconds": SECONDS,
+            "seed": SEED,
+            "kills": len(self.kills),
+            "killed": sorted({name for _, name in self.kills}),
+            "garbage_records": self.num_garbage,
+            "disk_filled": self.num_full,
+            "memory_mb": {name: [(round(at), rss >> 20) for at, rss in seen] for name, seen in self.memory.items()},
+            "growth": growth(self.memory, SECONDS),
+        }
+
+
+def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
+    """Program → median memory of the last third of the run over that of the second one."""
+    found = {}
+    for name, seen in memory.items():
+        thirds: list[list[int]] = [[], [], []]
+        for at_s, rss in seen:
+            thirds[min(int(3 * at_s / seconds), 2)].append(rss)
+        if thirds[1] and thirds[2]:
+            found[name] = round(statistics.median(thirds[2]) / statistics.median(thirds[1]), 3)
+    return found
+
+
+def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Path) -> None:
+    options = quick_options()
+    options.overrides["simulate"]["rate"] = 40.0  # type: ignore[index]
+    with small_disk(tmp_path / "home" / "shard-0") as mounted, Stack(tmp_path / "home", options) as stack:
+        stack.start(["all", "simulate"])
+        stack.wait_ready("serving", timeout_s=180)
+        wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
+        faults = Faults(stack, tmp_path / "home" / "shard-0" if mounted else None)
+        while time.monotonic() - faults.began_s < SECONDS:
+            faults.step()
+            time.sleep(0.5)
+        faults.free(SECONDS)
+        report = faults.report()
+        if path := os.environ.get("SOAK_REPORT"):
+            Path(path).write_text(json.dumps(report, indent=1))
+        wait_until("every program is ready again", lambda: ready(stack), 240)
+        check_nothing_lost_or_twice(stack)
+        assert len(faults.kills) >= SECONDS / 30 and faults.num_garbage, report
+        if SECONDS >= 900:  # shorter runs are still warming up
+            assert max(report["growth"].values()) < 1.1, report["growth"]
+
+
+def ready(stack: Stack) -> bool:
+    return all(stack.state(name) == "ready" for name in stack.expand(["all"]))
