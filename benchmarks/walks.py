@@ -129,7 +129,7 @@ def join(folder: str) -> Walk:
     """An impression → stored; its request closes → a sample. State is stored as bytes, as an engine keeps it."""
     schema = data.demo_schema()
     reader = Reader({schema.fingerprint: schema}.get, schema.limits)
-    machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits.max_candidates)
+    machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits)
     made = Maker(schema).impression("r-1", 17, START_MS, list(range(1, CANDIDATES + 1)))
     record = Record(made.topic, 0, 0, made.time_ms, made.key, made.value)
 

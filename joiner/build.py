@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from joiner.fold import Fact
@@ -176,6 +176,15 @@ def dead_event(key: bytes, event: Impression | Engagement, reason: str, error: s
     """The dead letter of an event that could be read."""
     event_id = event.event_id if isinstance(event, Engagement) else 0
     return dead_letter(key, event.origin, event.raw, reason, error, event_id=event_id, request_id=event.request_id)
+
+
+def within(output: Output, most_bytes: int, made_of: Iterable[Impression | Engagement]) -> list[Output]:
+    """`output`, or where it is larger than a message may be, a dead letter of each event that it was made of: the last defence
+    behind `joiner.budget`, since a sink that refuses a record stops the joiner at it for ever."""
+    if len(output.value) <= most_bytes:
+        return [output]
+    error = f"expected {output.topic} of at most {most_bytes} bytes, got one of {len(output.value)}"
+    return [dead_event(output.key, event, "oversized", error) for event in made_of]
 
 
 def _ids(request: Request, id_: int) -> bytes:

@@ -22,13 +22,14 @@ from collections.abc import Iterable
 
 from msgspec import structs
 
-from joiner import scopes
+from joiner import budget, scopes
 from joiner.build import dead_event
 from joiner.passage import Passage
 from joiner.rules import Rules, close_at, note_joined, set_joins, window_of
 from joiner.state import NEVER, OPEN, WAITING, Engagement, Impression, JoinState, Page, Request, Trace, index_of
 from joiner.turn import Turn
-from roo.schema import Registry
+from roo import roo_pb2 as pb
+from roo.schema import Limits, Registry
 
 _u8 = struct.Struct("<Q").pack
 
@@ -41,9 +42,9 @@ class Join:
     from before.
     """
 
-    def __init__(self, rules: Rules, registry: Registry, max_candidates: int = 1000) -> None:
-        self.rules, self.max_candidates = rules, max_candidates
-        self._passage = Passage(rules, registry)
+    def __init__(self, rules: Rules, registry: Registry, limits: Limits) -> None:
+        self.rules, self.max_candidates, self._most_bytes = rules, limits.max_candidates, budget.most_bytes(limits)
+        self._passage = Passage(rules, registry, limits.max_sample_bytes)
         self._engages = rules.closes_on_engagement
         self._follows = rules.next_request != "off"
 
@@ -84,6 +85,10 @@ class Join:
         refusal = self._refuse_impression(turn, request, event)
         if refusal == ("", ""):
             return
+        pages = request.pages if request is not None else []
+        num_shown = page.num_distinct if not pages else _num_shown([*pages, page])
+        num_bytes = self._num_bytes(request, event, num_shown)
+        refusal = refusal or self._refuse_large(num_shown, num_bytes)
         if refusal is not None:
             turn.outputs.append(dead_event(turn.key, event, *refusal))
             return
@@ -93,6 +98,7 @@ class Join:
         if request.phase == WAITING:
             request.phase, request.late = OPEN, page.time_ms <= turn.watermark_ms
             state.head.num_open += 1
+        request.num_shown, request.num_bytes = num_shown, num_bytes
         state.impressions[request_id, page.digest] = event
         if request.pages:
             bisect.insort(request.pages, page, key=_order)
@@ -103,10 +109,12 @@ class Join:
         if request.num_pending:
             self._meet_page(turn, request_id, request, page)
         self._set_close(turn, request_id, request)
+        if request.late and request.close_ms <= turn.watermark_ms:
+            request.reason = pb.CLOSE_LATE
         state.requests[request_id] = request
 
     def _refuse_impression(self, turn: Turn, request: Request | None, event: Impression) -> tuple[str, str] | None:
-        """(reason, error) of the dead letter, ("", "") for a duplicate, None to take it."""
+        """(reason, error) of the dead letter, ("", "") for a duplicate, None to take it if it is not too large."""
         page, watermark_ms, rules = event.page, turn.watermark_ms, self.rules
         if request is None or request.phase == WAITING:
             if page.time_ms + rules.late_horizon_ms <= watermark_ms:
@@ -120,7 +128,7 @@ class Join:
             digest = _u8(page.digest)
             if index_of(request.digests, digest) >= 0:
                 return "", ""
-            if len(request.digests) < 8 * rules.max_engagements:
+            if len(request.digests) < 16 * rules.max_impressions:
                 request.digests += digest
                 turn.state.requests[event.request_id] = request
             return "after_close", f"its request closed at {request.close_ms}, this came with time {page.time_ms}"
@@ -129,8 +137,21 @@ class Join:
                 request.pages[n] = structs.replace(known, copies=known.copies + 1)
                 turn.state.requests[event.request_id] = request
                 return "", ""
-        if _num_shown([*request.pages, page]) > self.max_candidates:
+        if len(request.pages) >= rules.max_impressions:
+            return "overflow", f"expected at most {rules.max_impressions} impressions a request"
+        return None
+
+    def _num_bytes(self, request: Request | None, event: Impression, num_shown: int) -> int:
+        """Of the budget, with one more impression. `num_shown`: distinct candidates with it."""
+        num_labels = self._passage.labels_of(event.page.schema).count
+        before = (0, 0) if request is None else (request.num_bytes, request.num_shown)
+        return before[0] + budget.of_impression(event) + budget.of_candidates(num_shown - before[1], num_labels)
+
+    def _refuse_large(self, num_shown: int, num_bytes: int) -> tuple[str, str] | None:
+        if num_shown > self.max_candidates:
             return "overflow", f"expected at most {self.max_candidates} candidates a request"
+        if num_bytes > self._most_bytes:
+            return "overflow", f"expected a request of at most {self._most_bytes} bytes, got {num_bytes} with this"
         return None
 
     def _open(self, turn: Turn, request_id: str, request: Request, page: Page) -> None:
@@ -205,8 +226,18 @@ class Join:
         if phase <= OPEN:
             set_joins(event, request, rules)
         is_orphan = event.row < 0 and phase <= OPEN
-        if request.num_events >= rules.max_engagements or (is_orphan and state.head.num_orphans >= rules.max_orphans):
-            error = f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request"
+        waits = event.joins_ms == NEVER and phase <= OPEN
+        num_bytes = request.num_bytes + budget.of_engagement(event)
+        if (
+            request.num_events >= rules.max_engagements
+            or num_bytes > self._most_bytes
+            or (waits and len(request.waiting) >= rules.max_orphans)
+            or (is_orphan and state.head.num_orphans >= rules.max_orphans)
+        ):
+            error = (
+                f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request and "
+                f"{self._most_bytes} bytes a request"
+            )
             turn.outputs.append(dead_event(turn.key, event, "overflow", error))
             return
         if known is not None:
@@ -217,6 +248,7 @@ class Join:
             state.head.num_requests += 1
         request.num_events += 1
         request.num_pending += 1
+        request.num_bytes = num_bytes
         if phase > OPEN:
             self._passage.plan_event(turn, request_id, request, event)
         elif event.joins_ms == NEVER:

@@ -41,7 +41,7 @@ class LocalEngine:
 
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
         self.reader = Reader(registry, schema.limits)
-        self.join = Join(config.rules, registry, schema.limits.max_candidates)
+        self.join = Join(config.rules, registry, schema.limits)
         self.partitions = all_partitions(EVENTS, config.partitions)
         self.watermarks = Watermarks(self.partitions, config.lateness_ms)
         self._drift_ms, self._silent_ms = config.drift_ms, config.producer_timeout_ms

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from joiner.build import Output
+from joiner.rules import LATE
 from joiner.state import END, START
+from runtime.flink_rest import LATE_REQUESTS
 
 
 class Meters:
@@ -22,6 +24,11 @@ class Meters:
         self.watermark = Gauge("roostream_joiner_watermark_ms", "event time that all partitions have reached", registry=registry)
         self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
         self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
+        self.late = Gauge(
+            f"roostream_joiner_{LATE_REQUESTS}",
+            "samples since the job's last restart whose request came after its own close: nothing could be waited for",
+            registry=registry,
+        )
         self.restarts = Gauge("roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry)
         self.checkpoints = Gauge("roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry)
 
@@ -33,6 +40,8 @@ class Meters:
     def wrote(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             self.outputs.labels(output.topic, output.why).inc()
+            if output.why == LATE:
+                self.late.inc()
 
     def state(self, watermark_ms: int, num_keys: int) -> None:
         if START < watermark_ms < END:
@@ -43,6 +52,11 @@ class Meters:
     def job(self, running: bool, gauges: Mapping[str, float]) -> None:
         """What `FlinkRest.gauges` gave."""
         self.running.set(running)
-        for name, gauge in (("restarts", self.restarts), ("checkpoints", self.checkpoints), ("watermark_ms", self.watermark)):
+        for name, gauge in (
+            ("restarts", self.restarts),
+            ("checkpoints", self.checkpoints),
+            ("watermark_ms", self.watermark),
+            (LATE_REQUESTS, self.late),
+        ):
             if name in gauges:
                 gauge.set(gauges[name])

@@ -18,11 +18,13 @@ from joiner.entries import Entries
 from joiner.envelope import pack, unpack
 from joiner.ingest import Reader
 from joiner.join import Join
+from joiner.rules import LATE
 from joiner.state import Engagement, Impression
 from joiner.turn import Turn
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry
 from runtime.checkpoint_store import open_store
+from runtime.flink_rest import LATE_REQUESTS
 from runtime.program import collect_rarely
 
 
@@ -36,10 +38,11 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         collect_rarely()
         schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
         self.reader = Reader(registry, schema.limits)
-        self.join = Join(self.config.rules, registry, schema.limits.max_candidates)
+        self.join = Join(self.config.rules, registry, schema.limits)
         # Pickled bytes are the only state type that gives bytes back in thread mode; the values are ours and versioned.
         described = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
         self.state = Entries(runtime_context.get_map_state(described))
+        self.late = runtime_context.get_metrics_group().counter(LATE_REQUESTS)
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
@@ -62,6 +65,8 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
     def _finish(self, turn: Turn, timers: TimerService) -> Iterator[bytes]:
         """Write the entries that have changed, set the timers, give the outputs."""
         self.state.flush()
+        if num_late := sum(output.why == LATE for output in turn.outputs):
+            self.late.inc(num_late)
         for due_ms in turn.timers_ms:
             timers.register_event_time_timer(due_ms)
         return map(pack, turn.outputs)

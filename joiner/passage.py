@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from joiner import build, scopes
+from joiner import budget, build, scopes
 from joiner.build import Change, Content, dead_event
 from joiner.fold import Fact, Labels
 from joiner.rules import Rules
@@ -26,7 +26,6 @@ from joiner.state import (
     index_of,
 )
 from joiner.turn import Turn
-from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.ids import other_form
 from roo.schema import Registry
@@ -40,19 +39,21 @@ class _Folds(Struct, gc=False):
     facts: list[Fact]  # those that are folded, in order
     num_copies: int  # duplicates of them and of the request's impressions
     left: list[Engagement]  # those that stay
+    events: list[Engagement]  # those of `facts`
 
 
 class Passage:
     """The steps of the state machine that time makes; `join.py` has those that events make."""
 
-    def __init__(self, rules: Rules, registry: Registry) -> None:
-        self.rules, self.registry = rules, registry
+    def __init__(self, rules: Rules, registry: Registry, most_bytes: int) -> None:
+        """`most_bytes`: of a sample or correction."""
+        self.rules, self.registry, self.most_bytes = rules, registry, most_bytes
         self._labels: dict[int, Labels] = {}
 
     def set_due(self, turn: Turn, request_id: str, request: Request) -> None:
         """When the request's own next step is due. Called after each change of what that depends on."""
         if request.phase == OPEN:
-            due_ms = request.time_ms if request.late else request.close_ms
+            due_ms = request.close_ms
         elif request.phase == CLOSED:
             kept_ms = self.rules.correction_horizon_ms if request.pages else self.rules.late_horizon_ms
             due_ms = request.close_ms + kept_ms
@@ -109,8 +110,6 @@ class Passage:
     def _close(self, turn: Turn, request_id: str, request: Request) -> None:
         """Emit the sample and leave the tombstone."""
         state, pages = turn.state, request.pages
-        if request.late:
-            request.close_ms, request.reason = min(request.close_ms, turn.watermark_ms), pb.CLOSE_LATE
         impressions = [_known(state.impressions.get((request_id, page.digest))) for page in pages]
         used, shown = pages, impressions
         if len(pages) > 1:
@@ -119,7 +118,7 @@ class Passage:
             shown = [i for i in impressions if i.page.digest in digests]
         rows = build.choose_rows(used)
         request.items, request.header = rows.items, build.header_of(shown[0])
-        folds = _Folds([], rows.num_repeats - len(used), [])
+        folds = _Folds([], rows.num_repeats - len(used), [], [])
         if request.num_pending:
             self._divide(turn, request_id, request, folds, one=len(pages) == 1 and not rows.num_repeats)
         if request.scope is not None:
@@ -129,7 +128,7 @@ class Passage:
         request.phase = CLOSED
         request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
         request.waiting, request.joined_ms, request.num_orphans = [], [], 0
-        of, tallies = self._labels_of(request.schema), dict[int, Tally]()
+        of, tallies = self.labels_of(request.schema), dict[int, Tally]()
         if folds.facts:
             of.tally(tallies, folds.facts, request.time_ms, request.window_ms)
             request.tallied = [*tallies]
@@ -138,7 +137,9 @@ class Passage:
         for page in used:
             folds.num_copies += page.copies
         content = Content(shown, rows.of_page, of.count, labels, folds.facts, folds.num_copies)
-        turn.outputs.append(build.sample(turn.key, request_id, request, content))
+        request.num_bytes = sum(map(budget.of_engagement, folds.left))
+        output = build.sample(turn.key, request_id, request, content)
+        turn.outputs += build.within(output, self.most_bytes, [*shown, *folds.events])
         self._drop_unused(turn, request_id, request, impressions, used)
         for event in folds.left:
             self.plan_event(turn, request_id, request, event)
@@ -168,6 +169,7 @@ class Passage:
                 candidate = event.row if one else index_of(request.items, event.item_id.to_bytes(8, "little"))
                 facts.append((event.joins_ms, event.event_id, event.action, event.value, candidate))
                 folds.num_copies += event.copies - 1
+                folds.events.append(event)
                 held[event.event_id] = Trace(event.event_id, event.previous)
             elif event.joins_ms == NEVER and event.time_ms + self.rules.orphan_timeout_ms <= close_ms:
                 over.append(event)
@@ -190,7 +192,7 @@ class Passage:
             self._give_up(turn, request_id, request, event)
 
     def _correct(self, turn: Turn, request_id: str, request: Request, event: Engagement, candidate: int) -> None:
-        state, of = turn.state, self._labels_of(request.schema)
+        state, of = turn.state, self.labels_of(request.schema)
         tally = state.tally_of(request_id, candidate)
         if tally is None:
             tally = of.nothing()
@@ -202,7 +204,8 @@ class Passage:
         with_features = event.time_ms <= request.close_ms + self.rules.correction_horizon_ms
         used = [_known(state.impressions.get((request_id, p.digest))) for p in request.pages] if with_features else []
         change = Change(fact, before, of.pack(tally))
-        turn.outputs.append(build.correction(turn.key, request_id, request, change, used, of.count))
+        output = build.correction(turn.key, request_id, request, change, used, of.count)
+        turn.outputs += build.within(output, self.most_bytes, [event])
         _end(state, request_id, request, event)
 
     def _give_up(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
@@ -260,7 +263,12 @@ class Passage:
             return
         n = len(waiting)
         state.requests[request_id] = Request(
-            waiting=[e.event_id for e in waiting], num_orphans=n, num_events=n, num_pending=n, last_event=request.last_event
+            waiting=[e.event_id for e in waiting],
+            num_orphans=n,
+            num_events=n,
+            num_pending=n,
+            last_event=request.last_event,
+            num_bytes=request.num_bytes,
         )
         state.head.num_orphans += n
         for event in waiting:
@@ -271,7 +279,7 @@ class Passage:
         del state.requests[request_id]
         state.head.num_requests -= 1
 
-    def _labels_of(self, fingerprint: int) -> Labels:
+    def labels_of(self, fingerprint: int) -> Labels:
         known = self._labels.get(fingerprint)
         if known is None:
             schema = self.registry(fingerprint)
@@ -296,6 +304,7 @@ def _end(state: JoinState, request_id: str, request: Request, event: Engagement,
     """Of an engagement that has come to its end, only what tells copies of it is left; of one that is forgotten, its place."""
     request.num_pending -= 1
     request.num_events -= gone
+    request.num_bytes -= budget.of_engagement(event)
     state.events_of(request_id)[event.event_id] = Trace(event.event_id, event.previous, gone)
 
 
@@ -305,6 +314,7 @@ def _keep_pending(state: JoinState, request_id: str, request: Request) -> list[E
     if request.last_event:
         state.forget_events(request_id, request)
     request.last_event, request.num_events = 0, len(kept)
+    request.num_bytes = sum(map(budget.of_engagement, kept))
     for event in kept:
         event.previous, request.last_event = request.last_event, event.event_id
         state.events_of(request_id)[event.event_id] = event

@@ -20,6 +20,7 @@ from roo.config import Settings, parse_duration_ms, refusal, setting
 from roo.ids import sample_id, splitmix64
 
 WINDOW, ENGAGED, NEXT_REQUEST = pb.CLOSE_WINDOW, pb.CLOSE_ENGAGED, pb.CLOSE_NEXT_REQUEST
+LATE = pb.CloseReason.Name(pb.CLOSE_LATE)  # the same by its name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Rules(Settings):
     max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", least=1)
     max_orphans: int = setting(256, "engagements of a user that wait for their request or item", least=0)
     max_engagements: int = setting(10_000, "distinct engagements a request", least=1)
+    max_impressions: int = setting(256, "distinct impressions a request: the one that opens it, and pages", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

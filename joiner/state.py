@@ -110,7 +110,7 @@ class Request(Struct, array_like=True, gc=False):
     time_ms: int = NEVER  # smallest time of its impressions
     session_id: int = 0  # this and `schema`: the opening impression's
     schema: int = 0
-    late: bool = False  # came behind the watermark
+    late: bool = False  # came behind the watermark: it stands in no scope
     window_ms: int = 0
     next_ms: int = NEVER  # time of the next request in its scope
     close_ms: int = NEVER
@@ -128,6 +128,8 @@ class Request(Struct, array_like=True, gc=False):
     items: bytes = b""  # CLOSED: the sample's candidates
     digests: bytes = b""  # CLOSED, THIN: of its impressions, also of those that came too late: copies are duplicates
     tallied: list[int] = field(default_factory=list)  # CLOSED: candidates that have a `Tally`
+    num_shown: int = 0  # until the close: distinct candidates
+    num_bytes: int = 0  # of the budget (joiner/budget.py): until the close its pages, always its pending engagements
 
 
 class Tally(Struct, array_like=True, gc=False):

@@ -76,7 +76,7 @@ def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict
     Raises:
         WireError: as `check_block`, with the largest caps that a schema can set.
     """
-    most = Limits(max_candidates=1 << 20, max_list=1 << 20, max_record_bytes=1 << 30)
+    most = Limits(max_candidates=1 << 20, max_list=1 << 20)
     columns = columns_of(data)
     check_columns(schema, side, columns, num_rows, most)
     floats, lists = schema.floats(side), schema.lists(side)

@@ -134,7 +134,12 @@ class Limits(Settings):
 
     max_candidates: int = setting(1000, "candidates a request", least=1, most=1 << 20)
     max_list: int = setting(2000, "entries a list feature", least=1, most=1 << 20)
-    max_record_bytes: int = setting(1 << 20, "bytes an event: an impression or engagement", least=1024, most=1 << 30)
+    max_record_bytes: int = setting(
+        1 << 20,
+        "bytes an event: an impression or engagement; half a message at most, since a sample holds more than its impression",
+        least=1024,
+        most=MAX_MESSAGE_BYTES // 2,
+    )
     max_sample_bytes: int = setting(
         MAX_MESSAGE_BYTES - RECORD_OVERHEAD,
         "bytes a sample or correction; what joins into one request may not make more",

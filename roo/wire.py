@@ -56,7 +56,7 @@ REASONS = (
     "item_not_shown",  # an engagement with an item that its request didn't show
     "after_close",  # an impression of a request that is closed
     "too_late",  # an engagement beyond the late horizon
-    "overflow",  # open requests or orphans of one user beyond the caps
+    "overflow",  # beyond the caps of a user (open requests, orphans) or of a request (bytes, impressions, engagements)
 )
 
 

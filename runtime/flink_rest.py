@@ -10,6 +10,7 @@ from typing import Any
 
 from roo.errors import UnavailableError
 
+LATE_REQUESTS = "late_requests"  # the join's own count
 JOB_NAME = "roostream-joiner"
 ENDED = ("FINISHED", "FAILED", "CANCELED")
 """A job in any other state is live: also one that is being cancelled, since it holds its slots and may still write. Whoever
@@ -83,7 +84,7 @@ class FlinkRest:
         return " ← ".join([*lines[:1], *causes[-1:]]) or "no reason given"
 
     def gauges(self, job: str) -> dict[str, float]:
-        """`restarts`, `checkpoints`, and `watermark_ms` once there is one."""
+        """`restarts`, `checkpoints`, and once there are such `watermark_ms` and LATE_REQUESTS."""
         out: dict[str, float] = {}
         for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
             out["restarts"] = float(metric["value"])
@@ -95,6 +96,9 @@ class FlinkRest:
                 values = [int(m["value"]) for m in marks]
                 if values and min(values) > 0:
                     out["watermark_ms"] = float(min(values))
+                path = f"/jobs/{job}/vertices/{vertex['id']}/subtasks/metrics?get=join.{LATE_REQUESTS}&agg=sum"
+                for metric in (self.get(path) or {}).get("list", []):
+                    out[LATE_REQUESTS] = float(metric["sum"])
         return out
 
     def stop_with_savepoint(self, job: str, folder: str, timeout_s: float) -> str:

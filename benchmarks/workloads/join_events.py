@@ -77,7 +77,7 @@ def _reader() -> Reader:
 
 def _join(late_horizon_ms: int = 0) -> Join:
     rules = JoinerConfig(window_ms=WINDOW_MS, lateness_ms=LATENESS_MS, late_horizon_ms=late_horizon_ms).rules
-    return Join(rules, {_schema().fingerprint: _schema()}.get, _schema().limits.max_candidates)
+    return Join(rules, {_schema().fingerprint: _schema()}.get, _schema().limits)
 
 
 def _event(record: Record, reader: Reader | None = None) -> Event:

@@ -167,7 +167,7 @@ class Driver:
     """One key, its watermark and its timers, which decide whether the machine is called, as in engines."""
 
     def __init__(self, with_rules: Rules, kind: str = "entries") -> None:
-        self.join = Join(with_rules, SCHEMAS.get, SCHEMA.limits.max_candidates)
+        self.join = Join(with_rules, SCHEMAS.get, SCHEMA.limits)
         self.kind, self.watermark_ms = kind, START
         self.outputs: list[Output] = []
         self._memory, self.store = MemoryState(), DictStore()

@@ -9,7 +9,7 @@ import pytest
 from joiner.state import CLOSED, OPEN, THIN
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
-from tests.joiner.cases import KEY, Driver, closed, engagement, features_of, impression, nro_block, only, reasons, rules
+from tests.joiner.cases import KEY, Driver, closed, engagement, features_of, impression, nro_block, only, reasons, rules, samples
 
 T = 1_000
 
@@ -228,13 +228,35 @@ def test_the_tombstone_thins_and_then_goes() -> None:
 # behind the watermark
 
 
-def test_a_new_request_behind_the_watermark_closes_at_once_as_late_with_the_orphans_that_waited() -> None:
+def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
     driver = Driver(rules())
-    driver.send(engagement(T + 9, event=1), engagement(T + 70, event=2))
+    driver.send(engagement(T + 9, event=1))
     driver.at(T + 50)
-    sample = only(driver.send(impression(T)), "samples")
-    assert (sample.why, sample.message.close_ms, sample.events) == ("CLOSE_LATE", T + 50, [1])
-    assert only(driver.at(T + 70), "corrections").events == [2]
+    assert driver.send(impression(T), engagement(T + 70, event=2)) == [] and driver.at(T + 99) == []
+    sample = only(driver.at(T + 100), "samples")
+    assert (sample.why, sample.message.close_ms, sample.events) == ("CLOSE_WINDOW", T + 100, [1, 2])
+
+
+@pytest.mark.parametrize(("watermark", "late"), [(T + 99, False), (T + 100, True)])
+def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_waited(watermark: int, late: bool) -> None:
+    driver = Driver(rules(orphan_timeout_ms=500))
+    driver.send(engagement(T + 9, event=1), engagement(T + 104, event=2))
+    driver.at(watermark)
+    outputs = driver.send(impression(T))
+    assert bool(outputs) is late
+    sample = only([*outputs, *driver.at(T + 104)], "samples")
+    assert (sample.why, sample.message.close_ms) == ("CLOSE_LATE" if late else "CLOSE_WINDOW", T + 100)
+    assert sample.events == [1] and only(driver.outputs, "corrections").events == [2]
+
+
+def test_the_clicks_on_requests_that_come_late_are_in_their_samples() -> None:
+    """A process that paused: each third request comes 40 ms behind the watermark, and all are clicked 50 ms after it."""
+    driver = Driver(rules(max_open_requests=99))
+    for n in range(30):
+        name, late_ms = f"r{n}", 40 * (n % 3 == 0)
+        driver.at(T + 100 * n + late_ms)
+        driver.send(impression(T + 100 * n, request=name), engagement(T + 100 * n + 90, event=n + 1, request=name))
+    assert [s.events for s in samples(driver.end() and driver.outputs)] == [[n + 1] for n in range(30)]
 
 
 def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:

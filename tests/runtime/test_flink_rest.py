@@ -83,7 +83,11 @@ def test_gauges_are_read_of_the_job(flink: FakeFlink) -> None:
         f"/jobs/{JOB}": {"state": "RUNNING", "vertices": [{"id": "v", "name": "join -> write: Writer"}]},
         f"/jobs/{JOB}/vertices/v/watermarks": [{"id": "0.w", "value": "900"}, {"id": "1.w", "value": "800"}],
     }
-    assert FlinkRest(flink.url).gauges(JOB) == {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0}
+    expected = {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0}
+    assert FlinkRest(flink.url).gauges(JOB) == expected
+    counted = [{"id": "join.late_requests", "sum": 7.0}]
+    flink.answers[f"/jobs/{JOB}/vertices/v/subtasks/metrics?get=join.late_requests&agg=sum"] = counted
+    assert FlinkRest(flink.url).gauges(JOB) == {**expected, "late_requests": 7.0}
 
 
 def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:

@@ -1,0 +1,251 @@
+"""One budget a request: whatever the joiner accepts becomes an output that topics, sinks and readers take, and state small."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from joiner import budget
+from joiner.config import JoinerConfig
+from joiner.local_engine import LocalEngine
+from joiner.local_kafka import KafkaSink
+from roo import roo_pb2 as pb
+from roo.decode import Decoder
+from roo.wire import MAX_MESSAGE_BYTES, RECORD_OVERHEAD, Record
+from runtime.kafka.broker import Broker
+from tests.joiner.cases import (
+    SCHEMA,
+    DictStore,
+    Driver,
+    engagement,
+    event,
+    impression,
+    only,
+    reasons,
+    record,
+    rules,
+    seen,
+)
+
+T = 1_000
+MOST_BYTES = budget.most_bytes(SCHEMA.limits)
+
+
+def joined(records: list[Record]) -> list:
+    engine = LocalEngine(JoinerConfig(window_ms=1_000), SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get)
+    return [*(o for r in records for o in engine.process(r)), *engine.end_of_input()]
+
+
+def padded(page: pb.Impression, num_bytes: int) -> pb.Impression:
+    """An impression of about that many bytes: its header's text may be long, as the record's cap alone says."""
+    page.header.model_version = "m" * max(num_bytes - page.ByteSize() - 4, 0)
+    return page
+
+
+def scroll() -> list[Record]:
+    """200 pages, each with all items so far and 5 more; the largest has 84 kB."""
+    return [record(padded(impression(T + n, range(1, 5 * n + 6), ro=None), 420 * n)) for n in range(200)]
+
+
+def five_large_pages() -> list[Record]:
+    return [record(padded(impression(T + n, (n + 1,), ro=None), 960_000)) for n in range(5)]
+
+
+def two_halves() -> list[Record]:
+    return [record(padded(impression(T + n, (n + 1,)), 533_000)) for n in range(2)]
+
+
+def one_of_the_largest() -> list[Record]:
+    return [record(padded(impression(T), SCHEMA.limits.max_record_bytes - 8))]
+
+
+def many_engagements() -> list[Record]:
+    actions = [f"{n:060d}" for n in range(50)]
+    events = [record(engagement(T + 1, 1, event=n, action=actions[n % 50])) for n in range(1, 12_000)]
+    return [record(impression(T)), *events]
+
+
+def large_engagements() -> list[Record]:
+    events = [engagement(T + 1, 1, event=n) for n in range(1, 9)]
+    for e in events:
+        e.header.model_version = "m" * 900_000
+    return [record(impression(T)), *map(record, events)]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [scroll, five_large_pages, two_halves, one_of_the_largest, many_engagements, large_engagements],
+    ids=lambda f: f.__name__,
+)
+def test_whatever_is_accepted_is_taken_by_the_sink_and_by_the_reader(records) -> None:  # type: ignore[no-untyped-def]
+    given = records()
+    outputs = joined(given)
+    kinds = Counter((o.topic, o.why) for o in outputs)
+    assert set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")} and kinds["samples", "CLOSE_WINDOW"] == 1
+    KafkaSink(Broker("127.0.0.1:9"), "").write(outputs)  # the client refuses what is above the cap before it sends
+    sample = next(o for o in outputs if o.topic == "samples")
+    read = Record("samples", 0, 0, sample.timestamp_ms or 0, sample.key, sample.value)
+    batch, rejects = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode([read])
+    assert not rejects and batch.num_requests == 1
+    shown = [r for r in given if r.topic == "impressions"]
+    message = seen(sample).message
+    num_parts = len(message.parts) + sum(seen(o).message.topic == "impressions" for o in outputs if o.topic == "dead_letters")
+    num_events = len(message.event_ids) + sum(seen(o).message.event_id != 0 for o in outputs if o.topic == "dead_letters")
+    assert num_parts == len(shown) and num_events == len(given) - len(shown), "all is accounted for"
+
+
+def test_the_sink_refuses_what_is_above_the_cap() -> None:
+    """So the test above would fail without the budget."""
+    from confluent_kafka import KafkaException
+
+    large = only(joined([record(impression(T))]), "samples")
+    output = joined([record(impression(T))])[0]._replace(value=bytes(MAX_MESSAGE_BYTES))
+    assert large.topic == "samples"
+    with pytest.raises(KafkaException, match="MSG_SIZE_TOO_LARGE"):
+        KafkaSink(Broker("127.0.0.1:9"), "").write([output])
+    KafkaSink(Broker("127.0.0.1:9"), "").write([output._replace(value=bytes(MAX_MESSAGE_BYTES - RECORD_OVERHEAD))])
+
+
+def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
+    rng = random.Random(5)
+    for n in range(40):
+        driver = Driver(rules(), "memory")
+        cost, shown = budget.FIXED, set[int]()
+        for page in range(rng.randrange(1, 6)):
+            items = rng.sample(range(1, 60), rng.randrange(0, 30))
+            served = {"scores": [0.5] * (4 * len(items)), "positions": range(len(items)), "propensities": [0.5] * len(items)}
+            message = impression(T + page, items, **{k: v for k, v in served.items() if rng.random() < 0.5})  # type: ignore[arg-type]
+            driver.send(message)
+            cost += budget.of_impression(event(message))  # type: ignore[arg-type]
+            shown |= set(items)
+            for i in range(rng.randrange(9)):
+                acted = engagement(T + 9, rng.randrange(1, 60), event=100 * page + i + 1, action=rng.choice(["a", "b" * 64]))
+                driver.send(acted)
+                cost += budget.of_engagement(event(acted))  # type: ignore[arg-type]
+        cost += budget.of_candidates(len(shown), 4)
+        assert driver.state.requests["r"].num_bytes + budget.FIXED == cost, n
+        sample = next(o for o in driver.end() if o.topic == "samples")
+        message = seen(sample).message
+        told = pb.Prediction(
+            item_ids=message.item_ids, labels=message.labels, scores=message.labels, served_scores=message.labels
+        )
+        assert len(sample.value) <= cost and told.ByteSize() <= cost
+
+
+def page_bytes(page: pb.Impression) -> int:
+    """Of the budget, as the first of its request."""
+    return budget.of_impression(event(page)) + budget.of_candidates(len(page.item_ids), 4)  # type: ignore[arg-type]
+
+
+def test_a_page_or_engagement_that_exceeds_the_budget_overflows_and_the_rest_is_joined() -> None:
+    driver = Driver(rules())
+    first, page, click = impression(T), impression(T + 1, (3,), ro=None), engagement(T + 2, event=1)
+    cost = page_bytes(first) + budget.of_engagement(event(click))  # type: ignore[arg-type]
+    driver.join._most_bytes = cost
+    assert reasons(driver.send(first, click, page, engagement(T + 3, event=2))) == ["overflow", "overflow"]
+    sample = only(driver.at(T + 100), "samples")
+    assert sample.items == [1, 2] and sample.events == [1]
+    assert driver.send(engagement(T + 150, event=3)) == [], "what was folded made room"
+
+
+def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer_once_they_are_given_up() -> None:
+    driver = Driver(rules(orphan_timeout_ms=10))
+    driver.join._most_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
+    driver.send(engagement(T, event=1))
+    assert reasons(driver.send(impression(T))) == ["overflow"]
+    assert reasons(driver.at(T + 10)) == ["no_request"]
+    assert driver.send(impression(T + 11)) == [] and driver.state.requests["r"].num_bytes == driver.join._most_bytes
+
+
+def test_what_a_request_holds_is_counted_in_every_phase() -> None:
+    driver = Driver(rules())
+    acted = [engagement(t, event=n) for n, t in enumerate((T + 5, T + 500, T + 1_500, T + 2_500), 1)]
+    costs = [budget.of_engagement(event(e)) for e in acted]  # type: ignore[arg-type]
+    page = page_bytes(impression(T))  # type: ignore[arg-type]
+    driver.send(impression(T), *acted)
+    held = [driver.state.requests["r"].num_bytes]
+    for watermark_ms in (T + 100, T + 500, T + 1_100, T + 1_500, T + 2_100):
+        driver.at(watermark_ms)
+        held.append(driver.state.requests["r"].num_bytes)
+    assert held == [page + sum(costs), sum(costs[1:]), sum(costs[2:]), sum(costs[2:]), costs[3], costs[3]]
+
+
+def test_impressions_of_a_request_have_a_cap_and_copies_do_not_count() -> None:
+    driver = Driver(rules(max_impressions=2))
+    pages = [impression(T + n) for n in range(3)]
+    assert driver.send(pages[0], pages[0], pages[1], pages[1]) == []
+    assert reasons(driver.send(pages[2])) == ["overflow"]
+    assert only(driver.end(), "samples").message.num_duplicates == 4
+
+
+def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphans() -> None:
+    driver = Driver(rules(orphan_timeout_ms=10, max_orphans=2))
+    driver.send(impression(T), impression(T + 50, (3,), ro=None))
+    waiting = [engagement(T + 20, 3, event=n) for n in range(1, 4)]
+    assert reasons(driver.send(*waiting)) == ["overflow"]
+    assert driver.send(engagement(T + 45, 3, event=4)) == [], "those that join are not among them"
+
+
+def test_an_output_that_is_too_large_all_the_same_is_a_dead_letter_of_each_event() -> None:
+    driver = Driver(rules(correction_horizon_ms=1_000))
+    driver.join._passage.most_bytes = 100
+    driver.send(impression(T), impression(T + 1, (3,)), engagement(T + 2, event=1))
+    outputs = driver.at(T + 100)
+    assert [(o.topic, o.why) for o in outputs] == [("dead_letters", "oversized")] * 3
+    assert sorted(seen(o).message.event_id for o in outputs) == [0, 0, 1]
+    driver.send(engagement(T + 150, event=2))
+    assert [(o.topic, o.why) for o in driver.at(T + 150)] == [("dead_letters", "oversized")]
+
+
+class WeighedStore(DictStore):
+    """Adds up the bytes that were read and written."""
+
+    num_bytes = 0
+
+    def get(self, key: str, default: object = None) -> bytes | None:  # type: ignore[override]
+        found = super().get(key)
+        self.num_bytes += len(found or b"")
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        self.num_bytes += len(value)
+        super().put(key, value)
+
+
+def weighed(driver: Driver, messages: list) -> int:
+    driver.store = store = WeighedStore(driver.store)
+    driver.send(*messages)
+    return store.num_bytes
+
+
+@pytest.mark.parametrize("kind", ["join", "after the close", "copies of the impression"])
+def test_four_times_the_events_of_a_request_cost_four_times_as_much(kind: str) -> None:
+    """In bytes of state that are read and written; the walk at the close is not counted."""
+
+    def cost(n: int) -> int:
+        driver = Driver(rules(engaged_threshold=3))
+        driver.send(impression(T))
+        if "after" in kind:
+            driver.at(T + 100)
+        if "copies" in kind:
+            return weighed(driver, [impression(T)] * n)
+        time_ms = T + 200 if "after" in kind else T + 50
+        return weighed(driver, [engagement(time_ms + i, 1, event=i + 1) for i in range(n)])
+
+    assert cost(240) < 6 * cost(60)
+
+
+@pytest.mark.parametrize("kind", ["page", "page after the close", "engagement that waits"])
+def test_what_keeps_a_list_in_its_request_costs_little_at_the_cap(kind: str) -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    if "close" in kind:
+        driver.at(T + 100)
+    if "page" in kind:
+        driver.send(*(impression(T + n % 90, range(n, n + 20)) for n in range(600)))
+        assert weighed(driver, [impression(T + 95, (1,))]) < 200_000
+    else:
+        driver.send(*(engagement(T + 50, 999, event=n) for n in range(1, 600)))
+        assert weighed(driver, [engagement(T + 51, 999, event=1_000)]) < 20_000
