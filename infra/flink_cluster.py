@@ -175,7 +175,8 @@ class Cluster:
     def _task_manager(self, env: Mapping[str, str], index: int, port: int) -> Program:
         name = task_manager(index)
         entry = "org.apache.flink.runtime.taskexecutor.TaskManagerRunner"
-        main = self._java(entry, "console", "768m", "256m", "-XX:MaxDirectMemorySize=192m")
+        direct = "-XX:MaxDirectMemorySize=192m"
+        main = self._java(entry, "console", "768m", "256m", direct, quick_start=not self.options.replay)
         return Program(
             name=name,
             # The same id after a restart lets the job manager drop the dead one at once, before its heartbeat times out.

@@ -82,7 +82,15 @@ def program(home: Home, options: StackOptions, env: Mapping[str, str], java: Pat
 
     return Program(
         name="kafka",
-        command=(str(java), "-Xms192m", "-Xmx512m", *java_flags(home.tmp), *common, "kafka.Kafka", str(conf)),
+        command=(
+            str(java),
+            "-Xms192m",
+            "-Xmx512m",
+            *java_flags(home.tmp, quick_start=not options.replay),
+            *common,
+            "kafka.Kafka",
+            str(conf),
+        ),
         log=home.log("kafka"),
         env=env,
         prepare=prepare,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from infra import kafka_broker
 from infra.flink_cluster import Cluster, configuration
 from infra.home import Home
 from infra.kafka_broker import log4j_properties
@@ -44,3 +45,14 @@ def test_lines_that_come_with_every_turn_are_not_logged(cluster: Cluster) -> Non
     assert "logger.own0.name=org.apache.flink.runtime.source.coordinator.SourceCoordinator\nlogger.own0.level=warn" in text
     assert "logger.own1.name=org.apache.flink.metrics.MetricGroup\nlogger.own1.level=error" in text
     assert "logger" not in log4j_properties("INFO").split("rootLogger")[0]
+
+
+def test_a_live_stack_starts_quickly_and_a_replay_works_quickly(tmp_path: Path) -> None:
+    def compilers(options: StackOptions) -> list[bool]:
+        home = Home(tmp_path)
+        programs = Cluster(home, options, Path("/bin/java"), 1, 2).programs({}, [3])
+        programs.append(kafka_broker.program(home, options, {}, Path("/bin/java"), 4, 5))
+        return ["-XX:TieredStopAtLevel=1" in p.command for p in programs]
+
+    assert compilers(StackOptions()) == [True, True, True]
+    assert compilers(StackOptions(replay=True)) == [True, False, False], "the job manager does little once it has started"
