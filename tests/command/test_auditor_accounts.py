@@ -89,6 +89,8 @@ def test_every_event_ends_in_one_place() -> None:
     assert sums.duplicates == 1 and sums.corrections == 1 and sums.predicted == 2
     assert sums.dead_letters == {"no_request": 1, "undecodable": 1, "after_close": 1}
     assert sums.closed_by == {"window": 2} and sums.actions == {"click": 3}
+    read = accounts_of(whole_story()).num_records
+    assert read == {"impressions": 3, "engagements": 5, "samples": 2, "corrections": 1, "dead_letters": 3, "predictions": 2}
     assert sums.accounted and sums.unread == sums.unknown == 0
 
 
