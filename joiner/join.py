@@ -223,16 +223,15 @@ class Join:
                     known.copies += 1
                     held[event_id] = known
                 return
+        waits = False
         if phase <= OPEN:
             set_joins(event, request, rules)
-        is_orphan = event.row < 0 and phase <= OPEN
-        waits = event.joins_ms == NEVER and phase <= OPEN
+            waits = event.joins_ms == NEVER
         num_bytes = request.num_bytes + budget.of_engagement(event)
         if (
             request.num_events >= rules.max_engagements
             or num_bytes > self._most_bytes
-            or (waits and len(request.waiting) >= rules.max_orphans)
-            or (is_orphan and state.head.num_orphans >= rules.max_orphans)
+            or (waits and self._too_many_wait(state, request, event))
         ):
             error = (
                 f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} a request and "
@@ -251,7 +250,7 @@ class Join:
         request.num_bytes = num_bytes
         if phase > OPEN:
             self._passage.plan_event(turn, request_id, request, event)
-        elif event.joins_ms == NEVER:
+        elif waits:
             self._wait(turn, request, event)
         elif self._engages:
             note_joined(rules, request, event.action, event.joins_ms)
@@ -260,6 +259,11 @@ class Join:
             held = state.events_of(request_id)
         held[event_id] = event
         state.requests[request_id] = request
+
+    def _too_many_wait(self, state: JoinState, request: Request, event: Engagement) -> bool:
+        """Whether one more that does not join is too many for its request, or for the user if its item is not shown."""
+        most = self.rules.max_orphans
+        return len(request.waiting) >= most or (event.row < 0 and state.head.num_orphans >= most)
 
     def _wait(self, turn: Turn, request: Request, event: Engagement) -> None:
         """Before the close: an engagement that does not join as things are."""
