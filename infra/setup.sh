@@ -38,7 +38,7 @@ if [[ "$(.tools/bin/uv --version 2>/dev/null || true)" != "uv $UV_VERSION"* ]]; 
     || fail "pip could not fetch uv $UV_VERSION; check the network or pip's configuration and run it again"
 fi
 
-wanted=$(hash_of requirements.lock pyproject.toml .tools/python)
+wanted=$(hash_of requirements.lock pyproject.toml .tools/python infra/setup.sh)
 if [[ "$(cat "$VENV/roostream.stamp" 2>/dev/null || true)" != "$wanted" ]]; then
   free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
   if [[ ! -d $VENV && $free_kb -lt $NEEDED_KB ]]; then
@@ -46,7 +46,8 @@ if [[ "$(cat "$VENV/roostream.stamp" 2>/dev/null || true)" != "$wanted" ]]; then
   fi
   [[ "$("$VENV/bin/python" -c 'import os, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null || true)" == "$python" ]] \
     || .tools/bin/uv venv --quiet --clear --python "$python" "$VENV"
-  .tools/bin/uv pip sync --python "$VENV/bin/python" --require-hashes requirements.lock \
+  # Compiled once here: where a start can't keep what it compiles, each program would do it again, seconds of CPU every time.
+  .tools/bin/uv pip sync --python "$VENV/bin/python" --compile-bytecode --require-hashes requirements.lock \
     || fail "packages could not be installed; the lines above name the package, run it again when the cause is gone"
   .tools/bin/uv pip install --quiet --python "$VENV/bin/python" --no-deps --no-build-isolation --editable . \
     || fail "the project itself could not be installed; the lines above say why"
