@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from roo import roo_pb2 as pb
-from roo import wire
 from roo.wire_fields import BLOCK, BYTES, FIXED32, FIXED64, HEADER, IMPRESSION, PART, REPEATED, SAMPLE, TEXT, VARINT, forms
 
-EVENT_FILTER = Path(__file__).parents[2] / "joiner" / "java" / "EventFilter.java"
 NAMED = [(HEADER, pb.Header), (BLOCK, pb.Block), (PART, pb.Part), (IMPRESSION, pb.Impression), (SAMPLE, pb.Sample)]
 
 
@@ -46,9 +41,3 @@ def test_a_column_without_a_fixed_width_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="use fixed32 or fixed64"):
         forms(descriptor_pb2.SourceCodeInfo.Location.DESCRIPTOR)
-
-
-def test_the_filter_in_java_drops_the_types_that_wire_names() -> None:
-    text = EVENT_FILTER.read_text()
-    numbers = {name: int(number) for name, number in re.findall(r"int ([A-Z_]+) = (\d+);", text)}
-    assert numbers == {"HEARTBEAT": wire.HEARTBEAT, "END_MARKER": wire.END_MARKER}
