@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "command/status.py": "looks at a running stack; tests/e2e. What it shows is status_table.py",
     "command/status_command.py": "looks at a running stack; tests/e2e",
     "features/main.py": "imports and runs a program; tests/e2e",
+    "infra/broker_alone.py": "starts a real broker in a stopped home; the e2e test of `roostream audit`",
     "infra/kafka_broker.py": "formats and starts a broker; the tests of test_local_services.py that are marked e2e",
     "infra/prepare.py": "the steps of `make setup`, which every target runs first",
     "infra/stack.py": "starts real programs; the tests of test_local_services.py that are marked e2e, and tests/e2e",
