@@ -272,6 +272,8 @@ class Passage:
         )
         state.head.num_orphans += n
         for event in waiting:
+            event.row, event.joins_ms = -1, NEVER  # nothing shows its item any more
+            state.events_of(request_id)[event.event_id] = event
             turn.wake_event(event.time_ms + self.rules.orphan_timeout_ms, request_id, event.event_id)
 
     def _remove(self, state: JoinState, request_id: str, request: Request) -> None:

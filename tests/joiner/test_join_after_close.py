@@ -259,6 +259,17 @@ def test_the_clicks_on_requests_that_come_late_are_in_their_samples() -> None:
     assert [s.events for s in samples(driver.end() and driver.outputs)] == [[n + 1] for n in range(30)]
 
 
+def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_leaves_nothing() -> None:
+    driver = Driver(rules(), "memory")
+    close_ms, horizon_ms = T + driver.join.rules.window_ms, driver.join.rules.late_horizon_ms
+    far_ms = close_ms + 2 * horizon_ms + 1
+    driver.send(impression(T), engagement(far_ms, event=1))
+    driver.at(far_ms - 1)
+    assert driver.state.head.num_orphans == 1, "its request is forgotten, and with it what showed the item"
+    assert reasons(driver.at(far_ms + driver.join.rules.orphan_timeout_ms)) == ["no_request"]
+    assert driver.state.head.num_orphans == 0 and not driver.state.requests
+
+
 def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
     driver = Driver(rules())
     driver.at(T + 1_000)
