@@ -21,7 +21,7 @@ from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from runtime.rpc_client import SocketTransport
-from trainer.quality import QUALITY
+from trainer.monitoring.quality import QUALITY
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
 _QUALITY = (*QUALITY, "requests", "candidates")

@@ -32,7 +32,7 @@ REASONS: dict[str, str] = {
     "joiner/main.py": "submits the job to a running cluster; tests/e2e",
     "joiner/operator.py": "runs in the Python that Flink embeds; tests/e2e",
     "param_server/rows_topic.py": "the adapter to a real broker; tests of test_rows_kafka.py that are marked e2e",
-    "trainer/controller_program.py": "puts the program together over a real broker; tests/e2e",
+    "trainer/control/controller_program.py": "puts the program together over a real broker; tests/e2e",
     "trainer/main.py": "imports and runs a program; tests/e2e",
     "trainer/worker_program.py": "puts the program together over a real broker; tests/e2e",
     "traffic/main.py": "runs until it is told to stop, against a real server; tests/e2e",

@@ -31,9 +31,9 @@ from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected
 from trainer.config import LoopConfig
 from trainer.dedupe import RecentTimes
+from trainer.monitoring.quality import Report
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.predictions import Outputs, dead_letter, predictions_of
-from trainer.quality import Report
 from trainer.rows import PushTimes, Rows, clip_rows
 
 log = logging.getLogger("roostream.worker")

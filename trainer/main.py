@@ -21,7 +21,7 @@ def run_controller(config: ControllerConfig) -> int:
     """Until a signal, or until a newer controller exists."""
 
     def body(stop: program.Stop) -> None:
-        from trainer.controller_program import control
+        from trainer.control.controller_program import control
 
         control(config, stop)
 

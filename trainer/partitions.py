@@ -16,7 +16,7 @@ import numpy as np
 from roo.batch import Batch
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from trainer.dedupe import Dedupe
-from trainer.quality import Metrics, Report
+from trainer.monitoring.quality import Metrics, Report
 
 MAX_SCORES = 1 << 14  # a partition and task, 20 bytes each in every commit and several times that in memory; AUC ± 8e-5
 

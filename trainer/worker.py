@@ -30,9 +30,9 @@ from runtime.manifest import Manifest
 from trainer import worker_file
 from trainer.identity import Identity
 from trainer.loop import Snapshot, TrainLoop
+from trainer.monitoring.quality import summary
 from trainer.partitions import PartitionCut, report_of
 from trainer.predictions import SafeOutputs
-from trainer.quality import summary
 
 log = logging.getLogger("roostream.worker")
 

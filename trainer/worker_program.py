@@ -29,7 +29,7 @@ from runtime.rpc_client import SocketTransport
 from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, set_numerics
-from trainer.monitor import LABELS, Monitor
+from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows

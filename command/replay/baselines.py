@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roo import roo_pb2 as pb
-from trainer.quality import Metrics, Report, summary
+from trainer.monitoring.quality import Metrics, Report, summary
 
 NAMES = ("random", "place", "item")
 _AT_ONCE = 512

@@ -11,7 +11,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.wire import Record
 from runtime.kafka.topics import PREDICTIONS
-from trainer.quality import DailyMetrics, Metrics, summary
+from trainer.monitoring.quality import DailyMetrics, Metrics, summary
 
 _AT_ONCE = 512
 _FIRST_STRETCH, _MOST_POINTS = 32, 40

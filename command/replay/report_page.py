@@ -10,7 +10,7 @@ from typing import Any
 from command.replay.report_table import Row, join_rows, number
 from roo.errors import SetupError, printable
 from traffic.report import write_whole
-from trainer.quality import QUALITY
+from trainer.monitoring.quality import QUALITY
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from roo.errors import printable
 from traffic.config import ReplayConfig
-from trainer.quality import QUALITY
+from trainer.monitoring.quality import QUALITY
 
 _SHOWN = ("requests", *QUALITY)
 Row = tuple[str, str]

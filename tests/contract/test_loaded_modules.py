@@ -31,7 +31,7 @@ MAY_LOAD = {
     "command.main, joiner.main": (),
     "command.main, traffic.main": (),
     "command.main, models.build": ("torch",),
-    "command.main, trainer.controller": (),
+    "command.main, trainer.control.controller": (),
     "command.main, features.updater": ("redis",),
     "command.main, serving.http.app": ("torch", "fastapi", "uvicorn", "redis"),
     "command.main, trainer.worker": ("torch",),

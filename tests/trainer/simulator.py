@@ -41,11 +41,11 @@ from tests.trainer.loops import MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
-from trainer.controller import Controller
-from trainer.coordinator import Coordinator
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Claim, Effect, Facts, Link, State
 from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
-from trainer.protocol import Claim, Effect, Facts, Link, State
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.worker import Worker

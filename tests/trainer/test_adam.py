@@ -68,7 +68,7 @@ def test_programs_import_no_more_than_they_need() -> None:
     """A worker's restart must not pay for torch._dynamo or TorchRec, nor the controller for torch at all."""
     code = """
 import sys
-import trainer.main, trainer.controller_program
+import trainer.main, trainer.control.controller_program
 assert not {"torch", "numba", "pandas"} & sys.modules.keys(), "controller"
 from tests.trainer import samples
 from tests.trainer.loops import build

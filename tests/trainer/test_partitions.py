@@ -9,8 +9,8 @@ from roo.batch import Batch
 from roo.decode import Decoder
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
 from tests.trainer import samples
+from trainer.monitoring.quality import QUALITY, Metrics
 from trainer.partitions import Partitions, report_of, rows_by_partition
-from trainer.quality import QUALITY, Metrics
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
 

@@ -29,14 +29,14 @@ from runtime.rpc_server import RpcServer
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
-from trainer.caught_up import Liveness
 from trainer.config import LoopConfig
-from trainer.controller import Controller
-from trainer.coordinator import Coordinator
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Facts
 from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
-from trainer.monitor import LABELS, Monitor
-from trainer.protocol import Facts
+from trainer.monitoring.caught_up import Liveness
+from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.worker import Worker
@@ -201,7 +201,7 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)
-    worker = trainer.monitor.worker
+    worker = trainer.monitoring.monitor.worker
     together.wait_for(lambda: worker.loop.num_steps >= 1)
     trainer.stop.set()
     trainer.thread.join(LONG_S)

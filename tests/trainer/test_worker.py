@@ -23,7 +23,7 @@ from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from tests.trainer.memory_store import MemoryStore
 from trainer.identity import Identity
-from trainer.quality import summary
+from trainer.monitoring.quality import summary
 from trainer.worker import Worker
 
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}

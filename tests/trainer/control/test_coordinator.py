@@ -8,8 +8,8 @@ import pytest
 
 from roo.errors import ConfigError
 from runtime.manifest import Manifest, Restorable
-from trainer.coordinator import Coordinator
-from trainer.protocol import Claim, Facts, Key, Link, Retire, State
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State
 
 FACTS = Facts(
     schema="ff", seed=0, num_shards=2, num_buckets=64, num_partitions=4, kafka={"cluster_id": "c"}, commit_interval_s=10

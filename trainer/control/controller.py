@@ -21,8 +21,8 @@ from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.manifest import Manifest
 from runtime.transport import Header
-from trainer.coordinator import Coordinator
-from trainer.protocol import Claim, Effect, Key, Link, Retire, State
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Claim, Effect, Key, Link, Retire, State
 
 log = logging.getLogger("roostream.controller")
 

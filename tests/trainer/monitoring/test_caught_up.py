@@ -6,7 +6,7 @@ import pytest
 
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import PartitionLag
-from trainer.caught_up import CaughtUp, Liveness
+from trainer.monitoring.caught_up import CaughtUp, Liveness
 
 T0 = 1_700_000_000_000
 

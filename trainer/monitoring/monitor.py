@@ -7,8 +7,8 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.exports import one_of
-from trainer.caught_up import CaughtUp, Liveness, Report
-from trainer.quality import QUALITY, summary
+from trainer.monitoring.caught_up import CaughtUp, Liveness, Report
+from trainer.monitoring.quality import QUALITY, summary
 from trainer.worker import Worker
 
 _EVERY_S = 1.0

@@ -30,7 +30,7 @@ from typing import Any
 from roo.errors import ConfigError
 from runtime.kafka.topics import flat
 from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
-from trainer.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State
+from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State
 
 log = logging.getLogger("roostream.controller")
 

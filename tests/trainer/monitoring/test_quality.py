@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.auc import ScoreCounts
-from trainer.quality import DailyMetrics, Metrics
+from trainer.monitoring.auc import ScoreCounts
+from trainer.monitoring.quality import DailyMetrics, Metrics
 
 DAY_MS = 86_400_000
 

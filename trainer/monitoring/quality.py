@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.auc import ScoreCounts
-from trainer.request_metrics import score_requests
+from trainer.monitoring.auc import ScoreCounts
+from trainer.monitoring.request_metrics import score_requests
 
 Report = dict[str, object]
 QUALITY = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")

@@ -18,10 +18,10 @@ from runtime.health import Health
 from runtime.program import Stop
 from runtime.rpc_server import RpcServer
 from trainer.config import ControllerConfig
-from trainer.controller import Controller
-from trainer.coordinator import Coordinator
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Facts, State
 from trainer.identity import Identity, kafka_identity
-from trainer.protocol import Facts, State
 
 log = logging.getLogger("roostream.controller")
 

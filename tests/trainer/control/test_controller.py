@@ -10,11 +10,11 @@ import pytest
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime import manifest as manifests
 from runtime.clock import FakeClock
+from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
-from tests.trainer.test_coordinator import ANSWERS, FACTS
-from trainer.controller import Controller
-from trainer.coordinator import Coordinator
-from trainer.protocol import State
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import State
 
 EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
 

@@ -1,0 +1,1 @@
+"""The controller: commits, rollback, incarnations, who trains what, and the program around it."""
