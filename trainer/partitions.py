@@ -71,16 +71,17 @@ class Partitions:
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
-        """bool [R]: which requests are trained; the others' ids were trained or claimed before. See `Dedupe`."""
+        """bool [R]: which requests are trained; the others' ids were trained or claimed before. Chunks may be claimed ahead; they
+        are settled in the same order. See `Dedupe`."""
         new_R = np.zeros(batch.num_requests, dtype=np.bool_)
         for partition, row_M in rows_by_partition(batch).items():
-            new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M])
+            new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], batch.close_ms_R[row_M])
         return new_R
 
     def settle(self, batch: Batch, new_R: np.ndarray, after: Progress) -> None:
-        """A chunk is trained: the whole `batch` that was given to `claim`, whose answer was `new_R`."""
+        """A chunk is trained: the whole `batch` that was given to the oldest `claim`, whose answer was `new_R`."""
         for partition, row_M in rows_by_partition(batch).items():
-            self._states[partition].dedupe.settle(batch.sample_id_R[row_M], batch.close_ms_R[row_M], new_R[row_M])
+            self._states[partition].dedupe.settle(new_R[row_M])
         self.progress |= after
 
     def count(self, batch: Batch, score_BT: np.ndarray) -> None:

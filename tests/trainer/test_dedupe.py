@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,8 @@ from trainer.dedupe import NUM_RECENT, Dedupe, RecentTimes
 def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
     ids, times = zip(*pairs, strict=True)
     id_R, close_ms_R = np.array(ids, dtype=np.int64), np.array(times, dtype=np.int64)
-    new_R = dedupe.claim(id_R)
-    dedupe.settle(id_R, close_ms_R, new_R)
+    new_R = dedupe.claim(id_R, close_ms_R)
+    dedupe.settle(new_R)
     return new_R.tolist()
 
 
@@ -23,6 +25,10 @@ def test_an_id_is_new_once_within_and_across_batches() -> None:
     assert take(dedupe, (5, 10), (6, 10), (5, 10)) == [True, True, False]
     assert take(dedupe, (6, 20), (-7, 20)) == [False, True]
     assert dedupe.num_skipped == 2
+
+
+def lists(dedupe: Dedupe) -> dict[str, list[int]]:
+    return {name: array.tolist() for name, array in dedupe.state().items()}
 
 
 def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
@@ -76,24 +82,24 @@ def test_the_middle_of_recent_times() -> None:
 def test_an_empty_batch_changes_nothing() -> None:
     dedupe = Dedupe(100)
     none_R = np.zeros(0, np.int64)
-    new_R = dedupe.claim(none_R)
-    dedupe.settle(none_R, none_R, new_R)
+    new_R = dedupe.claim(none_R, none_R)
+    dedupe.settle(new_R)
     assert new_R.tolist() == [] and len(dedupe) == 0
 
 
 def test_a_claimed_id_is_seen_and_in_no_cut_until_it_is_settled() -> None:
     dedupe, id_R, close_ms_R = Dedupe(1000), np.array([5, 6]), np.array([10, 20])
-    new_R = dedupe.claim(id_R)
-    assert new_R.all() and not dedupe.claim(id_R).any() and len(dedupe) == 0
-    dedupe.settle(id_R, close_ms_R, new_R)
-    assert {name: a.tolist() for name, a in dedupe.state().items()} == {"id": [5, 6], "close_ms": [10, 20], "recent_ms": [10, 20]}
+    new_R = dedupe.claim(id_R, close_ms_R)
+    assert new_R.all() and not dedupe.claim(id_R, close_ms_R).any() and len(dedupe) == 0
+    dedupe.settle(new_R)
+    assert lists(dedupe) == {"id": [5, 6], "close_ms": [10, 20], "recent_ms": [10, 20]}
 
 
 def test_claims_end_with_a_load() -> None:
     dedupe, id_R = Dedupe(1000), np.array([5])
-    dedupe.claim(id_R)
+    dedupe.claim(id_R, id_R)
     dedupe.load(Dedupe(1000).state())
-    assert dedupe.claim(id_R).all()
+    assert dedupe.claim(id_R, id_R).all()
 
 
 @given(
@@ -110,4 +116,24 @@ def test_the_state_is_the_arrays(batches: list[list[tuple[int, int]]], cut: int)
     second.load(first.state())
     for batch in batches[cut:]:
         assert take(second, *batch) == take(whole, *batch)
-    assert {n: a.tolist() for n, a in second.state().items()} == {n: a.tolist() for n, a in whole.state().items()}
+    assert lists(second) == lists(whole)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 300)), max_size=8), max_size=12),
+    st.integers(0, 3),
+)
+def test_claims_made_ahead_decide_and_leave_cuts_as_those_made_one_by_one(
+    batches: list[list[tuple[int, int]]], most: int
+) -> None:
+    """At each cut, up to `most` chunks are claimed beyond it."""
+    serial, ahead, claimed = Dedupe(100), Dedupe(100), deque[np.ndarray]()
+    chunks = [np.array(batch, dtype=np.int64).reshape(-1, 2) for batch in batches]
+    for n, chunk in enumerate(chunks):
+        while len(claimed) <= most and n + len(claimed) < len(chunks):
+            claimed.append(ahead.claim(*chunks[n + len(claimed)].T))
+        new_R = serial.claim(*chunk.T)
+        serial.settle(new_R)
+        assert claimed[0].tolist() == new_R.tolist()
+        ahead.settle(claimed.popleft())
+        assert lists(ahead) == lists(serial) and ahead.num_skipped == serial.num_skipped
