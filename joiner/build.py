@@ -63,10 +63,11 @@ class Content(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What an engagement behind the close changes: the labels of its candidate."""
+    """What an engagement behind the close changes: labels of its candidate, `fact[4]`."""
 
     fact: Fact
-    before: bytes  # f4 [labels]
+    used: Sequence[Impression]  # the sample's while features are kept, or none: then the correction is untrainable
+    before: bytes  # f4 [labels] of that candidate; of all [candidates, labels] with features
     after: bytes
 
 
@@ -122,18 +123,16 @@ def sample(key: bytes, request_id: str, request: Request, content: Content) -> O
     return Output(SAMPLES, key, b"".join(fields), request.close_ms, _REASON[request.reason])
 
 
-def correction(
-    key: bytes, request_id: str, request: Request, change: Change, used: Sequence[Impression], num_labels: int
-) -> Output:
-    """What an engagement changes on a sample: the one candidate, its labels without it and with it. `used`: the sample's
-    impressions while features are kept, or none: then it is untrainable."""
-    features = _Features()
+def correction(key: bytes, request_id: str, request: Request, change: Change, num_labels: int) -> Output:
+    """What an engagement changes on a sample, labels without it and with it: of the whole list with its features, since what a
+    model makes of a candidate depends on the others, or of the one candidate without features."""
+    features, candidate, items, used = _Features(), change.fact[4], request.items, change.used
     if used:
-        rows = choose_rows([i.page for i in used]).of_page
-        features = _features(used, _only(rows, change.fact[4]), num_labels)
-    at = 8 * change.fact[4]
+        features = _features(used, choose_rows([i.page for i in used]).of_page, num_labels)
+    else:
+        items, candidate = items[8 * candidate : 8 * candidate + 8], 0
     events: list[bytes] = []
-    _add_events(events, [(*change.fact[:4], 0)])
+    _add_events(events, [(*change.fact[:4], candidate)])
     value = b"".join(
         (
             _CORRECTION,
@@ -141,7 +140,7 @@ def correction(
             request.header,
             _ids(request, sample_id(key, request_id, change.fact[1])),
             features.ro,
-            column(_ITEMS, request.items[at : at + 8]),
+            column(_ITEMS, items),
             features.parts,
             column(_LABELS, change.after),
             features.served,
@@ -254,13 +253,6 @@ def _columns(
     for n, (packed, taken) in enumerate(zip(columns, rows, strict=True)):
         out += [packed[row * width : (row + 1) * width] if packed else missing(n, row) for row in taken]
     return b"".join(out)
-
-
-def _only(rows: Sequence[Sequence[int]], candidate: int) -> list[list[int]]:
-    """`rows` reduced to those of the candidate'th one."""
-    pairs = [(i, row) for i, taken in enumerate(rows) for row in taken]
-    impression, row = pairs[candidate]
-    return [[row] if i == impression else [] for i in range(len(rows))]
 
 
 def _add_events(fields: list[bytes], facts: Sequence[Fact]) -> None:

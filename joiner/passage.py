@@ -201,12 +201,21 @@ class Passage:
         before, tallies = of.pack(tally), {candidate: tally}
         of.tally(tallies, [fact], request.time_ms, request.window_ms)
         state.set_tallies(request_id, tallies)
-        with_features = event.time_ms <= request.close_ms + self.rules.correction_horizon_ms
-        used = [_known(state.impressions.get((request_id, p.digest))) for p in request.pages] if with_features else []
-        change = Change(fact, before, of.pack(tally))
-        output = build.correction(turn.key, request_id, request, change, used, of.count)
+        change = Change(fact, [], before, of.pack(tally))
+        if request.pages and event.time_ms <= request.close_ms + self.rules.correction_horizon_ms:
+            change = self._of_the_list(state, request_id, request, change)
+        output = build.correction(turn.key, request_id, request, change, of.count)
         turn.outputs += build.within(output, self.most_bytes, [event])
         _end(state, request_id, request, event)
+
+    def _of_the_list(self, state: JoinState, request_id: str, request: Request, change: Change) -> Change:
+        """The change of one candidate's labels as one of all candidates', with the features of the sample."""
+        of, candidate = self.labels_of(request.schema), change.fact[4]
+        found = {c: state.tally_of(request_id, c) for c in request.tallied}
+        after = of.pack_all({c: tally for c, tally in found.items() if tally is not None}, len(request.items) >> 3)
+        at, end = (len(change.before) * n for n in (candidate, candidate + 1))
+        used = [_known(state.impressions.get((request_id, page.digest))) for page in request.pages]
+        return Change(change.fact, used, after[:at] + change.before + after[end:], after)
 
     def _give_up(self, turn: Turn, request_id: str, request: Request, event: Engagement) -> None:
         """An orphan's time is over."""

@@ -1,6 +1,7 @@
 """When a request closes, and what it holds: declarative functions of the events that are there.
 
     close_at(r) = min( time(r) + window,                                                             → window
+                       time(r) + early close,                                                        → early
                        time of the engagement that reaches the threshold or is terminal,             → engaged
                        time of the next request of the same user and session + linger )              → next_request
 
@@ -19,7 +20,7 @@ from roo import roo_pb2 as pb
 from roo.config import Settings, parse_duration_ms, refusal, setting
 from roo.ids import sample_id, splitmix64
 
-WINDOW, ENGAGED, NEXT_REQUEST = pb.CLOSE_WINDOW, pb.CLOSE_ENGAGED, pb.CLOSE_NEXT_REQUEST
+WINDOW, EARLY, ENGAGED, NEXT_REQUEST = pb.CLOSE_WINDOW, pb.CLOSE_EARLY, pb.CLOSE_ENGAGED, pb.CLOSE_NEXT_REQUEST
 LATE = pb.CloseReason.Name(pb.CLOSE_LATE)  # the same by its name
 
 
@@ -31,6 +32,11 @@ class Rules(Settings):
     window_ms: int = setting(600_000, "a request closes this long after its time at the latest", least=1)
     surface_windows: dict[str, Any] = setting(factory=dict, help="windows of single surfaces: name = duration")
     window_jitter_ms: int = setting(0, "windows are shortened by a hash of the request, by up to this", least=0)
+    early_close_ms: int = setting(
+        0,
+        "a request closes this long after its time, and corrections tell what comes up to the end of its window; 0 = off",
+        least=0,
+    )
     orphan_timeout_ms: int = setting(0, "how long an engagement waits for its request and item; 0 = the longest window", least=0)
     late_horizon_ms: int = setting(0, "how long a closed request is remembered; 0 = 10 x the longest window", least=0)
     next_request: Literal["off", "session", "user"] = setting("off", "a later request of the same session (user) closes one")
@@ -38,7 +44,11 @@ class Rules(Settings):
     engaged_threshold: int = setting(0, "that many distinct engagements close a request; 0 = off", least=0)
     terminal_actions: tuple[str, ...] = setting((), "an engagement with one of these actions closes its request")
     engaged_min_wait_ms: int = setting(0, "such a close comes no sooner than this after the request (calibration)", least=0)
-    correction_horizon_ms: int = setting(0, "corrections carry features this long after the close; 0 = labels only", least=0)
+    correction_horizon_ms: int = setting(
+        0,
+        "corrections carry features this long after the close; 0 = labels only, or with early_close the longest window",
+        least=0,
+    )
     max_open_requests: int = setting(64, "open requests a user; more are dead letters (overflow)", least=1)
     max_requests: int = setting(4096, "requests a user, closed ones that are still remembered included", least=1)
     max_orphans: int = setting(256, "engagements of a user that wait for their request or item", least=0)
@@ -51,10 +61,15 @@ class Rules(Settings):
         object.__setattr__(self, "surface_windows", windows)
         object.__setattr__(self, "orphan_timeout_ms", self.orphan_timeout_ms or self.longest_window_ms)
         object.__setattr__(self, "late_horizon_ms", self.late_horizon_ms or 10 * self.longest_window_ms)
+        if self.early_close_ms:
+            object.__setattr__(self, "correction_horizon_ms", self.correction_horizon_ms or self.longest_window_ms)
         if self.window_jitter_ms >= self.shortest_window_ms:
             raise refusal(
                 "window_jitter_ms", f"less than the shortest window ({self.shortest_window_ms} ms)", self.window_jitter_ms
             )
+        least_ms = self.shortest_window_ms - self.window_jitter_ms
+        if self.early_close_ms >= least_ms:
+            raise refusal("early_close_ms", f"less than the shortest window ({least_ms} ms), or 0 for off", self.early_close_ms)
         if self.late_horizon_ms < self.longest_window_ms:
             raise refusal("late_horizon_ms", f"at least the longest window ({self.longest_window_ms} ms)", self.late_horizon_ms)
         if self.correction_horizon_ms > self.late_horizon_ms:
@@ -124,6 +139,8 @@ def close_at(rules: Rules, request: Request, engages: bool) -> tuple[int, int]:
     """(close_ms, reason) of an open request, as far as is known now. Of equal times, the reason named first above holds.
     `engages`: `rules.closes_on_engagement`."""
     close_ms, reason = request.time_ms + request.window_ms, WINDOW
+    if rules.early_close_ms:
+        close_ms, reason = request.time_ms + rules.early_close_ms, EARLY
     if engages:
         reached = 0 < rules.engaged_threshold == len(request.joined_ms)
         at_ms = min(request.joined_ms[-1] if reached else NEVER, request.terminal_ms)

@@ -13,11 +13,13 @@ class CloseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CLOSE_ENGAGED: _ClassVar[CloseReason]
     CLOSE_NEXT_REQUEST: _ClassVar[CloseReason]
     CLOSE_LATE: _ClassVar[CloseReason]
+    CLOSE_EARLY: _ClassVar[CloseReason]
 CLOSE_UNKNOWN: CloseReason
 CLOSE_WINDOW: CloseReason
 CLOSE_ENGAGED: CloseReason
 CLOSE_NEXT_REQUEST: CloseReason
 CLOSE_LATE: CloseReason
+CLOSE_EARLY: CloseReason
 
 class Header(_message.Message):
     __slots__ = ("request_id", "user_id", "session_id", "surface", "time_ms", "schema", "model_version")

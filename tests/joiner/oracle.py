@@ -77,6 +77,8 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
 
     window = rules.surface_windows.get(first.header.surface, rules.window_ms)
     close, reason = start + window, "CLOSE_WINDOW"
+    if rules.early_close_ms:
+        close, reason = start + rules.early_close_ms, "CLOSE_EARLY"
     for n, i in enumerate(in_order, 1):
         if n == rules.engaged_threshold or by_id[i].action in rules.terminal_actions:
             at = max(effective[i], start + rules.engaged_min_wait_ms)
@@ -137,15 +139,17 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
         elif time > close + rules.late_horizon_ms:
             result.dead[(e.event_id, "too_late")] += 1
         elif e.item_id in features and e.event_id in effective:
-            before = labels(e.item_id, history)
+            has_features = rules.correction_horizon_ms and time <= close + rules.correction_horizon_ms
+            told = list(features) if has_features else [e.item_id]
+            before = {item: labels(item, history) for item in told}
             history.append((time, e.event_id, e))
-            has_features = time <= close + rules.correction_horizon_ms
             result.corrections[e.event_id] = {
                 "request": request,
                 "item": e.item_id,
                 "before": before,
-                "after": labels(e.item_id, history),
-                "features": features[e.item_id] if has_features else None,
+                "after": {item: labels(item, history) for item in told},
+                "ro": ro[0] if ro and has_features else None,
+                "features": features if has_features else {},
             }
         elif start > time + rules.orphan_timeout_ms:
             result.dead[(e.event_id, "no_request")] += 1

@@ -9,7 +9,20 @@ import pytest
 from joiner.state import CLOSED, OPEN, THIN
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
-from tests.joiner.cases import KEY, Driver, closed, engagement, features_of, impression, nro_block, only, reasons, rules, samples
+from tests.joiner.cases import (
+    KEY,
+    Driver,
+    closed,
+    engagement,
+    features_of,
+    impression,
+    nro_block,
+    only,
+    reasons,
+    rules,
+    samples,
+    seen,
+)
 
 T = 1_000
 
@@ -130,8 +143,45 @@ def test_a_correction_is_untrainable_and_has_labels_only_by_default() -> None:
 def test_a_correction_has_features_within_the_correction_horizon(time: int, trainable: bool) -> None:
     m = corrected(engagement(time, 2, event=2), correction_horizon_ms=50).message
     assert m.untrainable is not trainable
-    assert features_of(m) == ({2: (nro_block((1, 2)), 1)} if trainable else {})
+    block = nro_block((1, 2))
+    assert features_of(m) == ({1: (block, 0), 2: (block, 1)} if trainable else {}), "of the whole list: a model looks at it"
     assert m.HasField("ro") is trainable
+
+
+def test_a_correction_with_features_has_the_labels_of_the_whole_list_and_changes_those_of_one() -> None:
+    late = corrected(engagement(T + 60, 2, event=2), correction_horizon_ms=50)
+    clicked, nothing = [1.0, 1.0, 0.0, 1.0], [0.0] * 4
+    assert late.labels_before == {1: clicked, 2: nothing} and late.labels == {1: clicked, 2: [1.0, 1.0, 0.0, 0.0]}
+    assert late.events == [2] and list(late.message.event_candidates) == [1]
+
+
+# early close
+
+
+def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_window() -> None:
+    driver = Driver(rules(early_close_ms=10))
+    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, 2, event=2), engagement(T + 101, 2, event=3))
+    early = only(driver.at(T + 10), "samples")
+    assert (early.why, early.message.close_ms, early.events) == ("CLOSE_EARLY", T + 10, [1])
+    driver.at(T + 200)
+    late = [seen(o) for o in driver.outputs if o.topic == "corrections"]
+    assert [c.events for c in late] == [[2], [3]] and not any(c.message.untrainable for c in late)
+    assert [(c.labels_before[2][1], c.labels[2][1]) for c in late] == [(0.0, 1.0), (1.0, 1.0)], "the window ends at T + 100"
+
+
+def test_labels_after_the_corrections_of_an_early_close_are_those_of_the_whole_window() -> None:
+    events = (impression(T), engagement(T + 5, event=1), engagement(T + 50, 2, event=2), engagement(T + 60, event=3))
+    early = Driver(rules(early_close_ms=10))
+    early.send(*events)
+    early.at(T + 500)
+    last = [seen(o) for o in early.outputs if o.topic == "corrections"][-1]
+    assert last.labels == closed(*events).labels
+
+
+def test_a_page_behind_an_early_close_is_a_dead_letter_as_behind_any() -> None:
+    driver = Driver(rules(early_close_ms=10))
+    driver.send(impression(T), impression(T + 11, (3,), ro=None))
+    assert reasons(driver.at(T + 10)) == ["after_close"]
 
 
 def test_what_comes_after_a_labels_window_is_in_the_correction_but_changes_no_label() -> None:

@@ -42,6 +42,7 @@ engagements = st.tuples(
 rule_sets = st.fixed_dictionaries(
     {
         "window_ms": st.sampled_from([20, 100]),
+        "early_close_ms": st.sampled_from([0, 0, 1, 15]),
         "next_request": st.sampled_from(["off", "session", "user"]),
         "linger_ms": st.sampled_from([0, 7]),
         "engaged_threshold": st.sampled_from([0, 1, 2]),
@@ -93,10 +94,11 @@ def observed(driver: Driver) -> Result:
             assert m.untrainable == (not m.parts)
             result.corrections[m.event_ids[0]] = {
                 "request": m.header.request_id,
-                "item": m.item_ids[0],
-                "before": list(m.labels_before),
-                "after": list(m.labels),
-                "features": features_of(m).get(m.item_ids[0]),
+                "item": m.item_ids[m.event_candidates[0]],
+                "before": seen(output).labels_before,
+                "after": seen(output).labels,
+                "ro": m.ro if m.HasField("ro") else None,
+                "features": features_of(m),
             }
         else:
             result.dead[(m.event_id or m.raw[2:], m.reason)] += 1

@@ -23,6 +23,12 @@ def test_timeouts_follow_the_longest_window_of_any_surface() -> None:
     assert (rules.orphan_timeout_ms, rules.late_horizon_ms, rules.shortest_window_ms) == (5_000, 50_000, 500)
 
 
+def test_with_an_early_close_corrections_carry_features_for_the_longest_window() -> None:
+    windows = {"window_ms": 1_000, "surface_windows": {"feed": "5s"}}
+    assert JoinerConfig(**windows, early_close_ms=10).rules.correction_horizon_ms == 5_000
+    assert JoinerConfig(**windows).rules.correction_horizon_ms == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -33,6 +39,7 @@ def test_timeouts_follow_the_longest_window_of_any_surface() -> None:
         ({"surface_windows": {"feed": 0}}, "'surface_windows.feed': expected at least 1 ms"),
         ({"surface_windows": {"feed": "soon"}}, "expected a duration"),
         ({"window_ms": 10, "window_jitter_ms": 10}, "less than the shortest window"),
+        ({"window_ms": 10, "window_jitter_ms": 3, "early_close_ms": 7}, r"less than the shortest window \(7 ms\), or 0 for off"),
         ({"window_ms": 1_000, "late_horizon_ms": 999}, "at least the longest window"),
         ({"window_ms": 10, "correction_horizon_ms": 101}, "at most the late horizon"),
         ({"delivery": "exactly_once", "engine": "local"}, "'delivery': expected at_least_once with the local engine"),
