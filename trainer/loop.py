@@ -1,17 +1,19 @@
-"""Samples to updates, read from top to bottom: poll → prepare (dedupe, pull) → train (score, learn, push).
+"""Samples to updates, in four acts: poll → claim (dedupe, lookup) → pull (rows) → train (score, learn, push, settle).
 
 Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of commits: a worker
-calls `step`, and between two steps nothing is in flight. `prepare` and `train` are two calls so that one chunk may be prepared
-while another is trained; what is prepared is in no snapshot.
+calls `step`, and between two steps nothing is in flight. Who calls the first three acts, and how far ahead of `train`, is the
+feed's (feed.py); what is claimed and not trained is in no snapshot.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from models.inputs import Inputs, build_inputs
 from models.model import Targets
 from roo.batch import Batch
 from roo.errors import UnavailableError
-from roo.lookup import Lookup, build_lookup
+from roo.lookup import build_lookup
 from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
@@ -31,6 +33,7 @@ from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected
 from trainer.config import LoopConfig
 from trainer.dedupe import RecentTimes
+from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed
 from trainer.monitoring.quality import Report
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.predictions import Outputs, dead_letter, predictions_of
@@ -53,7 +56,7 @@ class Counts:
     frozen: int = 0  # scored, not trained
     non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
     dead_letters: int = 0
-    busy_s: float = 0.0  # preparing and training
+    busy_s: float = 0.0  # claiming, pulling and training
     waiting_s: float = 0.0  # of it: for rows
 
 
@@ -65,6 +68,7 @@ class Wiring:
     rows: Rows
     outputs: Outputs
     clock: Clock
+    feed: Callable[[Acts], Feed] = SerialFeed
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
 
 
@@ -83,30 +87,9 @@ class Snapshot:
         return {partition: cut.offset for partition, cut in self.own.items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Pulled:
-    """Requests of a chunk that are treated alike, with their rows."""
-
-    batch: Batch
-    trains: bool  # or is it only scored?
-    lookup: Lookup
-    inputs: Inputs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """A chunk without what was trained before, and the rows of its first part. `train` it, in the order of `prepare`, or
-    `restore` the loop."""
-
-    chunk: Chunk
-    new_R: np.ndarray  # of the chunk's requests
-    first: Pulled | None
-    later: tuple[tuple[Batch, bool], ...]  # parts that must see what the first one changes
-
-
 class TrainLoop:
-    """One worker's training. **If `prepare` or `train` raises**, rows, weights and progress no longer belong together:
-    `restore` or `reset` before the next one, or exit."""
+    """One worker's training. **If an act raises**, rows, weights and progress no longer belong together: `restore` or
+    `reset` before the next one, or exit."""
 
     def __init__(self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: Wiring) -> None:
         self.config, self.schema, self.model_config = config, schema, model_config
@@ -114,6 +97,7 @@ class TrainLoop:
         self.clock, self.on_freshness = wiring.clock, wiring.on_freshness
         self.counts = Counts()
         self._build()
+        self.feed = wiring.feed(self)
 
     def step(self) -> bool:
         """Take the next chunk, score it and train on it. False: none is due yet; call again.
@@ -121,11 +105,11 @@ class TrainLoop:
         Raises:
             UnavailableError: a shard is away or fenced this worker (FencedError).
         """
-        return self._train(self.source.poll(self._batch_requests(), _POLL_S, self._partition()))
+        return self._train(self.feed.claimed(_POLL_S))
 
     def finish(self) -> bool:
         """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
-        return self._train(None if self.config.exact else self.source.rest(self._batch_requests()))
+        return self._train(self.feed.rest())
 
     def report(self) -> Report:
         """Progressive metrics of everything since the beginning."""
@@ -141,11 +125,12 @@ class TrainLoop:
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
         """Become what `snapshot` saw, and go on from its offsets; of `own`, what is of this source's partitions. What was
-        prepared is void.
+        claimed is void.
 
         Raises:
             CheckpointError: a weight is missing or of another shape; nothing was changed that the next restore doesn't mend.
         """
+        self.feed.forget()
         self._build()
         dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.num_steps, self.watermark_ms = at.step, at.watermark_ms
@@ -155,6 +140,7 @@ class TrainLoop:
 
     def reset(self) -> None:
         """Become untrained, at the beginning of the source."""
+        self.feed.forget()
         self._build()
         self._seek({})
 
@@ -177,6 +163,14 @@ class TrainLoop:
 
     # One chunk
 
+    def poll(self, timeout_s: float) -> Chunk | None:
+        """The next chunk, as large as it is due now; None where none is due after `timeout_s`."""
+        return self.source.poll(self._batch_requests(), timeout_s, self._partition())
+
+    def rest(self) -> Chunk | None:
+        """What waits for a full chunk; None in exact mode, which takes whole chunks only."""
+        return None if self.config.exact else self.source.rest(self._batch_requests())
+
     def _batch_requests(self) -> int:
         return self.config.batch_after(self.own.num_requests)
 
@@ -187,26 +181,22 @@ class TrainLoop:
         partitions = sorted(self.own.progress)
         return partitions[self.num_steps % len(partitions)]
 
-    def _train(self, chunk: Chunk | None) -> bool:
-        if chunk is None:
-            return False
-        started_s = self.clock.monotonic_s()
-        self.train(self.prepare(chunk))
-        self.counts.busy_s += self.clock.monotonic_s() - started_s
-        return True
+    def claim(self, chunk: Chunk) -> Claimed:
+        """Leave out what was seen before. Nothing of it is in a snapshot until it is trained; what comes again in a chunk
+        claimed after it is left out all the same."""
+        with self._busy():
+            new_R = self.own.claim(chunk.batch)
+            batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
+            return Claimed(chunk=chunk, new_R=new_R, parts=tuple(self._split(batch)))
 
-    def prepare(self, chunk: Chunk) -> Prepared:
-        """Leave out what was seen before, and pull rows. Nothing of it is in a snapshot until it is trained; what comes again
-        in a chunk prepared after it is left out all the same.
+    def pull(self, claimed: Claimed) -> Prepared:
+        """The rows of its first part, as they are now.
 
         Raises:
             UnavailableError: as `step`.
         """
-        new_R = self.own.claim(chunk.batch)
-        batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
-        parts = self._split(batch)
-        first = self._pull(*parts[0]) if parts else None
-        return Prepared(chunk=chunk, new_R=new_R, first=first, later=tuple(parts[1:]))
+        with self._busy():
+            return Prepared(claimed=claimed, first=self._pull(claimed.parts[0]) if claimed.parts else None)
 
     def train(self, prepared: Prepared) -> None:
         """Score, learn, push, and count the chunk as trained.
@@ -214,17 +204,33 @@ class TrainLoop:
         Raises:
             UnavailableError: as `step`.
         """
-        self.num_steps += 1
-        chunk = prepared.chunk
-        for rejected in chunk.rejects:
-            self._bury(rejected)
-        self._move_watermark(chunk.batch.close_ms_R)
-        if prepared.first is not None:
-            self._learn(prepared.first, chunk)
-        for batch, trains in prepared.later:
-            self._learn(self._pull(batch, trains), chunk)
-        self.own.settle(chunk.batch, prepared.new_R, chunk.after)
-        self._note_freshness(chunk, prepared.new_R)
+        with self._busy():
+            self.num_steps += 1
+            claimed, chunk = prepared.claimed, prepared.claimed.chunk
+            for rejected in chunk.rejects:
+                self._bury(rejected)
+            self._move_watermark(chunk.batch.close_ms_R)
+            waiting = deque(claimed.parts)
+            pulled = prepared.first
+            while waiting:
+                part = waiting.popleft()
+                halves = self._learn(pulled or self._pull(part), chunk)
+                waiting.extendleft(reversed(halves))
+                pulled = None
+            self.own.settle(chunk.batch, claimed.new_R, chunk.after)
+            self._note_freshness(chunk, claimed.new_R)
+
+    def _train(self, claimed: Claimed | None) -> bool:
+        if claimed is None:
+            return False
+        self.train(self.feed.pulled(claimed))
+        return True
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        started_s = self.clock.monotonic_s()
+        yield
+        self.counts.busy_s += self.clock.monotonic_s() - started_s
 
     def _move_watermark(self, close_ms_R: np.ndarray) -> None:
         """To the latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows.
@@ -233,51 +239,53 @@ class TrainLoop:
         near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MOST_AHEAD_MS]
         self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
 
-    def _split(self, batch: Batch) -> list[tuple[Batch, bool]]:
-        """(part, is it trained): requests from `freeze_at_ms` on are only scored."""
+    def _split(self, batch: Batch) -> list[ChunkPart]:
+        """Requests from `freeze_at_ms` on are only scored, behind the others."""
         if batch.num_requests == 0:
             return []
         frozen_R = batch.time_ms_R >= self.config.freeze_at_ms
         if not self.config.freeze_at_ms or not frozen_R.any():
-            return [(batch, True)]
+            return [_part(batch, trains=True)]
         if frozen_R.all():
-            return [(batch, False)]
-        return [(batch.take_requests(np.flatnonzero(~frozen_R)), True), (batch.take_requests(np.flatnonzero(frozen_R)), False)]
+            return [_part(batch, trains=False)]
+        trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
+        return [_part(trained, trains=True), _part(scored, trains=False)]
 
-    def _pull(self, batch: Batch, trains: bool) -> Pulled:
-        lookup = build_lookup(batch)
+    def _pull(self, part: ChunkPart) -> Pulled:
         asked_s = self.clock.monotonic_s()
-        rows = self.rows.pull(lookup)
+        rows = self.rows.pull(part.lookup)
         self.counts.waiting_s += self.clock.monotonic_s() - asked_s
-        inputs = build_inputs(batch, lookup, rows, self.config.device, train=trains)
-        return Pulled(batch=batch, trains=trains, lookup=lookup, inputs=inputs)
+        return Pulled(part=part, inputs=build_inputs(part.batch, part.lookup, rows, self.config.device, train=part.trains))
 
-    def _learn(self, part: Pulled, chunk: Chunk) -> None:
-        """Score, learn and push. What gives a number that isn't finite is done in halves, in their order, down to the request
-        that gives it: that one is dead, and all others are counted and trained."""
+    def _learn(self, pulled: Pulled, chunk: Chunk) -> Sequence[ChunkPart]:
+        """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
+        request that gives it: that one is dead, and all others are counted and trained."""
+        part = pulled.part
         with torch.set_grad_enabled(part.trains):
-            logits_BT = self.model(part.inputs)
+            logits_BT = self.model(pulled.inputs)
         trains = part.trains and bool(part.batch.weight_BT.any())
-        if not torch.isfinite(logits_BT).all() or (trains and not self._descend(part, logits_BT)):
-            return self._learn_in_halves(part, chunk)
+        if not torch.isfinite(logits_BT).all() or (trains and not self._descend(pulled, logits_BT)):
+            return self._halves(part, chunk)
         self._score(part.batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
         if trains:
-            self._push(part)
+            self._push(pulled)
         self.counts.frozen += 0 if part.trains else part.batch.num_requests
+        return ()
 
-    def _learn_in_halves(self, part: Pulled, chunk: Chunk) -> None:
+    def _halves(self, part: ChunkPart, chunk: Chunk) -> Sequence[ChunkPart]:
+        """In their order; none of a single request, which is dead."""
         batch, n = part.batch, part.batch.num_requests
         if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             raise UnavailableError("the dense weights are not finite: they must be restored")
         if n > 1:
-            for half_M in (np.arange(n // 2), np.arange(n // 2, n)):
-                self._learn(self._pull(batch.take_requests(half_M), part.trains), chunk)
-            return
+            halves = (np.arange(n // 2), np.arange(n // 2, n))
+            return [_part(batch.take_requests(row_M), trains=part.trains) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
         offset = int(batch.offset_R[0])
         self.counts.non_finite += 1
         error = "expected finite scores and gradients, got others: a row or a feature of it is too large"
         self._bury(Rejected(partition, offset, "non_finite", error, chunk.raw_of(partition, offset)))
+        return ()
 
     def _bury(self, rejected: Rejected) -> None:
         self.counts.dead_letters += 1
@@ -291,16 +299,16 @@ class TrainLoop:
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
 
-    def _descend(self, part: Pulled, logits_BT: torch.Tensor) -> bool:
+    def _descend(self, pulled: Pulled, logits_BT: torch.Tensor) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
         self.optimizer.zero_grad()
-        device, batch = self.config.device, part.batch
+        device, batch = self.config.device, pulled.part.batch
         targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
-        self.model.loss(part.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
-        return clip_rows(_gradients(part.inputs), self.config.clip_row_norm) and self.optimizer.step()
+        self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+        return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def _push(self, part: Pulled) -> None:
-        batch = part.batch
+    def _push(self, pulled: Pulled) -> None:
+        batch = pulled.part.batch
         engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
         times = PushTimes(
             step=self.num_steps,
@@ -308,7 +316,7 @@ class TrainLoop:
             oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
             oldest_close_ms=int(batch.close_ms_R.min()),
         )
-        self.rows.push(part.lookup, _gradients(part.inputs), times)
+        self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
 
     def _note_freshness(self, chunk: Chunk, new_R: np.ndarray) -> None:
         """Of the chunk's oldest new request; a replay of old data has no meaningful times between event and wall."""
@@ -322,6 +330,10 @@ class TrainLoop:
         if 0 <= to_readable_ms < _SANE_MS:
             self.on_freshness("close_to_readable", float(to_readable_ms))
             self.on_freshness("readable_to_trained", float(self.clock.now_ms() - chunk.read_ms))
+
+
+def _part(batch: Batch, *, trains: bool) -> ChunkPart:
+    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch))
 
 
 def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:

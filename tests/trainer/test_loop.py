@@ -241,9 +241,9 @@ def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
     first, second = (built.loop.source.poll(4, 0.0) for _ in range(2))
     assert first is not None and second is not None
     before = bits(built.loop.snapshot())
-    prepared = built.loop.prepare(first)
+    prepared = built.loop.pull(built.loop.claim(first))
     assert bits(built.loop.snapshot()) == before and built.offsets() == [0, 0]
-    ahead = built.loop.prepare(second)
+    ahead = built.loop.pull(built.loop.claim(second))
     built.loop.train(prepared)
     at = built.loop.snapshot()
     assert sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
@@ -254,7 +254,7 @@ def test_what_is_prepared_is_in_no_snapshot_until_it_is_trained() -> None:
 def test_what_comes_again_is_left_out_within_a_chunk_and_between_two_that_are_prepared() -> None:
     built = build(samples.records([1, 2, 1, 3, 2, 4, 3, 5]))
     chunks = [built.loop.source.poll(4, 0.0) for _ in range(2)]
-    for prepared in [built.loop.prepare(chunk) for chunk in chunks if chunk is not None]:
+    for prepared in [built.loop.pull(built.loop.claim(chunk)) for chunk in chunks if chunk is not None]:
         built.loop.train(prepared)
     assert built.pushes() == dict.fromkeys(range(1, 6), 1) and built.loop.own.num_skipped == 3
 
@@ -264,7 +264,7 @@ def test_what_was_prepared_and_never_trained_is_trained_after_a_restore() -> Non
     at = built.loop.snapshot()
     chunk = built.loop.source.poll(4, 0.0)
     assert chunk is not None
-    built.loop.prepare(chunk)
+    built.loop.claim(chunk)
     built.loop.restore(at)
     assert built.train_all().pushes() == dict.fromkeys(range(1, 13), 1)
 
