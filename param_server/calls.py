@@ -9,6 +9,7 @@ import numpy as np
 
 from param_server.index import Keys, join_keys, no_keys
 from param_server.server import Shard
+from param_server.step_sum import check_workers
 from param_server.table import StackTable, Update
 from roo.errors import RoostreamError, SchemaError, WireError
 from runtime.transport import Header
@@ -29,7 +30,7 @@ class Calls:
 
         Raises:
             FencedError: `incarnation` is not the shard's.
-            UnavailableError: RESTORE has not come, or not worked, yet.
+            UnavailableError: RESTORE has not come, or not worked, yet; or other workers' pushes of this step didn't come.
             SchemaError, WireError: what was sent doesn't fit; nothing of it was applied.
         """
         match method:
@@ -48,6 +49,9 @@ class Calls:
         asked = self._asked(header, arrays, 3)
         for table, keys, (gradient_UD,) in asked:
             table.check_gradient(keys, gradient_UD)
+        workers = integer(header, "workers") if "workers" in header else 1
+        if workers != 1:
+            check_workers(integer(header, "worker"), workers)
         update = Update(
             worker=integer(header, "worker"),
             sequence=integer(header, "sequence"),
@@ -55,6 +59,9 @@ class Calls:
             oldest_engagement_ms=integer(header, "oldest_engagement_ms"),
             oldest_close_ms=integer(header, "oldest_close_ms"),
             parts=[(table, keys, gradient_UD) for table, keys, (gradient_UD,) in asked],
+            step=integer(header, "step") if workers > 1 else 0,
+            workers=workers,
+            clip_row_norm=_norm(header) if workers > 1 else 0.0,
         )
         return self.shard.push(integer(header, "incarnation"), update)
 
@@ -98,6 +105,13 @@ class Calls:
             known = ", ".join(self.shard.tables)
             raise SchemaError(f"expected a stack of {known}, got {name!r}; use the same schema as the shards")
         return table
+
+
+def _norm(header: Header) -> float:
+    value = header.get("clip_row_norm", 0.0)
+    if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+        raise WireError("bad_shape", f"expected a number from 0 on as 'clip_row_norm' in the header, got {value!r}")
+    return float(value)
 
 
 def integer(header: Header, key: str) -> int:

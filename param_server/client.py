@@ -53,7 +53,7 @@ class Client:
     ) -> None:
         self.schema, self.transports, self.worker, self.num_buckets = schema, transports, worker, num_buckets
         self.resend_for_s, self.clock, self.stop = resend_for_s, clock or SystemClock(), stop
-        self.incarnation = 0
+        self.incarnation, self.workers = 0, 1
         self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}
         self._sequence_S = [0] * len(transports)
         self._lost = ""
@@ -61,10 +61,10 @@ class Client:
         self._splits: WeakKeyDictionary[Lookup, list[list[_Share]]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
 
-    def set_incarnation(self, incarnation: int) -> None:
-        """The shards were restored: pushes begin anew. No push may be under way."""
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        """The shards were restored: pushes begin anew, each step's by so many workers. No push may be under way."""
         with self._push_lock:
-            self.incarnation = incarnation
+            self.incarnation, self.workers = incarnation, workers
             self._sequence_S = [0] * len(self.transports)
             self._lost = ""
 
@@ -99,9 +99,13 @@ class Client:
         time_ms: int,
         oldest_engagement_ms: int = 0,
         oldest_close_ms: int = 0,
+        clip_row_norm: float = 0.0,
     ) -> None:
         """Apply gradients (stack → float32 [U, D], aligned with the lookup) on every shard; each has when it returns. Stacks
         of the lookup without a gradient are left as they are.
+
+        With several workers each pushes at the same steps, also an empty lookup: a shard adds what it got for `step` from all of
+        them, brings each row's sum to a norm of `clip_row_norm` at most (0 = any), and answers when that is applied.
 
         A lost answer is asked for again under the same sequence number, which a shard applies once. That they are finite the
         caller has tested, before it took a step with what else it learned; a shard tests its own part again.
@@ -109,7 +113,7 @@ class Client:
         Raises:
             WireError: a gradient has another shape; nothing was sent, training can go on.
             WireError `non_finite`: a shard refused it. FencedError: the shards are in another incarnation.
-            UnavailableError, TransportError: as in `pull`.
+            UnavailableError, TransportError: as in `pull`; or another worker's push of this step didn't come.
 
         **If it fails** with one of the latter three: other shards may have applied it; every further push is refused until
         `set_incarnation`, since the shards must be restored first.
@@ -119,18 +123,20 @@ class Client:
             for stack, gradient_UD in gradients.items()
         }
         shares = [[share for share in of_shard if share.stack in parts] for of_shard in self._shares(lookup)]
-        header = {
+        header: Header = {
             "worker": self.worker,
             "step": step,
             "time_ms": time_ms,
             "oldest_engagement_ms": oldest_engagement_ms,
             "oldest_close_ms": oldest_close_ms,
         }
+        if self.workers > 1:
+            header |= {"workers": self.workers, "clip_row_norm": clip_row_norm}
         with self._push_lock:
             if self._lost:
                 raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
             try:
-                self._each_shard(shares, lambda shard, its: self._push_to(shard, its, header, parts))
+                self._each_shard(shares, lambda shard, its: self._push_to(shard, its, header, parts), every=self.workers > 1)
             except RoostreamError as error:
                 self._lost = str(error) or type(error).__name__
                 raise
@@ -178,9 +184,11 @@ class Client:
                     shares[shard].append(_Share(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
         return shares
 
-    def _each_shard(self, shares: Sequence[Sequence[_Share]], do: Callable[[int, Sequence[_Share]], None]) -> None:
-        """All shards at once; waits for all of them, then raises the first error."""
-        busy = [(shard, share) for shard, share in enumerate(shares) if share]
+    def _each_shard(
+        self, shares: Sequence[Sequence[_Share]], do: Callable[[int, Sequence[_Share]], None], *, every: bool = False
+    ) -> None:
+        """All shards at once, with `every` also those that have no share; waits for all of them, then raises the first error."""
+        busy = [(shard, share) for shard, share in enumerate(shares) if share or every]
         if self._pool is None or len(busy) < 2:
             for shard, share in busy:
                 do(shard, share)

@@ -24,6 +24,7 @@ _HELPS = {
     "pulls": "pulls answered",
     "pushes": "pushes applied",
     "repeats": "pushes that had been applied before",
+    "waiting": "pushes that wait for the other workers' of their step",
     "ready": "1 = restored",
     "publish_lag_ms": "since readers last had everything",
     "published_keys": "keys sent in deltas",

@@ -182,6 +182,34 @@ def limit(gradient_UD: np.ndarray, most: np.float32, out_UD: np.ndarray) -> int:
 
 
 @njit(cache=True, nogil=True)
+def add_rows(sum_UD: np.ndarray, place_M: np.ndarray, gradient_MD: np.ndarray) -> None:
+    """Add each gradient (float32 [M, D]) to row `place_M` (int64) of `sum_UD` (float64), in order."""
+    for m in range(place_M.shape[0]):
+        for j in range(sum_UD.shape[1]):
+            sum_UD[place_M[m], j] += gradient_MD[m, j]
+
+
+@njit(cache=True, nogil=True)
+def round_rows(sum_UD: np.ndarray, most_norm: float, most: np.float32, out_UD: np.ndarray) -> int:
+    """Each row of `sum_UD` (float64, finite) as float32 into `out_UD`, scaled down to a Euclidean norm of `most_norm` at most
+    (0 = any), then so that no number is beyond `most`; how many rows had to be for the latter."""
+    limited = 0
+    for u in range(sum_UD.shape[0]):
+        squares, largest = 0.0, 0.0
+        for j in range(sum_UD.shape[1]):
+            squares += sum_UD[u, j] * sum_UD[u, j]
+            largest = max(largest, abs(sum_UD[u, j]))
+        norm = np.sqrt(squares)
+        scale = most_norm / norm if 0.0 < most_norm < norm else 1.0
+        if largest * scale > most:
+            limited += 1
+            scale = most / largest
+        for j in range(sum_UD.shape[1]):
+            out_UD[u, j] = np.float32(sum_UD[u, j] * scale)
+    return limited
+
+
+@njit(cache=True, nogil=True)
 def largest_number(numbers_UD: np.ndarray) -> np.float32:
     """The largest magnitude among finite numbers (float32), 0 of none."""
     largest = np.float32(0)

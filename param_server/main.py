@@ -121,6 +121,7 @@ def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opene
             log.warning("%d calls were cut off", cut_off)
 
     opened.callback(close)
+    opened.callback(shard.leave)
     return server.address
 
 

@@ -6,6 +6,7 @@ Letters: K keys.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,9 +16,12 @@ from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import BEGINNING, Commit, Segments, commit_of
 from param_server.table import StackTable
+from roo.errors import UnavailableError
 from roo.ids import buckets_of
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
+
+log = logging.getLogger("roostream.shard")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,6 +68,15 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Tar
         seed=identity.seed,
     )
     return Target(commit_of(manifest, identity.index), manifest.rows_end)
+
+
+def linked(store: CheckpointStore) -> set[int] | None:
+    """Numbers of all manifests there are; None if nobody knows."""
+    try:
+        return {manifests.seq_of(name) for name in store.list(manifests.MANIFESTS)}
+    except UnavailableError as error:
+        log.warning("abandoned segments stay for now: %s", error)
+        return None
 
 
 def roll_back(tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]) -> None:

@@ -28,13 +28,13 @@ from param_server.index import Keys
 from param_server.kernels import publishable, take_rows
 from param_server.outbox import BucketPage, Rollback, Round
 from param_server.residency import Expiry, Policy
-from param_server.restore import Frozen, Target, reload, roll_back, target_of
+from param_server.restore import Frozen, Target, linked, reload, roll_back, target_of
 from param_server.segments import BEGINNING, Commit, Segments
+from param_server.step_sum import StepSums, added
 from param_server.table import StackTable, Update, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
-from runtime.manifest import MANIFESTS, seq_of
 
 log = logging.getLogger("roostream.shard")
 
@@ -60,6 +60,7 @@ class Shard:
         self.committed = BEGINNING
         self.num_pulls = self.num_pushes = self.num_repeats = 0
         self._lock = threading.Lock()
+        self.sums = StepSums(self._lock)
         self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
         self._frozen: Frozen | None = None
         self._aborted = 0  # seq; a freeze that comes after its abort is refused
@@ -85,7 +86,8 @@ class Shard:
             return [table.pull(keys) for table, keys in asked]
 
     def push(self, incarnation: int, update: Update) -> bool:
-        """Apply an update whole; False if it had been applied before. Raises as `pull`: then nothing was applied.
+        """Apply an update whole; False if it had been applied before. One of several workers waits for the others' of its step,
+        and is applied with them, or not at all. Raises as `pull`: then nothing was applied.
 
         **If it fails** otherwise, in the middle (a defect, no memory): the rows are in no known state. Every later call raises
         UnavailableError, and the controller, which is told so, restores everybody.
@@ -95,16 +97,29 @@ class Shard:
             if not self._is_next(update.worker, update.sequence):
                 self.num_repeats += 1
                 return False
-            for table, keys, _ in update.parts:
-                table.reserve(len(keys))
-            now_ms = self.clock.now_ms()
-            with self._breaking("a push"):
-                for table, keys, gradient_UD in update.parts:
-                    touched_B = table.push(keys, gradient_UD, update.time_ms)
-                    table.outbox.touch(touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms)
-            self._sequences[update.worker] = update.sequence
-            self.num_pushes += 1
+            if update.workers > 1 or self.sums.num_waiting:
+                self.sums.push(update, self._apply)
+            else:
+                self._apply([update])
         return True
+
+    def _apply(self, pushes: Sequence[Update]) -> None:
+        """Inside the lock: one update, of all workers."""
+        update = added(pushes) if len(pushes) > 1 else pushes[0]
+        for table, keys, _ in update.parts:
+            table.reserve(len(keys))
+        now_ms = self.clock.now_ms()
+        with self._breaking("a push"):
+            for table, keys, gradient_UD in update.parts:
+                touched_B = table.push(keys, gradient_UD, update.time_ms)
+                table.outbox.touch(touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms)
+        self._sequences.update((push.worker, push.sequence) for push in pushes)
+        self.num_pushes += len(pushes)
+
+    def leave(self) -> None:
+        """The process stops: pushes that wait for others are told, so that their calls end."""
+        with self._lock:
+            self.sums.end("the shard stops")
 
     def scan(self, table: StackTable, buckets: Sequence[int], limit: int) -> list[BucketPage]:
         """The first of these buckets, whole, as far as their rows may be published, at one moment: one or more, until about
@@ -149,6 +164,7 @@ class Shard:
                 "pulls": self.num_pulls,
                 "pushes": self.num_pushes,
                 "repeats": self.num_repeats,
+                "waiting": self.sums.num_waiting,
                 "rows_end": {str(p): offset for p, offset in self._rows_end.items()},
                 "rolling_back": self._rollback is not None,
             }
@@ -161,6 +177,7 @@ class Shard:
         except BaseException as error:
             self.ready = self._known = False
             self._broken = f"{what} ended half-way ({error!r:.200})"
+            self.sums.end(self._broken)
             log.exception("%s: everybody must be restored", self._broken)
             raise
 
@@ -216,6 +233,8 @@ class Shard:
             self._check(self.incarnation)
             if seq <= self._aborted:
                 raise FencedError(f"expected a commit above {self._aborted} to freeze, got {seq}: it was aborted")
+            if self.sums.num_waiting:
+                raise CheckpointError(f"expected every push to be answered at a freeze, got {self.sums.num_waiting} that wait")
             if self._frozen:
                 raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
             with self._breaking("a freeze"):
@@ -298,6 +317,7 @@ class Shard:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
                 raise FencedError(f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one is over")
             self.incarnation, self.ready = incarnation, False
+            self.sums.end(f"incarnation {incarnation} has begun")
         target = target_of(self.identity, self.store, name)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
         known, self._known = self._known, False
@@ -310,19 +330,11 @@ class Shard:
                 reload(self.tables, self.segments, target.commit.segments)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self.segments.explain(target.commit.segments)}") from None
-        self.segments.restored(target.commit, self._linked())
+        self.segments.restored(target.commit, linked(self.store))
         with self._lock:
             self._restored(target)
         log.info("shard %d restored to %s as incarnation %d", self.identity.index, name or "the beginning", incarnation)
         return {"rows": sum(t.num_rows for t in self.tables.values())}
-
-    def _linked(self) -> set[int] | None:
-        """Numbers of all manifests there are; None if nobody knows."""
-        try:
-            return {seq_of(name) for name in self.store.list(MANIFESTS)}
-        except UnavailableError as error:
-            log.warning("abandoned segments stay for now: %s", error)
-            return None
 
     def _restored(self, target: Target) -> None:
         for table in self.tables.values():

@@ -261,6 +261,9 @@ class Update(NamedTuple):
     oldest_engagement_ms: int
     oldest_close_ms: int
     parts: Sequence[tuple[StackTable, Keys, np.ndarray]]
+    step: int = 0
+    workers: int = 1  # whose pushes of this step are one update (param_server/step_sum.py)
+    clip_row_norm: float = 0.0  # of each row of their sum, at most; 0 = any
 
 
 def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackTable]:

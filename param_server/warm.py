@@ -8,7 +8,8 @@ from param_server import kernels, row_block
 from param_server.index import Keys
 from param_server.initial import initial_rows
 from param_server.residency import Expiry
-from param_server.table import StackTable
+from param_server.step_sum import added
+from param_server.table import StackTable, Update
 from roo.rules import RULES
 from roo.schema import Table
 
@@ -34,6 +35,8 @@ def _keys(num_keys: int) -> Keys:
 def _live(table: StackTable) -> None:
     keys = _keys(300)
     gradient_UD = np.ones((300, 2), np.float32)
+    push = Update(0, 0, 10, 1, 2, [(table, keys, gradient_UD)])
+    added([push, push])
     table.check_keys(keys)
     table.check_gradient(keys, gradient_UD)
     table.reserve(len(keys))

@@ -9,7 +9,7 @@ from runtime.clock import FakeClock
 from tests.param_server.shard_support import begun
 
 ALWAYS = {"rows", "incarnation", "committed_seq", "segments", "bytes", "dirty", "withheld", "pulls", "pushes", "repeats", "ready"}
-ALWAYS |= {"limited", "largest_accumulator", "damaged", "damages", "spared"}
+ALWAYS |= {"limited", "largest_accumulator", "damaged", "damages", "spared", "waiting"}
 
 
 def test_names_are_those_that_status_and_dashboards_know() -> None:

@@ -1,0 +1,441 @@
+"""Pushes of one step by several workers: one update, whoever comes first, or none and everybody is told."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from param_server.calls import Calls
+from param_server.client import Client
+from param_server.rules import MAX_GRADIENT
+from param_server.server import Shard
+from param_server.step_sum import MAX_WORKERS, StepSum, added
+from param_server.table import Update
+from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
+from roo.lookup import Lookup
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
+from runtime.transport import InMemoryTransport, Transport
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    TOPIC,
+    USER,
+    MemoryStore,
+    begun,
+    commit,
+    gradients_of,
+    keys,
+    lookup_of,
+    pull_from,
+    push_to,
+    small_schema,
+    state_of,
+    transport_to,
+)
+
+
+def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> Update:
+    return Update(worker, 1, 0, 0, 0, (), step, workers)._replace(**changes)
+
+
+# The state machine
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_step_is_complete_when_every_worker_s_push_is_there_and_is_read_in_their_order(order: tuple[int, ...]) -> None:
+    its = StepSum(update(order[0], 3))
+    for nth, worker in enumerate(order):
+        assert set(its.missing) == set(order[nth:])
+        its.join(update(worker, 3))
+    assert its.missing == [] and [push.worker for push in its.in_order()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("other", [update(1, step=2), update(1, workers=3), update(1, clip_row_norm=2.0)])
+def test_workers_that_are_not_in_step_are_told_so(other: Update) -> None:
+    its = StepSum(update(0))
+    its.join(update(0))
+    with pytest.raises(FencedError, match="not in step"):
+        its.join(other)
+    assert its.missing == [1], "what doesn't fit changes nothing"
+
+
+def test_a_push_that_is_sent_again_is_the_same_push_and_two_of_them_may_wait() -> None:
+    its = StepSum(update(0))
+    tickets = [its.join(update(0, time_ms=time_ms)) for time_ms in (5, 6, 7)]
+    assert [its.waits(0, ticket) for ticket in tickets] == [False, True, True]
+    assert its.num_waiting == 1 and its.in_order()[0].time_ms == 5
+
+
+# The sum
+
+WORKERS = st.lists(st.dictionaries(st.integers(0, 5), st.integers(-1000, 1000), max_size=6), min_size=2, max_size=4)
+
+
+def part_of(shard: Shard, rows: Mapping[int, float]) -> list[Any]:
+    asked = keys(ITEM, *rows)
+    gradient_UD = np.outer(np.array(list(rows.values()), np.float64), [1, 0.1, -3, 7]).astype(np.float32)
+    return [(shard.tables[ADAGRAD], asked, gradient_UD)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(workers=WORKERS)
+def test_the_sum_is_that_of_a_dictionary_in_float64(workers: list[dict[int, int]]) -> None:
+    shard = begun()
+    pushes = [update(w, len(workers), parts=part_of(shard, rows)) for w, rows in enumerate(workers)]
+    expected: dict[int, np.ndarray] = {}
+    for push in pushes:
+        for _, its, gradient_UD in push.parts:
+            for id_, gradient_D in zip(its.id_U.tolist(), gradient_UD, strict=True):
+                expected[id_] = expected.get(id_, np.zeros(4)) + gradient_D.astype(np.float64)
+    ((table, its, sum_UD),) = added(pushes).parts
+    assert table is shard.tables[ADAGRAD] and its.id_U.tolist() == list(expected), "keys in the order in which they first come"
+    assert sum_UD.dtype == np.float32
+    assert np.array_equal(sum_UD, np.array([g.astype(np.float32) for g in expected.values()]).reshape(-1, 4))
+
+
+def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
+    shard = begun()
+    pushes = [update(w, parts=part_of(shard, {1: value, 2: 0.01}), clip_row_norm=2.0) for w, value in enumerate((5.0, -4.0))]
+    ((_, _, sum_UD),) = added(pushes).parts
+    one_D = np.array([1, 0.1, -3, 7], np.float32)
+    np.testing.assert_allclose(sum_UD[0], 2 * one_D / np.linalg.norm(one_D), rtol=1e-6)
+    np.testing.assert_allclose(sum_UD[1], 0.02 * one_D, rtol=1e-6)
+
+
+def test_sums_beyond_float32_are_brought_back_to_what_a_rule_can_hold() -> None:
+    shard = begun()
+    huge = [(shard.tables[ADAGRAD], keys(ITEM, 1), np.array([[3e38, 0, -1e38, 0]], np.float32))]
+    ((_, _, sum_UD),) = added([update(w, parts=huge) for w in range(2)]).parts
+    np.testing.assert_allclose(sum_UD, [[MAX_GRADIENT, 0, -MAX_GRADIENT / 3, 0]], rtol=1e-6)
+    assert shard.stats()["limited"] == 1
+
+
+def test_a_sum_is_as_late_as_the_latest_and_its_events_as_old_as_the_oldest_that_is_known() -> None:
+    times = [(50, 0, 7), (40, 9, 3), (0, 0, 0)]
+    pushes = [
+        update(w, 3, time_ms=time_ms, oldest_engagement_ms=engagement_ms, oldest_close_ms=close_ms)
+        for w, (time_ms, engagement_ms, close_ms) in enumerate(times)
+    ]
+    whole = added(pushes)
+    assert (whole.time_ms, whole.oldest_engagement_ms, whole.oldest_close_ms) == (50, 9, 3)
+
+
+# A shard
+
+ROWS = [{ITEM: range(4), USER: [1]}, {ITEM: range(2, 9), TOPIC: [3, 4]}, {TOPIC: [4, 5]}]
+
+
+class Workers:
+    """`W` clients of the same shards, each with its thread."""
+
+    def __init__(self, shards: Sequence[Shard], count: int, connect: Callable[[Shard], Transport] = transport_to) -> None:
+        self.transports = [[connect(shard) for shard in shards] for _ in range(count)]
+        self.shards = shards
+        self.clients = [
+            Client(small_schema(), transports, worker=w, resend_for_s=1.0) for w, transports in enumerate(self.transports)
+        ]
+        self.pool = ThreadPoolExecutor(2 * count)
+        for client in self.clients:
+            client.set_incarnation(shards[0].incarnation, workers=count)
+
+    def push(self, worker: int, step: int, rows: Mapping[str, Sequence[int]] | None = None, **more: Any) -> Future[None]:
+        lookup = lookup_of(ROWS[worker] if rows is None else rows)
+        gradients = gradients_of(lookup, 0.3 * step - worker)
+        return self.pool.submit(self.clients[worker].push, lookup, gradients, step=step, time_ms=100 * step + worker, **more)
+
+    def step(self, step: int, order: Sequence[int], **more: Any) -> None:
+        """Every worker's push, the last one when those before it wait."""
+        done = []
+        for nth, worker in enumerate(order):
+            done.append(self.push(worker, step, **more))
+            if nth + 1 < len(order):
+                for shard in self.shards:
+                    wait_for(lambda shard=shard, n=nth + 1: shard.stats()["waiting"] == n)
+        for each in done:
+            each.result(10)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        for client, transports in zip(self.clients, self.transports, strict=True):
+            client.close()
+            for transport in transports:
+                transport.close()
+
+
+def wait_for(done: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    opened: list[Any] = []
+    yield opened
+    for each in opened:
+        each.close()
+
+
+def fleet(closing: list[Any], count: int, num_shards: int = 2) -> Workers:
+    workers = Workers([begun(index=i, num_shards=num_shards) for i in range(num_shards)], count)
+    closing.append(workers)
+    return workers
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(closing: list[Any], order: tuple[int, ...]) -> None:
+    first, other = fleet(closing, 3), fleet(closing, 3)
+    for step in (1, 2, 3):
+        first.step(step, (0, 1, 2), clip_row_norm=0.7)
+        other.step(step, order, clip_row_norm=0.7)
+    for one, another in zip(first.shards, other.shards, strict=True):
+        assert state_of(one) == state_of(another) and one.stats()["rows"]
+        assert one.stats()["pushes"] == 9 and one.stats()["waiting"] == 0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_pushes_of_several_workers_are_one_push_of_their_sum(closing: list[Any], count: int) -> None:
+    several, one = fleet(closing, count), fleet(closing, 1)
+    for step in (1, 2):
+        several.step(step, range(count))
+        table_rows: dict[str, list[int]] = {}
+        for rows in ROWS[:count]:
+            for table, ids in rows.items():
+                table_rows[table] = sorted({*table_rows.get(table, []), *ids})
+        lookup = lookup_of(table_rows)
+        one.clients[0].push(lookup, sum_of(lookup, step, count), step=step, time_ms=100 * step + count - 1)
+    for mine, its in zip(several.shards, one.shards, strict=True):
+        assert state_of(mine) == state_of(its)
+
+
+def sum_of(lookup: Lookup, step: int, count: int) -> dict[str, np.ndarray]:
+    """What the workers' gradients of `Workers.push` add up to, for each key of `lookup`."""
+    total: dict[tuple[str, int, int], np.ndarray] = {}
+    for worker in range(count):
+        its = lookup_of(ROWS[worker])
+        for stack, gradient_UD in gradients_of(its, 0.3 * step - worker).items():
+            found = its.stacks[stack]
+            for table, id_, gradient_D in zip(found.table_U.tolist(), found.id_U.tolist(), gradient_UD, strict=True):
+                total[stack, table, id_] = total.get((stack, table, id_), 0.0) + gradient_D.astype(np.float64)
+    return {
+        stack: np.array([total[stack, t, i] for t, i in zip(of.table_U.tolist(), of.id_U.tolist(), strict=True)], np.float32)
+        for stack, of in lookup.stacks.items()
+        if len(of.id_U)
+    }
+
+
+def test_a_worker_without_data_pushes_nothing_to_every_shard_and_the_others_go_on(closing: list[Any]) -> None:
+    workers = fleet(closing, 2)
+    done = workers.push(0, 1)
+    workers.push(1, 1, {}).result(10)
+    done.result(10)
+    assert [shard.stats()["pushes"] for shard in workers.shards] == [2, 2]
+
+
+def test_a_push_that_is_sent_again_joins_the_wait_and_counts_once(closing: list[Any]) -> None:
+    workers, plain = fleet(closing, 2), fleet(closing, 2)
+    plain.step(1, (0, 1))
+    (shard, _), pool = workers.shards, workers.pool
+    first = pool.submit(push_as, shard, 0)
+    wait_for(lambda: shard.stats()["waiting"] == 1)
+    again = pool.submit(push_as, shard, 0)
+    while shard.sums._open is not None and shard.sums._open._sent[0] < 2:
+        time.sleep(0.001)
+    assert not first.done() and not again.done()
+    assert push_as(shard, 1) is True
+    assert first.result(10) is again.result(10) is True
+    before = state_of(shard)
+    assert push_as(shard, 0) is False and push_as(shard, 1) is False
+    assert state_of(shard) == before and shard.stats()["repeats"] == 2 and shard.stats()["pushes"] == 2
+
+
+def test_only_two_calls_of_a_worker_wait_so_that_no_dead_connection_holds_a_thread(closing: list[Any]) -> None:
+    workers = fleet(closing, 2)
+    shard, calls = workers.shards[0], []
+    for sent in range(1, 4):
+        calls.append(workers.pool.submit(push_as, shard, 0))
+        wait_for(lambda sent=sent: shard.sums._open is not None and shard.sums._open._sent[0] == sent)
+    push_as(shard, 1)
+    assert [call.result(10) for call in calls[1:]] == [True, True]
+
+
+def push_as(shard: Shard, worker: int, *, sequence: int = 1, workers: int = 2, **more: Any) -> bool:
+    return push_to(shard, sequence, worker=worker, workers=workers, **more)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_call_that_fails_is_sent_again_and_its_push_counts_once(closing: list[Any], when: str) -> None:
+    workers, plain = fleet(closing, 2), fleet(closing, 2)
+    plain.step(1, (0, 1))
+    failing = workers.transports[1][0]
+    assert isinstance(failing, InMemoryTransport)
+    failing.fail_next("push", when)
+    workers.step(1, (0, 1))
+    for one, another in zip(plain.shards, workers.shards, strict=True):
+        assert state_of(one) == state_of(another)
+
+
+def test_a_worker_that_is_ahead_of_a_lost_push_is_refused_and_the_others_wait_on() -> None:
+    shard = begun()
+    with pytest.raises(FencedError, match="expected push 1 of worker 1, got 2"):
+        push_as(shard, 1, sequence=2)
+    assert shard.stats()["waiting"] == 0
+
+
+ENDS: dict[str, Callable[[Shard], object]] = {
+    "a restore": lambda shard: shard.restore(2, ""),
+    "the shard's end": lambda shard: shard.leave(),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_all_that_wait_are_told_when_a_step_is_given_up_and_nothing_of_it_was_applied(closing: list[Any], what: str) -> None:
+    workers = fleet(closing, 3, num_shards=1)
+    (shard,) = workers.shards
+    done = [workers.push(w, 1) for w in (0, 2)]
+    wait_for(lambda: shard.stats()["waiting"] == 2)
+    ENDS[what](shard)
+    for each in done:
+        with pytest.raises(UnavailableError, match="step 1 was given up"):
+            each.result(10)
+    assert state_of(shard) == {} and shard.stats()["waiting"] == 0
+
+
+def test_a_step_without_a_worker_s_push_ends_after_a_time_and_names_the_worker(closing: list[Any]) -> None:
+    workers = fleet(closing, 3, num_shards=1)
+    (shard,) = workers.shards
+    shard.sums.wait_s = 0.05
+    done = [workers.push(w, 1) for w in (0, 2)]
+    for each in done:
+        with pytest.raises(UnavailableError, match=r"from worker 1.* for 0.05 s"):
+            each.result(10)
+    assert state_of(shard) == {} and shard.stats()["waiting"] == 0
+    with pytest.raises(UnavailableError, match="a push before this one was lost"):
+        workers.push(0, 2).result(10)
+
+
+def test_a_freeze_while_a_push_waits_is_refused_and_a_commit_beside_it_is_not(closing: list[Any]) -> None:
+    store = MemoryStore()
+    workers = Workers([begun(store=store)], 2)
+    closing.append(workers)
+    (shard,) = workers.shards
+    workers.step(1, (1, 0))
+    shard.freeze(1, 0)
+    shard.write(1)
+    done = workers.push(0, 2)
+    wait_for(lambda: shard.stats()["waiting"] == 1)
+    shard.commit(1)
+    assert shard.committed.seq == 1 and not done.done()
+    with pytest.raises(CheckpointError, match="1 that wait"):
+        shard.freeze(2, 0)
+    workers.push(1, 2).result(10)
+    done.result(10)
+    commit(shard, store, 3)
+
+
+def test_pulls_go_on_while_a_push_waits(closing: list[Any]) -> None:
+    workers = fleet(closing, 2, num_shards=1)
+    (shard,) = workers.shards
+    done = workers.push(0, 1)
+    wait_for(lambda: shard.stats()["waiting"] == 1)
+    assert pull_from(shard, ITEM, 1).shape == (1, 4)
+    assert workers.clients[1].pull(lookup_of(ROWS[1]))[ADAGRAD].shape == (7, 4)
+    workers.push(1, 1).result(10)
+    done.result(10)
+
+
+def test_a_defect_in_the_middle_is_told_to_all_and_everybody_must_be_restored(closing: list[Any]) -> None:
+    workers = fleet(closing, 2, num_shards=1)
+    (shard,) = workers.shards
+    done = workers.push(0, 1)
+    wait_for(lambda: shard.stats()["waiting"] == 1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no more")
+
+    for table in shard.tables.values():
+        table.kernel = fail
+    with pytest.raises(UnavailableError):
+        workers.push(1, 1).result(10)
+    with pytest.raises(UnavailableError, match="no more"):
+        done.result(10)
+    assert shard.stats()["ready"] is False
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"worker": 2, "workers": 2},
+        {"worker": -1, "workers": 2},
+        {"worker": 0, "workers": 0},
+        {"worker": 0, "workers": MAX_WORKERS + 1},
+        {"worker": 0, "workers": 2, "clip_row_norm": float("nan")},
+        {"worker": 0, "workers": 2, "clip_row_norm": -1.0},
+        {"worker": 0, "workers": 2, "clip_row_norm": "1"},
+        {"worker": 0, "workers": 2, "step": "1"},
+    ],
+)
+def test_a_push_of_nobody_is_refused_and_waits_for_nobody(header: dict[str, Any]) -> None:
+    shard = begun()
+    with pytest.raises(WireError):
+        push_to(shard, 1, **header)
+    assert shard.stats()["waiting"] == 0
+
+
+def test_a_push_of_one_worker_among_several_is_refused() -> None:
+    shard = begun()
+    failed: list[RoostreamError] = []
+
+    def wait() -> None:
+        try:
+            push_as(shard, 1)
+        except RoostreamError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_for(lambda: shard.stats()["waiting"] == 1)
+    with pytest.raises(FencedError, match="not in step"):
+        push_to(shard, 1, worker=0)
+    shard.leave()
+    waiting.join(10)
+    assert isinstance(failed[0], UnavailableError)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_over_sockets_steps_go_on_and_a_worker_that_dies_ends_its_step_only(closing: list[Any], count: int) -> None:
+    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    servers = {id(shard): RpcServer(Calls(shard).handle).start() for shard in shards}
+    workers = Workers(shards, count, lambda shard: SocketTransport(servers[id(shard)].address))
+    plain = fleet(closing, count)
+    closing.append(workers)
+    try:
+        for step in (1, 2):
+            workers.step(step, range(count)[::-1])
+            plain.step(step, range(count))
+        assert [state_of(shard) for shard in shards] == [state_of(shard) for shard in plain.shards]
+        waiting = [workers.push(w, 3) for w in range(1, count)]
+        wait_for(lambda: all(shard.stats()["waiting"] == count - 1 for shard in shards))
+        for shard in shards:  # worker 0 is dead: the controller has everybody restored
+            shard.restore(2, "")
+        for each in waiting:
+            with pytest.raises(UnavailableError, match="incarnation 2 has begun"):
+                each.result(10)
+        for client in workers.clients:
+            client.set_incarnation(2, workers=count)
+        workers.step(1, range(count))
+        assert all(shard.stats()["waiting"] == 0 for shard in shards)
+    finally:
+        for server in servers.values():
+            server.stop()
