@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from param_server.exports import shard_exports
+from param_server.main import shard_exports
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from runtime.clock import FakeClock
