@@ -26,6 +26,7 @@ from roo import wire
 from roo.errors import WireError
 from roo.ids import MASK64, key_bytes, sample_id
 from roo.wire import Record
+from runtime.event_time import RecentTimes
 from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, ENGAGEMENTS, EVENTS, IMPRESSIONS, PREDICTIONS, SAMPLES, Partition
 
 At: TypeAlias = tuple[int, int]
@@ -42,6 +43,7 @@ _KINDS = {
 }
 _SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # of these somebody writes dead letters
 _MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
+_LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
 _MOST_NAMES = 1000
 _MOST_UNPREDICTED = 1_000_000
 _OTHER = "other"
@@ -61,6 +63,7 @@ class Accounts:
         self.bad = Ledger((DEAD,), horizon_ms)  # inputs that can't be read, by place
         self.bad_samples = Ledger((DEAD,), horizon_ms)
         self.dead = Ledger((), horizon_ms)  # places that have a dead letter
+        self._ledgers = tuple(self.ledgers.values())
         self.untrained: dict[int, At] = {}  # sample id → place of its first sample
         self.closed_until_ms = 0
         self.num_records: Counter[str] = Counter()  # topic → records read, whatever they were
@@ -68,6 +71,7 @@ class Accounts:
         self.features_digest = 0  # the same for the same samples in any order
         self._untrained_at: dict[At, int] = {}
         self._newest_ms: dict[Partition, int] = {}
+        self._recent, self._reached_ms = RecentTimes(), 0  # of all records; how far their middle has come
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()
@@ -77,7 +81,7 @@ class Accounts:
 
     @property
     def ledgers(self) -> dict[str, Ledger]:
-        return {n: getattr(self, n) for n in ("events", "requests", "bad", "bad_samples", "dead")}
+        return {n: getattr(self, n) for n in _LEDGERS}
 
     @property
     def counters(self) -> dict[str, Counter[str]]:
@@ -88,6 +92,7 @@ class Accounts:
         """Heartbeats and end markers pass through; a record that can't be read waits for its dead letter."""
         self.num_records[record.topic] += 1
         now_ms = self._now_ms(record)
+        self._turn()
         try:
             kind, message = wire.decode(record.value)
             if kind not in _KINDS[record.topic]:
@@ -123,10 +128,24 @@ class Accounts:
         return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
 
     def _now_ms(self, record: Record) -> int:
-        """The newest time of its partition so far: how far reading has come there, however late this record is."""
+        """The newest time of its partition so far: how far reading has come there, however late this record is. One from far
+        ahead has its own time and says nothing of that of the others."""
+        self._recent.add((record.timestamp_ms,))
+        if self._recent.is_full:
+            self._reached_ms = max(self._reached_ms, self._recent.middle_ms)
         at = record.topic, record.partition
-        newest_ms = self._newest_ms[at] = max(self._newest_ms.get(at, 0), record.timestamp_ms)
-        return newest_ms
+        self._newest_ms[at] = min(max(self._newest_ms.get(at, 0), record.timestamp_ms), self._latest_ms)
+        return max(self._newest_ms[at], record.timestamp_ms)
+
+    @property
+    def _latest_ms(self) -> int:
+        """A partition may be so far, `settle_ms` ahead of what enough recent records say; more is a wrong time."""
+        return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
+
+    def _turn(self) -> None:
+        if self._reached_ms:
+            for ledger in self._ledgers:
+                ledger.turn(self._reached_ms)
 
     def _bad(self, record: Record, now_ms: int) -> None:
         """What calls itself a heartbeat or end marker holds no event; Flink drops it, the local engine dead-letters it."""
@@ -242,6 +261,7 @@ class Accounts:
         ledgers = [self.events, self.requests, self.bad, *([self.bad_samples] if ended else [])]
         overdue = sum(ledger.num_overdue(limit_ms) for ledger in ledgers)
         newest_ms = max((time_ms for at, time_ms in self._newest_ms.items() if at[0] in EVENTS), default=0)
+        newest_ms = min(newest_ms, self._latest_ms)
         late = sum(ledger.num_pending(newest_ms - self.settle_ms) for ledger in (self.events, self.requests, self.bad))
         count, events = self._count, self.events
         return Sums(
@@ -289,6 +309,7 @@ class Accounts:
         numbers |= {"since_ms": self.since_ms, "closed_until_ms": self.closed_until_ms, "digest": self.features_digest}
         numbers["sample_ends"] = list(self.sample_ends.items())
         numbers["newest_ms"] = [(*at, time_ms) for at, time_ms in self._newest_ms.items()]
+        numbers |= {"recent_ms": self._recent.times_ms, "reached_ms": self._reached_ms}
         arrays["untrained_ids"] = np.fromiter(self.untrained, np.uint64, len(self.untrained))
         arrays["untrained_at"] = np.array(list(self.untrained.values()), np.int64).reshape(-1, 2)
         return numbers, arrays
@@ -304,6 +325,7 @@ class Accounts:
         self.features_digest = int(numbers["digest"])
         self.sample_ends = {int(p): int(end) for p, end in numbers["sample_ends"]}
         self._newest_ms = {(str(topic), int(p)): int(time_ms) for topic, p, time_ms in numbers["newest_ms"]}
+        self._recent.times_ms, self._reached_ms = list(numbers.get("recent_ms", ())), int(numbers.get("reached_ms", 0))
         self.untrained = dict(zip(arrays["untrained_ids"].tolist(), map(tuple, arrays["untrained_at"].tolist()), strict=True))
         self._untrained_at = {at: id_ for id_, at in self.untrained.items()}
 

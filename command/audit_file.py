@@ -22,7 +22,8 @@ from runtime.checkpoint_store import FileStore
 from runtime.kafka.topics import Progress, flat, nested
 
 log = logging.getLogger("roostream.auditor")
-FORMAT = 1
+FORMAT = 2  # 1 had no recent times
+_READ = ("1", "2")
 NAME = "sums"
 _SUM_BYTES = 8
 
@@ -62,7 +63,7 @@ def _decode(data: bytes) -> Saved:
     if data[:_SUM_BYTES] != _checksum(data[_SUM_BYTES:]):
         raise CheckpointError(f"expected the checksum of its {len(data)} bytes, got another: it is damaged")
     arrays, words = tensor_file.decode(data[_SUM_BYTES:])
-    if words.get("format") != str(FORMAT):
+    if words.get("format") not in _READ:
         raise CheckpointError(f"expected format {FORMAT}, got {words.get('format')!r}")
     numbers, progress, topics = (json.loads(words[k]) for k in ("numbers", "progress", "topics"))
     return Saved(numbers=numbers, arrays=arrays, progress=flat(progress), topics=topics)

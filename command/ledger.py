@@ -22,7 +22,8 @@ class Ledger:
     """`outcomes`: the first of these that an id has is the one that counts.
 
     Settled ids are forgotten between one and two `horizon_ms` of event time after their last mark (0 = never), and sooner where
-    a horizon holds more than `most` ids; the counts stay. What was forgotten is older than `floor_ms`.
+    a horizon holds more than `most` ids; `turn` says what time it is. The counts stay; what was forgotten is older than
+    `floor_ms`.
     """
 
     def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, most: int = _MOST) -> None:
@@ -48,7 +49,6 @@ class Ledger:
         if place != NOWHERE and id_ in self.pending:
             self.pending[id_].append(place)
             self._at[place] = id_
-        self._turn(time_ms)
         return after != before
 
     def die(self, place: int, time_ms: int) -> bool:
@@ -94,9 +94,10 @@ class Ledger:
     def _outcome(self, bits: int) -> int:
         return next((o for o in self.outcomes if bits & o), 0)
 
-    def _turn(self, time_ms: int) -> None:
-        self._now_ms = max(self._now_ms, time_ms)
-        self._turned_ms = self._turned_ms or time_ms
+    def turn(self, now_ms: int) -> None:
+        """It is `now_ms`: forget what has been settled for long. Marks don't say what time it is: any of them may be wrong."""
+        self._now_ms = max(self._now_ms, now_ms)
+        self._turned_ms = self._turned_ms or now_ms
         if not self.horizon_ms or (self._now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.most):
             return
         self._give_up(min(self.overdue_before_ms, self._now_ms - self.horizon_ms))

@@ -17,12 +17,13 @@ from joiner.entries import decode, encode
 from joiner.ingest import Beat, Event, Reader
 from joiner.join import Join
 from joiner.local_watermark import SplitTime, Watermarks
-from joiner.state import END, START, Engagement, Impression, MemoryState
+from joiner.state import END, Engagement, Impression, MemoryState
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.schema import Registry, Schema
 from roo.wire import Record
+from runtime.event_time import START
 from runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
 
 _FORMAT = 3

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from msgspec import Struct, field
+from msgspec import field
 
-from joiner.state import NEVER, START
+from runtime.event_time import START, StepTime
 from runtime.kafka.topics import Partition
 
 
-class SplitTime(Struct, array_like=True):
+class SplitTime(StepTime, array_like=True):
     """How far one partition has come.
 
-    An event moves it to its own time, unless that is a jump of more than `most_ms`: then the next event has to confirm it, so
-    that no single one can carry a partition away. Where several producers beat, the slowest of them holds it: what another one
+    No single event can carry it away (StepTime). Where several producers beat, the slowest of them holds it: what another one
     wrote says nothing of what this one still has to write. One whose beats are older than `silent_ms` is away and holds nothing.
     """
 
-    newest_ms: int = START
-    unconfirmed_ms: int = NEVER  # of the event before, if that was a jump
     beats: dict[str, int] = field(default_factory=dict)  # producer → its newest heartbeat
-
-    def event(self, time_ms: int, most_ms: int) -> None:
-        is_jump = time_ms > self.newest_ms + most_ms and self.newest_ms != START
-        if is_jump and self.unconfirmed_ms == NEVER:
-            self.unconfirmed_ms = time_ms
-            return
-        self.newest_ms = max(self.newest_ms, min(time_ms, self.unconfirmed_ms) if is_jump else time_ms)
-        self.unconfirmed_ms = time_ms if time_ms > self.newest_ms + most_ms else NEVER
 
     def beat(self, time_ms: int, producer: str, silent_ms: int) -> None:
         """A heartbeat. Those who don't say who they are are believed like an event."""

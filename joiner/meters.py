@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from joiner.build import Output
 from joiner.rules import LATE
-from joiner.state import END, START
+from joiner.state import END
+from runtime.event_time import START
 from runtime.flink_rest import LATE_REQUESTS
 
 

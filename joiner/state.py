@@ -31,7 +31,6 @@ from msgspec import Struct, field  # gc=False: no entry can refer to itself, and
 NEVER = 1 << 63
 """Later than every watermark; the end of input is `END`."""
 END = (1 << 63) - 1
-START = -(1 << 63)
 
 WAITING, OPEN, CLOSED, THIN = range(4)
 

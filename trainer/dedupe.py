@@ -16,24 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NUM_RECENT = 15
-"""Wrong times among so many, up to NUM_RECENT // 2 of them, don't move their middle beyond the others."""
-
-
-class RecentTimes:
-    """The close times of the newest NUM_RECENT samples trained, in that order; as an array (int64, ms) in checkpoints."""
-
-    def __init__(self) -> None:
-        self.time_ms_N = np.zeros(0, np.int64)
-
-    def add(self, time_ms_R: np.ndarray) -> None:
-        self.time_ms_N = np.concatenate([self.time_ms_N, time_ms_R])[-NUM_RECENT:]
-
-    @property
-    def middle_ms(self) -> int:
-        """As many are later as are not; of two middles the earlier. 0 of none."""
-        n = len(self.time_ms_N)
-        return int(np.sort(self.time_ms_N)[(n - 1) // 2]) if n else 0
+from runtime.event_time import RecentTimes
 
 
 class _Claim(NamedTuple):
@@ -41,7 +24,7 @@ class _Claim(NamedTuple):
 
     num_new: int
     forgotten: list[tuple[int, int]]  # (id, close time)
-    recent_ms: np.ndarray  # of before
+    recent_ms: list[int]  # of before
 
 
 class Dedupe:
@@ -70,8 +53,8 @@ class Dedupe:
             if id_ not in self._close_ms:
                 self._close_ms[id_] = close_ms
                 new_R[r] = True
-        recent_ms = self._recent.time_ms_N
-        self._recent.add(close_ms_R)
+        recent_ms = self._recent.times_ms
+        self._recent.add(close_ms_R.tolist())
         self._claims.append(_Claim(int(new_R.sum()), self._forget(), recent_ms))
         return new_R
 
@@ -83,7 +66,7 @@ class Dedupe:
     def state(self) -> dict[str, np.ndarray]:
         """`id` and `close_ms` (int64 [N]) of what is trained, oldest training first; `recent_ms` (int64)."""
         if not self._claims:
-            n, recent_ms = len(self._close_ms), self._recent.time_ms_N
+            n, recent_ms = len(self._close_ms), np.array(self._recent.times_ms, np.int64)
             ids, times = (np.fromiter(x, np.int64, n) for x in (self._close_ms, self._close_ms.values()))
             return {"id": ids, "close_ms": times, "recent_ms": recent_ms}
         kept = list(self._close_ms.items())
@@ -91,14 +74,18 @@ class Dedupe:
             kept = [*claim.forgotten, *kept]
             del kept[len(kept) - claim.num_new :]
         pairs = np.array(kept, dtype=np.int64).reshape(-1, 2)
-        return {"id": pairs[:, 0].copy(), "close_ms": pairs[:, 1].copy(), "recent_ms": self._claims[0].recent_ms}
+        return {
+            "id": pairs[:, 0].copy(),
+            "close_ms": pairs[:, 1].copy(),
+            "recent_ms": np.array(self._claims[0].recent_ms, np.int64),
+        }
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Become what `state` gave; nothing is claimed. Without `recent_ms` (files of before) the newest ids say it."""
         self._close_ms = dict(zip(state["id"].tolist(), state["close_ms"].tolist(), strict=True))
         self._claims.clear()
         self._recent = RecentTimes()
-        self._recent.add(state.get("recent_ms", state["close_ms"]))
+        self._recent.add(state.get("recent_ms", state["close_ms"]).tolist())
 
     def _forget(self) -> list[tuple[int, int]]:
         """Drop ids from the front that lie behind the horizon; one out of order waits for those before it."""

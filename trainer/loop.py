@@ -27,12 +27,12 @@ from roo.errors import UnavailableError
 from roo.lookup import build_lookup
 from roo.schema import Schema
 from runtime.clock import Clock
+from runtime.event_time import RecentTimes
 from runtime.kafka.topics import Partition, Progress
 from trainer import dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected
 from trainer.config import LoopConfig
-from trainer.dedupe import RecentTimes
 from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed
 from trainer.monitoring.quality import Report
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
@@ -117,7 +117,7 @@ class TrainLoop:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            shared=dense.take(self.model, self.optimizer) | {_RECENT: self._recent.time_ms_N.copy()},
+            shared=dense.take(self.model, self.optimizer) | {_RECENT: np.array(self._recent.times_ms, np.int64)},
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self.own.cut(),
@@ -134,7 +134,7 @@ class TrainLoop:
         self._build()
         dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.num_steps, self.watermark_ms = at.step, at.watermark_ms
-        self._recent.add(at.shared.get(_RECENT, np.array([at.watermark_ms])))
+        self._recent.add(at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
         self._seek(at.progress)
         self.own.load(at.own)
 
@@ -235,7 +235,7 @@ class TrainLoop:
     def _move_watermark(self, close_ms_R: np.ndarray) -> None:
         """To the latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows.
         It never goes back."""
-        self._recent.add(close_ms_R)
+        self._recent.add(close_ms_R.tolist())
         near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MOST_AHEAD_MS]
         self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
 

@@ -27,6 +27,7 @@ from roo.block import encode_nro, encode_ro
 from roo.ids import key_bytes
 from roo.schema import Schema
 from roo.wire import Record
+from runtime.event_time import START
 from runtime.program import collect_rarely
 
 WINDOW_MS, LATENESS_MS = 20_000, 1_000
@@ -173,7 +174,7 @@ def read_and_joined(num_requests: int, num_users: int) -> Iterator[Work]:
 
 
 def _run(events: Iterable[tuple[bytes, int, Any]], num_requests: int) -> None:
-    engine, now_ms = Engine(), state.START
+    engine, now_ms = Engine(), START
     apply, timers = engine.apply, engine.timers
     for key, watermark_ms, event in events:
         apply(key, event, now_ms)

@@ -305,6 +305,38 @@ def story_of(n: int, at: int) -> list[Record]:
     ]
 
 
+@pytest.mark.parametrize("at", [0, 1, 2500])
+@pytest.mark.parametrize("wrong_ms", [T0 + 10**9, 1 << 50])
+def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int, wrong_ms: int) -> None:
+    """Wherever they stand, also as the first that is read, and although a retry writes them again."""
+    accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
+    wrong = [engagement("far", 10**9, wrong_ms), impression("far", wrong_ms)]
+    wrong += [r._replace(offset=next(_offsets)) for r in wrong]
+    story = [*itertools.chain(*(story_of(n, T0 + n * 1000) for n in range(500)))]
+    lost = [impression("lost", T0 + 100_000), engagement("lost", 10**9 + 1, T0 + 100_000)]
+    for record in (
+        [*story[:at], *wrong, *story[at:600], *lost, *story[600:]]
+        if at < 600
+        else [*story[:600], *lost, *story[600:at], *wrong, *story[at:]]
+    ):
+        accounts.add(record)
+    sums = accounts.sums()
+    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
+    assert (sums.samples, sums.folded, sums.predicted) == (500, 500, 500)
+    assert (sums.overdue, sums.late, sums.pending, sums.pending_requests) == (2, 0, 1, 1), (
+        "the lost ones; what is far ahead may wait"
+    )
+
+
+def test_a_log_that_pauses_for_days_goes_on_with_its_books() -> None:
+    accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
+    for n in range(200):
+        for record in story_of(n, T0 + n * 1000 + (n >= 100) * 10**9):
+            accounts.add(record)
+    assert accounts.sums().accounted and accounts.sums().folded == 200
+    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
+
+
 def test_what_was_lost_stays_lost_when_it_is_forgotten() -> None:
     accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
     accounts.add(impression("lost", T0))
@@ -391,6 +423,7 @@ def test_a_ledger_forgets_the_settled_and_keeps_the_waiting() -> None:
     ledger.mark(2, SEEN, 1)
     for k in range(10):
         ledger.mark(100 + k, SEEN | FOLDED, 600 * k)
+        ledger.turn(600 * k)
     assert ledger.bits(1) == 0 and ledger.bits(2) == SEEN
     assert ledger.counts[FOLDED] == 11
     ledger.mark(2, DEAD, 6000)
@@ -435,6 +468,7 @@ def test_a_stale_outcome_is_older_than_what_was_forgotten() -> None:
     assert ledger.floor_ms == 0
     for at in (100, 1100, 2100):
         ledger.mark(at, SEEN | FOLDED, at)
+        ledger.turn(at)
     assert ledger.floor_ms == 1101 and ledger.bits(100) == ledger.bits(1100) == 0 and ledger.bits(2100)
     assert ledger.is_stale(5, 1100) and not ledger.is_stale(5, 1101) and not ledger.is_stale(2100, 1)
 
@@ -443,4 +477,5 @@ def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
     ledger = Ledger((FOLDED,), horizon_ms=10**9, most=50)
     for n in range(1, 1000):
         ledger.mark(n, SEEN | FOLDED, n)
+        ledger.turn(n)
     assert len(ledger._young) + len(ledger._old) <= 100 and ledger.counts[FOLDED] == 999

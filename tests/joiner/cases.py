@@ -13,7 +13,7 @@ from joiner.entries import Entries, decode, decoder, encode
 from joiner.ingest import Event, Reader
 from joiner.join import Join
 from joiner.rules import Rules
-from joiner.state import END, START, Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
+from joiner.state import END, Engagement, Head, Impression, MemoryState, Request, Scope, Tally, Trace
 from joiner.turn import Turn
 from roo import roo_pb2 as pb
 from roo import wire
@@ -22,6 +22,7 @@ from roo.ids import key_bytes
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from roo.wire import Record
+from runtime.event_time import START
 
 SCHEMA = schema_from_dict(
     {

@@ -16,10 +16,11 @@ from infra.prepare import JAVA_SOURCES, compile_java
 from joiner.build import Output
 from joiner.ingest import LATEST_MS
 from joiner.local_watermark import SplitTime
-from joiner.state import START, Engagement, Impression
+from joiner.state import Engagement, Impression
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.wire import Record
+from runtime.event_time import START
 from tests.joiner.cases import engagement, impression, reader, record
 
 MOST_MS, SILENT_MS = 1_000, 5_000

@@ -10,11 +10,11 @@ import pytest
 from joiner.build import Output
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
-from joiner.state import START
 from roo import roo_pb2 as pb
 from roo.errors import CheckpointError
 from roo.ids import key_bytes
 from roo.wire import Record
+from runtime.event_time import START
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, engagement, impression, record, samples, seen
 from tests.joiner.oracle import join_all

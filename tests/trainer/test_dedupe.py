@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.dedupe import NUM_RECENT, Dedupe, RecentTimes
+from runtime.event_time import NUM_RECENT
+from trainer.dedupe import Dedupe
 
 
 def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
@@ -67,16 +68,6 @@ def test_a_file_of_before_says_by_its_newest_ids_what_time_it_is() -> None:
     read.load({name: a for name, a in whole.state().items() if name != "recent_ms"})
     for dedupe in (whole, read):
         assert take(dedupe, *at(500), *at(700, 2000)) == [False] * 8 + [True] * 8 and len(dedupe) == 8
-
-
-def test_the_middle_of_recent_times() -> None:
-    recent = RecentTimes()
-    assert recent.middle_ms == 0
-    for n, middle in enumerate([10, 10, 20, 20, 30], 1):
-        recent.add(np.array([10 * n]))
-        assert recent.middle_ms == middle, "of two the earlier"
-    recent.add(np.arange(1000))
-    assert len(recent.time_ms_N) == NUM_RECENT and recent.middle_ms == 992
 
 
 def test_an_empty_batch_changes_nothing() -> None:

@@ -1,0 +1,51 @@
+"""Which time it is by now, when any single record may be wrong. The joiner's use of steps is in tests/joiner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runtime.event_time import NUM_RECENT, START, RecentTimes, StepTime
+
+
+def test_the_middle_of_recent_times() -> None:
+    recent = RecentTimes()
+    assert recent.middle_ms == 0
+    for n, middle in enumerate([10, 10, 20, 20, 30], 1):
+        recent.add([10 * n])
+        assert recent.middle_ms == middle, "of two the earlier"
+    recent.add(range(1000))
+    assert recent.times_ms == [*range(1000 - NUM_RECENT, 1000)] and recent.middle_ms == 992
+
+
+def test_nothing_that_is_added_changes_nothing() -> None:
+    recent = RecentTimes()
+    recent.add([5])
+    recent.add([])
+    assert recent.times_ms == [5]
+
+
+def test_it_is_full_when_no_few_wrong_ones_can_be_its_middle() -> None:
+    recent = RecentTimes()
+    for n in range(2 * NUM_RECENT):
+        assert recent.is_full == (n >= NUM_RECENT)
+        recent.add([n])
+
+
+@pytest.mark.parametrize("wrong_ms", [0, 1 << 50])
+def test_the_middle_lies_among_the_right_ones_whatever_and_wherever_the_wrong_ones_are(wrong_ms: int) -> None:
+    for seed in range(50):
+        times_ms = [wrong_ms] * (NUM_RECENT // 2) + [*range(1000, 1000 + NUM_RECENT - NUM_RECENT // 2)]
+        random.Random(seed).shuffle(times_ms)
+        recent = RecentTimes()
+        recent.add(times_ms)
+        assert 1000 <= recent.middle_ms < 1000 + NUM_RECENT
+
+
+def test_the_first_event_is_believed_and_a_jump_only_with_the_next_one() -> None:
+    steps = StepTime()
+    assert steps.newest_ms == START
+    for time_ms, newest_ms in ((100, 100), (1 << 50, 100), (150, 150), (5_000, 150), (5_010, 5_000), (5_010, 5_010)):
+        steps.event(time_ms, 1_000)
+        assert steps.newest_ms == newest_ms
