@@ -7,8 +7,9 @@ source that reads ahead can wrap another one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from roo.batch import Batch
@@ -41,6 +42,23 @@ class Chunk:
         """The record there, empty where that is not known."""
         found = [r.value for r in self.records if (r.topic, r.partition, r.offset) == (*partition, offset)]
         return found[0] or b"" if found else b""
+
+    @property
+    def offsets(self) -> str:
+        """From where to where it goes, for errors: "samples-0 12..19, samples-1 3..3"."""
+        known = [(r.topic, r.partition, r.offset) for r in self.records] or [(*r.partition, r.offset) for r in self.rejects]
+        first = {p: min((at for *q, at in known if tuple(q) == p), default=after - 1) for p, after in self.after.items()}
+        return ", ".join(f"{topic}-{n} {first[topic, n]}..{after - 1}" for (topic, n), after in sorted(self.after.items()))
+
+
+@contextlib.contextmanager
+def said_of(what: str, chunk: Chunk) -> Iterator[None]:
+    """An error of it says, in its notes, of which offsets it is."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the {what} of {chunk.offsets}")
+        raise
 
 
 class BatchSource(Protocol):

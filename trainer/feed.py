@@ -10,14 +10,17 @@ The loop has the acts; a `Feed` calls the first three, here in the loop's thread
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from models.inputs import Inputs
 from roo.batch import Batch
 from roo.lookup import Lookup
+from runtime.kafka.topics import Partition
 from trainer.batches import Chunk
+from trainer.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,59 +57,109 @@ class Prepared:
     first: Pulled | None
 
 
+class Wanted(NamedTuple):
+    """What a source is asked for."""
+
+    max_requests: int
+    partition: Partition | None  # None: any
+
+
 class Acts(Protocol):
-    """What a feed does with the loop (`TrainLoop`). `poll`, `rest` and `claim` belong to one thread, in the order of the
-    source; `pull` may run in another one, beside `train`."""
+    """What a feed does with the loop (`TrainLoop`). All in the loop's thread, but for `poll` and `rest` of what was `wanted`, and
+    `pull`, which change nothing of the loop's and may run in others, beside `train`."""
 
-    def poll(self, timeout_s: float) -> Chunk | None: ...
+    def wanted(self, num_chunks: int = 0, most_requests: int = 0) -> Wanted | None:
+        """What the chunk is that comes behind those already trained and `num_chunks` more, of `most_requests` together. None:
+        it depends on what comes of those; of none of them it is known."""
 
-    def rest(self) -> Chunk | None: ...
+    def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None: ...
+
+    def rest(self, wanted: Wanted) -> Chunk | None: ...
 
     def claim(self, chunk: Chunk) -> Claimed: ...
 
-    def pull(self, claimed: Claimed) -> Prepared: ...
+    def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
+        """`rows`: where from; None = the loop's own."""
 
 
 class Feed(Protocol):
     """What gives `train` its chunks, in the order of the source. The loop's thread calls it, for each chunk `claimed` or `rest`,
-    then `pulled`."""
+    then `pulled`, then `trained`; the next chunk may be `claimed` before `pulled` or `trained` of the one before it.
+
+    An error that is of a chunk says of which offsets in its notes, whatever it was raised by."""
+
+    most_staleness: int
+    """The most pushes that came between a pull and the training of what was pulled, since the start."""
+    num_shared: int
+    """Rows so far that one of these pushes changed: they were trained from a value that was older."""
 
     def claimed(self, timeout_s: float) -> Claimed | None:
         """The next chunk, which nothing will be trained before but what was given already. None: none is due after
-        `timeout_s`."""
+        `timeout_s`.
+
+        Raises:
+            UnavailableError: the source, or a push that was given before.
+        """
 
     def rest(self) -> Claimed | None:
         """At the end of the input: as `claimed`, also a chunk that isn't full."""
 
     def pulled(self, claimed: Claimed) -> Prepared:
-        """What the last call of `claimed` or `rest` gave, with rows.
+        """The oldest chunk given that isn't trained, with rows. Every chunk before it is trained.
 
         Raises:
             UnavailableError: a shard is away or fenced this worker (FencedError).
+        """
+
+    def trained(self) -> None:
+        """The oldest chunk given is trained, and its gradients are given to the rows."""
+
+    def drain(self) -> None:
+        """A cut: when it returns, every push is acknowledged, no pull is under way, and no rows are kept that were pulled before.
+        Chunks on their way stay there.
+
+        Raises:
+            UnavailableError: a push failed: there can be no cut.
         """
 
     def forget(self) -> None:
         """The loop is being restored: what is on its way is void, and none of it will be given. The loop seeks behind this,
         so no thread may touch source or loop when it returns, until `claimed` is called again."""
 
+    def close(self) -> None:
+        """Ends the feed's threads, if it has any. Idempotent."""
+
 
 class SerialFeed:
     """See `Feed`. One act after the other, in the loop's thread: rows are as after the chunk before."""
+
+    most_staleness = num_shared = 0
 
     def __init__(self, acts: Acts) -> None:
         self.acts = acts
 
     def claimed(self, timeout_s: float) -> Claimed | None:
-        return self._claim(self.acts.poll(timeout_s))
+        return self._claim(lambda wanted: self.acts.poll(wanted, timeout_s))
 
     def rest(self) -> Claimed | None:
-        return self._claim(self.acts.rest())
+        return self._claim(self.acts.rest)
 
     def pulled(self, claimed: Claimed) -> Prepared:
         return self.acts.pull(claimed)
 
+    def trained(self) -> None:
+        """Nothing waits for it."""
+
+    def drain(self) -> None:
+        """Nothing is on its way."""
+
     def forget(self) -> None:
         """Nothing is on its way."""
 
-    def _claim(self, chunk: Chunk | None) -> Claimed | None:
+    def close(self) -> None:
+        """There are no threads."""
+
+    def _claim(self, take: Callable[[Wanted], Chunk | None]) -> Claimed | None:
+        wanted = self.acts.wanted()
+        chunk = None if wanted is None else take(wanted)
         return None if chunk is None else self.acts.claim(chunk)

@@ -9,11 +9,10 @@ Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,11 +30,12 @@ from runtime.event_time import RecentTimes
 from runtime.kafka.topics import Partition, Progress
 from trainer import dense
 from trainer.adam import DenseAdam
-from trainer.batches import BatchSource, Chunk, Rejected
+from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.config import LoopConfig
-from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed
+from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted
 from trainer.monitoring.quality import Report
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
+from trainer.pipeline.stages import Stages
 from trainer.predictions import Outputs, dead_letter, predictions_of
 from trainer.rows import PushTimes, Rows, clip_rows
 
@@ -56,8 +56,7 @@ class Counts:
     frozen: int = 0  # scored, not trained
     non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
     dead_letters: int = 0
-    busy_s: float = 0.0  # claiming, pulling and training
-    waiting_s: float = 0.0  # of it: for rows
+    busy_s: float = 0.0  # pulling and training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,7 @@ class Wiring:
     outputs: Outputs
     clock: Clock
     feed: Callable[[Acts], Feed] = SerialFeed
+    stages: Stages | None = None  # None = of the loop alone
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
 
 
@@ -95,7 +95,7 @@ class TrainLoop:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness = wiring.clock, wiring.on_freshness
-        self.counts = Counts()
+        self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
         self._build()
         self.feed = wiring.feed(self)
 
@@ -116,6 +116,12 @@ class TrainLoop:
         return self.own.report()
 
     def snapshot(self) -> Snapshot:
+        """Between two chunks.
+
+        Raises:
+            UnavailableError: a push that was given before has failed.
+        """
+        self.feed.drain()
         return Snapshot(
             shared=dense.take(self.model, self.optimizer) | {_RECENT: np.array(self._recent.times_ms, np.int64)},
             step=self.num_steps,
@@ -163,40 +169,42 @@ class TrainLoop:
 
     # One chunk
 
-    def poll(self, timeout_s: float) -> Chunk | None:
-        """The next chunk, as large as it is due now; None where none is due after `timeout_s`."""
-        return self.source.poll(self._batch_requests(), timeout_s, self._partition())
-
-    def rest(self) -> Chunk | None:
-        """What waits for a full chunk; None in exact mode, which takes whole chunks only."""
-        return None if self.config.exact else self.source.rest(self._batch_requests())
-
-    def _batch_requests(self) -> int:
-        return self.config.batch_after(self.own.num_requests)
-
-    def _partition(self) -> Partition | None:
-        """Whose turn it is, in exact mode."""
-        if not self.config.exact:
+    def wanted(self, num_chunks: int = 0, most_requests: int = 0) -> Wanted | None:
+        """What the next chunk is when so many more are trained; None where that isn't known: it depends on the requests
+        counted."""
+        counted = self.own.num_requests
+        size = self.config.batch_after(counted)
+        if self.config.batch_after(counted + most_requests) != size:
             return None
         partitions = sorted(self.own.progress)
-        return partitions[self.num_steps % len(partitions)]
+        turn = partitions[(self.num_steps + num_chunks) % len(partitions)] if self.config.exact else None
+        return Wanted(size, turn)
+
+    def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None:
+        """The next chunk; None where none is due after `timeout_s`."""
+        with self.stages("wait_data"):
+            return self.source.poll(wanted.max_requests, timeout_s, wanted.partition)
+
+    def rest(self, wanted: Wanted) -> Chunk | None:
+        """What waits for a full chunk; None in exact mode, which takes whole chunks only."""
+        return None if self.config.exact else self.source.rest(wanted.max_requests)
 
     def claim(self, chunk: Chunk) -> Claimed:
         """Leave out what was seen before. Nothing of it is in a snapshot until it is trained; what comes again in a chunk
         claimed after it is left out all the same."""
-        with self._busy():
+        with said_of("claim", chunk):
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
             return Claimed(chunk=chunk, new_R=new_R, parts=tuple(self._split(batch)))
 
-    def pull(self, claimed: Claimed) -> Prepared:
-        """The rows of its first part, as they are now.
+    def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
+        """The rows of its first part, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
 
         Raises:
             UnavailableError: as `step`.
         """
-        with self._busy():
-            return Prepared(claimed=claimed, first=self._pull(claimed.parts[0]) if claimed.parts else None)
+        first = self._pull(claimed.parts[0], rows or self.rows) if claimed.parts else None
+        return Prepared(claimed=claimed, first=first)
 
     def train(self, prepared: Prepared) -> None:
         """Score, learn, push, and count the chunk as trained.
@@ -204,33 +212,30 @@ class TrainLoop:
         Raises:
             UnavailableError: as `step`.
         """
-        with self._busy():
-            self.num_steps += 1
-            claimed, chunk = prepared.claimed, prepared.claimed.chunk
-            for rejected in chunk.rejects:
-                self._bury(rejected)
-            self._move_watermark(chunk.batch.close_ms_R)
-            waiting = deque(claimed.parts)
-            pulled = prepared.first
-            while waiting:
-                part = waiting.popleft()
-                halves = self._learn(pulled or self._pull(part), chunk)
-                waiting.extendleft(reversed(halves))
-                pulled = None
-            self.own.settle(chunk.batch, claimed.new_R, chunk.after)
-            self._note_freshness(chunk, claimed.new_R)
+        self.num_steps += 1
+        claimed, chunk = prepared.claimed, prepared.claimed.chunk
+        for rejected in chunk.rejects:
+            self._bury(rejected)
+        self._move_watermark(chunk.batch.close_ms_R)
+        waiting = deque(claimed.parts)
+        pulled = prepared.first
+        while waiting:
+            part = waiting.popleft()
+            halves = self._learn(pulled or self._pull(part, self.rows), chunk)
+            waiting.extendleft(reversed(halves))
+            pulled = None
+        self.own.settle(chunk.batch, claimed.new_R, chunk.after)
+        self._note_freshness(chunk, claimed.new_R)
 
     def _train(self, claimed: Claimed | None) -> bool:
         if claimed is None:
             return False
-        self.train(self.feed.pulled(claimed))
-        return True
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
         started_s = self.clock.monotonic_s()
-        yield
+        with said_of("training", claimed.chunk):
+            self.train(self.feed.pulled(claimed))
+        self.feed.trained()
         self.counts.busy_s += self.clock.monotonic_s() - started_s
+        return True
 
     def _move_watermark(self, close_ms_R: np.ndarray) -> None:
         """To the latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows.
@@ -251,17 +256,17 @@ class TrainLoop:
         trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
         return [_part(trained, trains=True), _part(scored, trains=False)]
 
-    def _pull(self, part: ChunkPart) -> Pulled:
-        asked_s = self.clock.monotonic_s()
-        rows = self.rows.pull(part.lookup)
-        self.counts.waiting_s += self.clock.monotonic_s() - asked_s
-        return Pulled(part=part, inputs=build_inputs(part.batch, part.lookup, rows, self.config.device, train=part.trains))
+    def _pull(self, part: ChunkPart, rows: Rows) -> Pulled:
+        with self.stages("pull"):
+            rows_by_stack = rows.pull(part.lookup)
+        inputs = build_inputs(part.batch, part.lookup, rows_by_stack, self.config.device, train=part.trains)
+        return Pulled(part=part, inputs=inputs)
 
     def _learn(self, pulled: Pulled, chunk: Chunk) -> Sequence[ChunkPart]:
         """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
         request that gives it: that one is dead, and all others are counted and trained."""
         part = pulled.part
-        with torch.set_grad_enabled(part.trains):
+        with self.stages("forward"), torch.set_grad_enabled(part.trains):
             logits_BT = self.model(pulled.inputs)
         trains = part.trains and bool(part.batch.weight_BT.any())
         if not torch.isfinite(logits_BT).all() or (trains and not self._descend(pulled, logits_BT)):
@@ -301,11 +306,12 @@ class TrainLoop:
 
     def _descend(self, pulled: Pulled, logits_BT: torch.Tensor) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
-        self.optimizer.zero_grad()
-        device, batch = self.config.device, pulled.part.batch
-        targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
-        self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
-        return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
+        with self.stages("backward"):
+            self.optimizer.zero_grad()
+            device, batch = self.config.device, pulled.part.batch
+            targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+            return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
     def _push(self, pulled: Pulled) -> None:
         batch = pulled.part.batch
@@ -316,7 +322,8 @@ class TrainLoop:
             oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
             oldest_close_ms=int(batch.close_ms_R.min()),
         )
-        self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
+        with self.stages("push"):
+            self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
 
     def _note_freshness(self, chunk: Chunk, new_R: np.ndarray) -> None:
         """Of the chunk's oldest new request; a replay of old data has no meaningful times between event and wall."""

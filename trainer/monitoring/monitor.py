@@ -14,9 +14,10 @@ from trainer.worker import Worker
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
 
-LABELS = {
+LABELS: dict[str, str | tuple[str, ...]] = {
     "state": "state",
     "partition_lag_records": "partition",
+    "stage_seconds": ("stage", "thread"),
     **{name.replace("@", "_"): "task" for name in QUALITY},
 }
 """Label of each gauge that has one."""
@@ -65,18 +66,21 @@ class Monitor:
 
     def gauges(self) -> dict[str, Any]:
         """For `Exports`."""
-        at, counts = self._progress, self.worker.loop.counts
+        at, loop, counts = self._progress, self.worker.loop, self.worker.loop.counts
         tasks = self._metrics.get("tasks", {})
         by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in QUALITY}
         return {
-            **{name: value for name, value in dataclasses.asdict(counts).items() if name not in ("busy_s", "waiting_s")},
+            **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
             "step": self.worker.loop.num_steps,
             "watermark_ms": self.worker.loop.watermark_ms,
             "incarnation": self.worker.incarnation,
             "training": int(self.worker.training),
             "duplicates": self.worker.loop.own.num_skipped,
             "lost_records": self.worker.loop.source.num_lost,
-            "row_wait_share": counts.waiting_s / counts.busy_s if counts.busy_s else 0.0,
+            "row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s if counts.busy_s else 0.0,
+            "stage_seconds": loop.stages.seconds(),
+            "most_staleness": loop.feed.most_staleness,
+            "shared_rows": loop.feed.num_shared,
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,
             "drained_per_s": at.drained_per_s,
