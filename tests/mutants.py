@@ -50,6 +50,8 @@ CORE = {
         "partitions",
         "monitoring/quality",
         "monitoring/caught_up",
+        "monitoring/partition_watch",
+        "monitoring/rates",
         "control/protocol",
         "worker",
         "adam",

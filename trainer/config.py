@@ -56,6 +56,7 @@ class WorkerConfig(LoopConfig, Deployment):
     shards: tuple[str, ...] = setting(help="host:port of shards 0..N-1, in order")
     index: int = setting(0, "which worker this is, from 0", least=0)
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", least=0)
+    caught_up_hold_ms: int = setting(10_000, "for how long the lag must have been below it to count as live", least=0)
     controller_timeout_ms: int = setting(
         30_000, "without the controller for this long training stops: 3 x commit_interval_ms", least=1
     )

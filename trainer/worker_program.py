@@ -30,6 +30,7 @@ from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, set_numerics
 from trainer.monitoring.monitor import LABELS, Monitor
+from trainer.monitoring.partition_watch import Patience
 from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
@@ -86,7 +87,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             on_freshness=metrics.freshness().observe,
         )
         worker = Worker(TrainLoop(config, schema, model_config, wiring), outputs, store, identity, config.index)
-        monitor = Monitor(worker, clock, bound_ms=config.caught_up_lag_ms)
+        monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000))
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)

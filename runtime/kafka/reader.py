@@ -33,7 +33,7 @@ class KafkaReader:
     def __init__(self, consumer: Consumer, reading: Reading, ends: Ends | None = None, *, what: str = "Kafka") -> None:
         """`consumer`: as `open` makes it: told of ends, and of offsets that are gone. `what` names the broker in messages."""
         self.reading, self.partitions, self.what = reading, reading.partitions, what
-        self.num_lost = 0
+        self._lost = dict.fromkeys(reading.partitions, 0)
         self._ends = ends
         self._merge = Merge(reading.partitions, reading.buffered)
         self._given = dict.fromkeys(reading.partitions, 0)
@@ -54,6 +54,10 @@ class KafkaReader:
         if ends is not None:
             ends.start()
         return cls(consumer, reading, ends, what=f"Kafka at {broker}")
+
+    @property
+    def num_lost(self) -> int:
+        return sum(self._lost.values())
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
         """See RecordReader. The broker is asked for all bounds first, so that nothing is changed where it is away."""
@@ -107,6 +111,8 @@ class KafkaReader:
                 high_watermark=end.high,
                 position_ms=self._given_ms[p],
                 newest_ms=end.newest_ms,
+                oldest=end.oldest,
+                lost=self._lost[p],
             )
             for p, end in (self._ends.known if self._ends else {}).items()
         }
@@ -171,7 +177,7 @@ class KafkaReader:
         name, at = self._named(partition), oldest if wanted < oldest else end
         if not self.reading.skips_lost:
             raise RecordsGoneError(f"{name} no longer has offset {wanted}: it has {oldest} to {end}")
-        self.num_lost += abs(wanted - at)
+        self._lost[partition] += abs(wanted - at)
         if wanted < oldest:
             why = f"retention deleted {oldest - wanted} records before they were read; raise it"
         else:

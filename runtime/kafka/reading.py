@@ -48,6 +48,7 @@ class End(NamedTuple):
     stable: int  # last stable offset
     high: int  # high watermark
     newest_ms: int  # the newest event time there
+    oldest: int = 0  # the first offset still there
 
 
 class Ends:
@@ -82,7 +83,11 @@ class Ends:
         stable = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
         high = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
         newest = self._offsets(OffsetSpec.max_timestamp(), IsolationLevel.READ_UNCOMMITTED)
-        return {p: End(stable[p].offset, high[p].offset, max(int(newest[p].timestamp), 0)) for p in self.reading.partitions}
+        oldest = self._offsets(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
+        return {
+            p: End(stable[p].offset, high[p].offset, max(int(newest[p].timestamp), 0), oldest[p].offset)
+            for p in self.reading.partitions
+        }
 
     def _run(self) -> None:
         while not self._stop.is_set():

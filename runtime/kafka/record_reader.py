@@ -24,10 +24,17 @@ class PartitionLag:
     high_watermark: int  # above stable_end while a transaction is open
     position_ms: int  # event time of the last record given; 0 = none yet
     newest_ms: int  # event time of the newest record there; 0 = none
+    oldest: int = 0  # below it everything was deleted
+    lost: int = 0  # of this partition's records, as `RecordReader.num_lost`
 
     @property
     def records(self) -> int:
         return max(self.stable_end - self.position, 0)
+
+    @property
+    def hidden(self) -> int:
+        """Records that an open transaction hides, and its markers."""
+        return max(self.high_watermark - max(self.stable_end, self.position), 0)
 
     @property
     def event_ms(self) -> int:
@@ -91,7 +98,7 @@ class MemoryReader:
 
     def __init__(self, partitions: Sequence[Partition], records: Iterable[Record] = (), *, skips_lost: bool = True) -> None:
         self.partitions, self.skips_lost = tuple(partitions), skips_lost
-        self.num_lost = 0
+        self._lost = dict.fromkeys(self.partitions, 0)
         self.away = False
         self._logs: dict[Partition, list[Record]] = {p: [] for p in self.partitions}
         self._first = dict.fromkeys(self.partitions, 0)
@@ -99,6 +106,10 @@ class MemoryReader:
         self._position_ms = dict.fromkeys(self.partitions, 0)
         self._held: set[Partition] = set()
         self.append(records)
+
+    @property
+    def num_lost(self) -> int:
+        return sum(self._lost.values())
 
     def append(self, records: Iterable[Record]) -> None:
         """Offsets must go up by one in each partition, from 0."""
@@ -115,10 +126,10 @@ class MemoryReader:
         self._check()
         wanted = {p: progress.get(p, self._first[p]) for p in self.partitions}
         there = {p: min(max(at, self._first[p]), len(self._logs[p])) for p, at in wanted.items()}
-        lost = sum(abs(there[p] - at) for p, at in wanted.items())
-        if lost and not self.skips_lost:
-            raise RecordsGoneError(f"expected the offsets {wanted}, {lost} of them are gone; begin at the oldest")
-        self.num_lost += lost
+        lost = {p: abs(there[p] - at) for p, at in wanted.items()}
+        if any(lost.values()) and not self.skips_lost:
+            raise RecordsGoneError(f"expected the offsets {wanted}, {sum(lost.values())} of them are gone; begin at the oldest")
+        self._lost = {p: count + lost[p] for p, count in self._lost.items()}
         self._at = there
         self._position_ms = dict.fromkeys(self.partitions, 0)
 
@@ -152,6 +163,8 @@ class MemoryReader:
         return not self.away and all(self._at[p] >= len(log) for p, log in self._logs.items())
 
     def lag(self) -> dict[Partition, PartitionLag]:
+        if self.away:
+            return {}
         return {
             p: PartitionLag(
                 position=self._at[p],
@@ -159,6 +172,8 @@ class MemoryReader:
                 high_watermark=len(log),
                 position_ms=self._position_ms[p],
                 newest_ms=max((r.timestamp_ms for r in log[-256:]), default=0),
+                oldest=self._first[p],
+                lost=self._lost[p],
             )
             for p, log in self._logs.items()
         }
@@ -174,7 +189,7 @@ class MemoryReader:
             if not self.skips_lost:
                 raise RecordsGoneError(f"{p}: offset {at} is gone, the oldest is {first}")
             self._at[p] = first if at < first else len(self._logs[p])
-            self.num_lost += abs(self._at[p] - at)
+            self._lost[p] += abs(self._at[p] - at)
 
     def _check(self) -> None:
         if self.away:

@@ -37,6 +37,7 @@ from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
 from trainer.monitoring.caught_up import Liveness
 from trainer.monitoring.monitor import LABELS, Monitor
+from trainer.monitoring.partition_watch import Patience
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.worker import Worker
@@ -123,7 +124,7 @@ class Together:
             seed=0,
         )
         worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), outputs, self.store, identity)
-        monitor, stop, left, clock = Monitor(worker, self.clock, bound_ms=5000), Stop(), threading.Event(), Ahead()
+        monitor, stop, left, clock = Monitor(worker, self.clock, Patience(lag_ms=5000)), Stop(), threading.Event(), Ahead()
         dial = lambda: SocketTransport(self.server.address)
         member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock).start()
         ending = StopBudget(stop, LONG_S)
@@ -189,7 +190,7 @@ def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Togeth
     last = manifests.newest(together.store)
     assert last is not None and last.manifest.workers[0].metrics["requests"] == 40 and last.manifest.workers[0].dedupe == 40
     assert together.controller.status()["incarnation"] >= 2
-    together.wait_for(lambda: monitor.progress.state is Liveness.CAUGHT_UP)
+    together.wait_for(lambda: monitor.progress.overall.state is Liveness.CAUGHT_UP)
     shown = {family.name: family for family in Exports("worker", monitor.gauges, LABELS).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}

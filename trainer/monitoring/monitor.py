@@ -7,16 +7,21 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.exports import one_of
-from trainer.monitoring.caught_up import CaughtUp, Liveness, Report
+from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
+from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.quality import QUALITY, summary
+from trainer.monitoring.watch import watch_of
 from trainer.worker import Worker
 
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
+_FRESH_S = 10.0  # an observation older than this is none: the loop's thread hangs in something
 
+_BY_PARTITION = ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
 LABELS: dict[str, str | tuple[str, ...]] = {
     "state": "state",
-    "partition_lag_records": "partition",
+    "state_s": "state",
+    **dict.fromkeys(_BY_PARTITION, "partition"),
     "stage_seconds": ("stage", "thread"),
     **{name.replace("@", "_"): "task" for name in QUALITY},
 }
@@ -24,15 +29,15 @@ LABELS: dict[str, str | tuple[str, ...]] = {
 
 
 class Monitor:
-    """`observe` when time allows; `report` and `gauges` are of the last observation."""
+    """`observe` when time allows; `report` and `gauges` are of the last observation, from any thread."""
 
-    def __init__(self, worker: Worker, clock: Clock, *, bound_ms: int) -> None:
+    def __init__(self, worker: Worker, clock: Clock, patience: Patience) -> None:
         self.worker, self.clock = worker, clock
-        self.caught_up = CaughtUp(bound_ms=bound_ms)
+        self.caught_up = CaughtUp(patience)
         self._due_s = self._metrics_due_s = 0.0
-        self._progress = self.caught_up.observe({}, clock.monotonic_s())
+        self._observed_s = clock.monotonic_s()
+        self._progress = self.caught_up.observe({}, self._observed_s)
         self._metrics: dict[str, Any] = {}
-        self._partition_lag: dict[str, int] = {}
 
     def observe(self) -> None:
         """In the loop's thread; does nothing until its second is over."""
@@ -40,33 +45,42 @@ class Monitor:
         if now_s < self._due_s:
             return
         self._due_s = now_s + _EVERY_S
-        lags = self.worker.loop.source.lag()
-        self._partition_lag = {f"{topic}-{number}": lag.records for (topic, number), lag in lags.items()}
-        self._progress = self.caught_up.observe(lags, now_s)
+        source = self.worker.loop.source
+        self._progress = self.caught_up.observe(
+            source.lag(), now_s, expected=source.positions().keys(), obstacle=self.worker.broken
+        )
+        self._observed_s = now_s
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
             self._metrics = summary(self.worker.loop.report())
 
     @property
-    def progress(self) -> Report:
-        return self._progress
+    def progress(self) -> Observation:
+        """As last observed; unknown where that is too long ago to be told as if it still were."""
+        silent_s = self.clock.monotonic_s() - self._observed_s
+        if silent_s <= _FRESH_S:
+            return self._progress
+        reason = f"the training loop has not turned for {silent_s:.0f} s"
+        return dataclasses.replace(
+            self._progress,
+            overall=Standing(
+                state=Liveness.UNKNOWN,
+                reason=reason,
+                in_state_s=silent_s - _FRESH_S,
+                lost_records=self._progress.overall.lost_records,
+            ),
+            partitions={},
+        )
 
     def report(self) -> dict[str, Any]:
         """What a beat carries: the worker's own report and how live it is."""
-        at = self._progress
-        return {
-            **self.worker.report(),
-            "state": str(at.state),
-            "lag_records": at.lag_records,
-            "lag_ms": at.lag_ms,
-            "drained_per_s": at.drained_per_s,
-            "eta_s": at.eta_s,
-            "metrics": self._metrics,
-        }
+        return {**self.worker.report(), "metrics": self._metrics, "watch": watch_of(self.progress)}
 
     def gauges(self) -> dict[str, Any]:
         """For `Exports`."""
-        at, loop, counts = self._progress, self.worker.loop, self.worker.loop.counts
+        seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
+        at = seen.overall
+        by_partition = {f"{topic}-{number}": standing for (topic, number), standing in seen.partitions.items()}
         tasks = self._metrics.get("tasks", {})
         by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in QUALITY}
         return {
@@ -83,9 +97,17 @@ class Monitor:
             "shared_rows": loop.feed.num_shared,
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,
-            "drained_per_s": at.drained_per_s,
-            "eta_s": at.eta_s,
+            "hidden_records": at.hidden_records,
+            "arrived_per_s": at.arrival.value if at.arrival else None,
+            "consumed_per_s": at.consumption.value if at.consumption else None,
+            "drained_per_s": at.drain.value if at.drain else None,
+            "eta_s": at.eta.s,
+            "eta_low_s": at.eta.low_s,
+            "eta_high_s": at.eta.high_s,
             "state": one_of(at.state, tuple(Liveness)),
-            "partition_lag_records": self._partition_lag,
+            "state_s": {str(state): seconds for state, seconds in seen.state_seconds.items()},
+            "partition_lag_records": {name: standing.lag_records for name, standing in by_partition.items()},
+            "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
+            "partition_lost_records": {name: standing.lost_records for name, standing in by_partition.items()},
             **by_task,
         }

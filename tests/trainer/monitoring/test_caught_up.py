@@ -2,96 +2,280 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import PartitionLag
-from trainer.monitoring.caught_up import CaughtUp, Liveness
+from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
+from trainer.monitoring.partition_watch import Patience
+from trainer.monitoring.watch import watch_of
 
 T0 = 1_700_000_000_000
+P0, P1 = ("samples", 0), ("samples", 1)
+H2_MS = 7_200_000
 
 
-def at(position: int, end: int, *, high: int | None = None, at_ms: int = 0, newest_ms: int = 0) -> PartitionLag:
+def at(
+    position: int,
+    end: int,
+    *,
+    high: int | None = None,
+    at_ms: int = 0,
+    newest_ms: int = 0,
+    oldest: int = 0,
+    lost: int = 0,
+) -> PartitionLag:
     return PartitionLag(
         position=position,
         stable_end=end,
         high_watermark=end if high is None else high,
         position_ms=T0 + at_ms if position else 0,
         newest_ms=T0 + newest_ms if end else 0,
+        oldest=oldest,
+        lost=lost,
     )
+
+
+def watching(**bounds: float) -> CaughtUp:
+    return CaughtUp(Patience(**{"lag_ms": 1000, "hold_s": 2, **bounds}))  # type: ignore[arg-type]
+
+
+def look(watch: CaughtUp, lag: PartitionLag, now_s: float) -> Standing:
+    return watch.observe({P0: lag}, now_s).overall
+
+
+def live(watch: CaughtUp, *, position: int = 50, until_s: float = 3) -> CaughtUp:
+    """Caught up at `until_s`."""
+    for second in range(int(until_s) + 1):
+        found = look(watch, at(position, position, at_ms=50_000, newest_ms=50_000), second)
+    assert found.state is Liveness.CAUGHT_UP
+    return watch
 
 
 def test_history_then_catching_up_then_caught_up() -> None:
-    watch = CaughtUp(bound_ms=1000, hold_s=2)
-    assert watch.observe({0: at(0, 100, newest_ms=100_000)}, 0).state is Liveness.INITIAL
-    assert watch.observe({0: at(99, 120, at_ms=99_000, newest_ms=120_000)}, 1).state is Liveness.INITIAL
-    assert watch.observe({0: at(100, 130, at_ms=100_000, newest_ms=130_000)}, 2).state is Liveness.CATCHING_UP
-    assert watch.observe({0: at(139, 140, at_ms=139_500, newest_ms=140_000)}, 3).state is Liveness.CATCHING_UP, (
-        "not for long enough"
-    )
-    assert watch.observe({0: at(150, 150, at_ms=150_000, newest_ms=150_000)}, 5).state is Liveness.CAUGHT_UP
-    assert watch.observe({0: at(150, 190, at_ms=150_000, newest_ms=190_000)}, 6).state is Liveness.CATCHING_UP
+    watch = watching()
+    assert look(watch, at(0, 100, newest_ms=100_000), 0).state is Liveness.INITIAL
+    assert look(watch, at(99, 120, at_ms=99_000, newest_ms=120_000), 1).state is Liveness.INITIAL
+    assert look(watch, at(100, 130, at_ms=100_000, newest_ms=130_000), 2).state is Liveness.CATCHING_UP
+    near = at(139, 140, at_ms=139_500, newest_ms=140_000)
+    assert look(watch, near, 3).state is Liveness.CATCHING_UP, "not for long enough"
+    assert look(watch, at(150, 150, at_ms=150_000, newest_ms=150_000), 5).state is Liveness.CAUGHT_UP
+    assert look(watch, at(150, 190, at_ms=150_000, newest_ms=190_000), 6).state is Liveness.CATCHING_UP
 
 
-def test_no_data_is_not_an_error() -> None:
-    watch = CaughtUp(bound_ms=1000, hold_s=2)
-    assert watch.observe({}, 0).state is Liveness.UNKNOWN, "the ends aren't known yet"
-    watch.observe({0: at(0, 0), 1: at(0, 0)}, 1)
-    report = watch.observe({0: at(0, 0), 1: at(0, 0)}, 3)
-    assert report.state is Liveness.CAUGHT_UP and report.eta_s == 0.0 and report.lag_ms == 0
+def test_a_lag_a_little_too_large_for_a_moment_changes_nothing() -> None:
+    watch = live(watching())
+    over = {"at_ms": 50_000, "newest_ms": 51_500}
+    assert look(watch, at(50, 60, **over), 4).state is Liveness.CAUGHT_UP
+    assert look(watch, at(60, 60, at_ms=51_500, newest_ms=51_500), 5).state is Liveness.CAUGHT_UP
+    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 6).state is Liveness.CAUGHT_UP
+    assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is Liveness.CATCHING_UP, "it stays too large"
+
+
+def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> None:
+    watch = watching(window_s=20)
+    look(watch, at(0, 0), 0)
+    states = []
+    for second in range(1, 61):
+        rate = 10 if second <= 30 else 40  # of consumption; 20 arrive
+        consumed = 10 * min(second, 30) + 40 * max(second - 30, 0)
+        found = look(watch, at(consumed, 20 * second + 400, at_ms=consumed, newest_ms=900_000 + second), float(second))
+        states.append((rate, found.state))
+    assert (10, Liveness.FALLING_BEHIND) in states and (40, Liveness.CATCHING_UP) in states
+    changes = [b for a, b in itertools.pairwise(states) if a[1] is not b[1]]
+    assert len(changes) == 2, "there and back, without flapping"
+    assert found.drain is not None and found.drain.value == pytest.approx(20)
+    assert found.eta.s == pytest.approx(found.lag_records / 20) and found.eta.high_s is not None  # type: ignore[operator]
+
+
+def test_no_data_is_not_an_error_and_idle_in_the_end() -> None:
+    watch = watching()
+    assert watch.observe({}, 0).overall.state is Liveness.UNKNOWN, "the ends aren't known yet"
+    watch.observe({P0: at(0, 0), P1: at(0, 0)}, 1)
+    found = watch.observe({P0: at(0, 0), P1: at(0, 0)}, 3).overall
+    assert found.state is Liveness.CAUGHT_UP and found.eta == (0, 0, 0) and found.lag_ms == 0
+    assert watch.observe({P0: at(0, 0), P1: at(0, 0)}, 61).overall.state is Liveness.IDLE
+    first = at(3, 4, at_ms=500, newest_ms=900)
+    assert watch.observe({P0: first, P1: at(0, 0)}, 62).overall.state is Liveness.CAUGHT_UP, "what comes is as live as before"
+
+
+def test_a_worker_without_partitions_is_idle() -> None:
+    assert watching().observe({}, 0, expected=()).overall.state is Liveness.IDLE
+
+
+def test_an_idle_partition_neither_freezes_nor_blocks_the_others() -> None:
+    watch = watching()
+    for second in range(70):
+        busy = at(10 * second + 10, 10 * second + 10, at_ms=1000 * second, newest_ms=1000 * second)
+        found = watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: busy}, float(second))
+    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.IDLE, P1: Liveness.CAUGHT_UP}
+    assert (found.overall.state, found.overall.lag_ms) == (Liveness.CAUGHT_UP, 0)
+    behind = at(710, 900, at_ms=70_000, newest_ms=99_000)
+    assert watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: behind}, 70).overall.state is Liveness.CATCHING_UP
 
 
 def test_a_reading_that_can_not_be_taken_is_unknown_and_never_good() -> None:
-    watch = CaughtUp(bound_ms=1000, hold_s=2)
-    there = {0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
-    watch.observe(there, 0)
-    assert watch.observe(there, 3).state is Liveness.CAUGHT_UP
+    watch = live(watching())
+    there = {P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
     away = watch.observe({}, 4)
-    assert away.state is Liveness.UNKNOWN and away.partitions == {}
-    assert away.lag_records is away.lag_ms is away.drained_per_s is away.eta_s is None
-    assert watch.observe(there, 5).state is Liveness.CATCHING_UP, "it has to hold anew"
-    assert watch.observe(there, 7).state is Liveness.CAUGHT_UP
+    assert away.overall.state is Liveness.UNKNOWN and away.partitions[P0].state is Liveness.UNKNOWN
+    assert away.overall.lag_records is away.overall.lag_ms is away.overall.drain is away.overall.eta.s is None
+    assert watch.observe(there, 5).overall.state is Liveness.CATCHING_UP, "it has to hold anew"
+    assert watch.observe(there, 7).overall.state is Liveness.CAUGHT_UP
+
+
+def test_one_partition_that_is_not_known_makes_the_whole_unknown() -> None:
+    watch = live(watching())
+    found = watch.observe({P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}, 4, expected=(P0, P1))
+    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.CAUGHT_UP, P1: Liveness.UNKNOWN}
+    assert found.overall.state is Liveness.UNKNOWN and found.overall.reason.startswith("samples-1: ")
+
+
+def test_a_partition_that_moved_to_another_worker_is_forgotten() -> None:
+    watch = watching()
+    watch.observe({P0: at(5, 5), P1: at(0, 50)}, 0)
+    assert watch.observe({P0: at(5, 5), P1: at(0, 50)}, 2).overall.state is Liveness.INITIAL
+    after = watch.observe({P0: at(5, 5), P1: at(0, 50)}, 3, expected=(P0,))
+    assert after.overall.state is Liveness.CAUGHT_UP and list(after.partitions) == [P0] and after.overall.lag_records == 0
 
 
 def test_the_partition_furthest_behind_decides() -> None:
-    watch = CaughtUp(bound_ms=1000, hold_s=0)
-    report = watch.observe({0: at(5, 5, at_ms=5, newest_ms=5), 1: at(2, 5, at_ms=2, newest_ms=50_000)}, 0)
-    assert report.state is Liveness.INITIAL
-    assert report.partitions == {0: Liveness.CAUGHT_UP, 1: Liveness.INITIAL}
-    assert (report.lag_records, report.lag_ms) == (3, 49_998)
+    watch = watching(hold_s=0)
+    found = watch.observe({P0: at(5, 5, at_ms=5, newest_ms=5), P1: at(2, 5, at_ms=2, newest_ms=50_000)}, 0)
+    assert found.overall.state is Liveness.INITIAL
+    assert {p: s.state for p, s in found.partitions.items()} == {P0: Liveness.CAUGHT_UP, P1: Liveness.INITIAL}
+    assert (found.overall.lag_records, found.overall.lag_ms) == (3, 49_998)
 
 
-def test_a_pinned_transaction_is_blocked_and_never_caught_up() -> None:
-    watch = CaughtUp(bound_ms=1000, hold_s=2, pinned_s=10)
-    open_briefly = {0: at(50, 50, high=60, at_ms=50_000, newest_ms=50_500)}
-    assert watch.observe(open_briefly, 0).state is not Liveness.BLOCKED, "an ordinary commit is under way"
-    assert watch.observe(open_briefly, 11).state is Liveness.BLOCKED
-    assert watch.observe({0: at(50, 60, high=60, at_ms=50_000, newest_ms=50_500)}, 12).state is Liveness.CATCHING_UP
-    hides_much = {0: at(60, 60, high=900, at_ms=60_000, newest_ms=99_000)}
-    assert watch.observe(hides_much, 13).state is Liveness.BLOCKED
+def test_a_pinned_transaction_is_blocked_and_says_what_it_hides() -> None:
+    watch = watching(pinned_s=10)
+    open_briefly = at(50, 50, high=60, at_ms=50_000, newest_ms=50_500)
+    look(watch, open_briefly, 0)
+    assert look(watch, open_briefly, 1).state is not Liveness.BLOCKED, "an ordinary commit is under way"
+    blocked = look(watch, open_briefly, 11)
+    assert blocked.state is Liveness.BLOCKED and blocked.hidden_records == 10
+    assert blocked.reason == "samples-0: an open transaction hides 10 records from offset 50 on"
+    assert look(watch, at(50, 60, high=60, at_ms=50_000, newest_ms=50_500), 12).state is Liveness.CATCHING_UP
+    hides_much = at(60, 60, high=900, at_ms=60_000, newest_ms=99_000)
+    assert look(watch, hides_much, 13).state is Liveness.BLOCKED
 
 
-def test_g8_a_jump_of_the_wall_clock_does_not_report_caught_up() -> None:
-    clock = FakeClock(T0)
-    watch = CaughtUp(bound_ms=1000, hold_s=1)
-    behind = {0: at(100, 200, at_ms=0, newest_ms=600_000)}
-    watch.observe({0: at(100, 100)}, clock.monotonic_s())
-    for jump_ms in (-7_200_000, 7_200_000, 86_400_000):
+def test_records_that_nobody_consumes_are_stalled() -> None:
+    watch = live(watching())
+    stuck = at(50, 90, at_ms=50_000, newest_ms=50_400)
+    assert look(watch, stuck, 10).state is Liveness.CAUGHT_UP
+    assert look(watch, stuck, 40).state is Liveness.CATCHING_UP, "30 s unread is a lag, whatever the event times say"
+    found = look(watch, stuck, 71)
+    assert (found.state, found.reason) == (
+        Liveness.STALLED,
+        "samples-0: 40 records are there, and none was trained for 60 s",
+    )
+    assert look(watch, at(60, 90, at_ms=50_100, newest_ms=50_400), 72).state is Liveness.CATCHING_UP
+
+
+def test_a_partition_that_waits_for_older_records_of_another_is_not_stalled() -> None:
+    watch = watching()
+    newer = at(1, 50, at_ms=500_000, newest_ms=900_000)
+    for second in range(100):
+        old = at(10 * second + 1, 5000, at_ms=1000 * second, newest_ms=900_000)
+        found = watch.observe({P0: old, P1: newer}, float(second))
+    assert found.partitions[P1].state is Liveness.INITIAL and found.overall.state is Liveness.INITIAL
+    for second in range(100, 170):
+        beyond = at(10 * second + 1, 5000, at_ms=900_000 + second, newest_ms=990_000)
+        found = watch.observe({P0: beyond, P1: newer}, float(second))
+    assert found.partitions[P1].state is Liveness.STALLED, "the others are past everything that it has"
+
+
+@pytest.mark.parametrize(("held", "state"), [("an operator holds it", Liveness.HELD), ("", Liveness.BLOCKED)])
+def test_what_stops_all_training_is_told_with_its_reason(held: str, state: Liveness) -> None:
+    watch = live(watching())
+    there = {P0: at(50, 50, at_ms=50_000, newest_ms=50_000)}
+    found = watch.observe(there, 4, held=held, obstacle="shard 1 is away").overall
+    assert (found.state, found.reason) == (state, held or "shard 1 is away")
+    assert watch.observe({}, 5, obstacle="shard 1 is away").overall.state is Liveness.UNKNOWN
+
+
+def test_retention_that_passed_the_position_is_loud_and_counted() -> None:
+    watch = live(watching(loud_s=100))
+    overrun = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=200), 4)
+    assert overrun.state is Liveness.BLOCKED
+    assert overrun.reason == "samples-0: 150 records were deleted before they were read: retention is too short"
+    skipped = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=50, lost=150), 5)
+    assert skipped.lost_records == 150 and skipped.state is Liveness.CATCHING_UP
+    resumed = look(watch, at(210, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 6)
+    assert resumed.consumption is not None and resumed.consumption.value == pytest.approx(10 / 6), "the way over the gap is none"
+    for second in range(7, 104):
+        found = look(watch, at(300, 300, at_ms=99_000, newest_ms=99_000, oldest=200, lost=150), second)
+        assert found.reason == "samples-0: 150 records were gone before they were read"
+    assert look(watch, at(300, 300, at_ms=99_000, newest_ms=99_000, oldest=200, lost=150), 106).reason == ""
+    assert found.lost_records == 150, "the count stays"
+
+
+def test_a_log_that_ends_before_what_was_read_is_blocked_and_not_caught_up() -> None:
+    watch = live(watching())
+    cut = at(50, 20, at_ms=50_000, newest_ms=20_000)
+    look(watch, cut, 4)
+    assert look(watch, cut, 6).state is not Liveness.BLOCKED, "the end may have been asked for before the records were read"
+    found = look(watch, cut, 16)
+    assert found.state is Liveness.BLOCKED and "records were lost" in found.reason
+
+
+@pytest.mark.parametrize("jump_ms", [-H2_MS, H2_MS])
+def test_g8_a_jump_of_the_wall_clock_changes_nothing(jump_ms: int) -> None:
+    clock, watch = FakeClock(T0), watching(hold_s=1)
+    behind = at(100, 200, at_ms=1, newest_ms=600_000)
+    look(watch, at(100, 100, at_ms=1, newest_ms=1), clock.monotonic_s())
+    for _ in range(3):
         clock.jump(jump_ms)
         clock.advance(5)
-        assert watch.observe(behind, clock.monotonic_s()).state is Liveness.CATCHING_UP
+        assert look(watch, behind, clock.monotonic_s()).state is Liveness.CATCHING_UP
+    caught = at(200, 200, at_ms=600_000, newest_ms=600_000)
+    look(watch, caught, clock.monotonic_s())
+    clock.jump(-jump_ms)
+    clock.advance(2)
+    assert look(watch, caught, clock.monotonic_s()).state is Liveness.CAUGHT_UP
 
 
-@pytest.mark.parametrize(
-    ("lags", "rate", "eta_s"),
-    [
-        ([100, 80, 60], 20.0, 3.0),  # shrinks: as long as the rest takes
-        ([60, 80, 100], -20.0, None),  # grows: never at this rate
-        ([50, 50, 50], 0.0, None),
-    ],
-)
-def test_the_time_left_follows_from_the_rate_of_drain(lags: list[int], rate: float, eta_s: float | None) -> None:
-    watch = CaughtUp(bound_ms=1000)
-    for second, lag in enumerate(lags):
-        report = watch.observe({0: at(1000, 1000 + lag, newest_ms=9_000)}, float(second))
-    assert (report.drained_per_s, report.eta_s) == (rate, eta_s)
+@pytest.mark.parametrize("jump_ms", [-H2_MS, H2_MS])
+def test_g8_producers_whose_clock_was_wrong_for_a_while_neither_hide_nor_invent_a_lag(jump_ms: int) -> None:
+    """Ten records of a time two hours off lie in the log; the newest event time of the partition is theirs for long."""
+    watch, newest = watching(), 0
+    for second in range(120):
+        now_ms = 1000 * second + (jump_ms if 30 <= second < 40 else 0)
+        newest = max(newest, now_ms)
+        states = look(watch, at(10 * second + 8, 10 * second + 10, at_ms=now_ms, newest_ms=newest), second).state
+        if second > 10:
+            assert states is Liveness.CAUGHT_UP or (second < 45 and states is Liveness.CATCHING_UP), second
+    for second in range(120, 150):  # nothing is consumed any more: no event time of before can make that good
+        found = look(watch, at(1198, 10 * second + 10, at_ms=now_ms, newest_ms=max(newest, 1000 * second)), second)
+    assert found.state in (Liveness.CATCHING_UP, Liveness.FALLING_BEHIND) and found.lag_ms is not None
+    assert found.lag_ms >= 29_000
+
+
+def test_time_in_state_begins_anew_with_each_state_and_adds_up() -> None:
+    watch = watching()
+    seen: list[Observation] = []
+    for second, lag in enumerate([at(0, 9, newest_ms=9), *[at(9, 9, at_ms=9, newest_ms=9)] * 5]):
+        seen.append(watch.observe({P0: lag}, second))
+    told = [(str(found.overall.state), found.overall.in_state_s) for found in seen]
+    assert told == [
+        ("initial", 0),
+        ("catching_up", 0),
+        ("catching_up", 1),
+        ("caught_up", 0),
+        ("caught_up", 1),
+        ("caught_up", 2),
+    ]
+    assert seen[-1].state_seconds == {Liveness.INITIAL: 1, Liveness.CATCHING_UP: 2, Liveness.CAUGHT_UP: 2}
+
+
+def test_what_a_beat_carries_is_plain_and_bounded() -> None:
+    watch = watching()
+    many = {("samples", n): at(1, 3, at_ms=5, newest_ms=5000) for n in range(1000)}
+    told = watch_of(watch.observe(many, 0))
+    assert len(told["partitions"]) == 256 and told["lag_records"] == 2000
+    row = told["partitions"][7]
+    assert (row["topic"], row["partition"], row["state"], row["lag_records"]) == ("samples", 7, "initial", 2)
+    assert row["drain_per_s"] is None and row["eta_s"] == [None, None, None]

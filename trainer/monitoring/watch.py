@@ -1,0 +1,48 @@
+"""`report["watch"]` of a worker's beat: what the status page and `status` show of monitoring, as plain values.
+
+    state, reason, in_state_s        of everything together; states: trainer/monitoring/caught_up.py
+    state_seconds                    {state: seconds in it since the worker started}
+    lag_records, hidden_records      to the last stable offset, and from there to the high watermark
+    lag_ms                           event time
+    lost_records                     deleted before they were read
+    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (about 95 %; low and high null = not known yet), or null
+    eta_s                            [value, low, high]; value null = not foreseeable, high null beside a value = no bound
+    partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MOST_ROWS
+
+Numbers that aren't known are null. Everything is bounded, whatever the schema: see the constants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.monitoring.caught_up import Observation, Standing
+
+MOST_ROWS = 256
+
+
+def watch_of(seen: Observation) -> dict[str, Any]:
+    """The part that says how live training is."""
+    rows = [{"topic": topic, "partition": number, **plain(at)} for (topic, number), at in seen.partitions.items()]
+    return {
+        **plain(seen.overall),
+        "state_seconds": {str(state): seconds for state, seconds in seen.state_seconds.items()},
+        "partitions": rows[:MOST_ROWS],
+    }
+
+
+def plain(at: Standing) -> dict[str, Any]:
+    """One row of it."""
+    return {
+        "state": str(at.state),
+        "reason": at.reason,
+        "in_state_s": at.in_state_s,
+        "lag_records": at.lag_records,
+        "hidden_records": at.hidden_records,
+        "lag_ms": at.lag_ms,
+        "lost_records": at.lost_records,
+        "arrival_per_s": None if at.arrival is None else list(at.arrival),
+        "consumption_per_s": None if at.consumption is None else list(at.consumption),
+        "drain_per_s": None if at.drain is None else list(at.drain),
+        "eta_s": list(at.eta),
+    }
