@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import REGISTRY
@@ -21,19 +23,31 @@ from runtime import metrics
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
-from runtime.flink_rest import ENDED, FlinkRest
+from runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
 from runtime.health import Health
-from runtime.kafka.clients import wait_for_topics
-from runtime.kafka.topics import EVENTS
+from runtime.kafka.clients import admin, wait_for_topics
+from runtime.kafka.reading import Reading
+from runtime.kafka.retention import GroupLosses, committed_by
+from runtime.kafka.topics import EVENTS, all_partitions
 from runtime.program import Stop
 from runtime.program import run as run_program
 
 log = logging.getLogger("roostream.joiner")
 WATCH_S = 1.0
+_LOOK_EVERY_S = 10.0  # at what retention has taken
 _KEPT = "brings the job back"
 _RESUBMITTED = "no high availability is active, the job is submitted again from its newest checkpoint"
 _RECOVERY_S = 60.0  # within this a job manager that came back with high availability knows its jobs again
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlinkJob:
+    """A job of a cluster; `losses`: of its own reading of Kafka, of which it tells nobody."""
+
+    rest: FlinkRest
+    id: str
+    losses: GroupLosses | None = None
 
 
 def run(config: JoinerConfig) -> int:
@@ -59,7 +73,6 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
     from joiner.local_kafka import KafkaSink
     from joiner.local_pump import Pump, Snapshots
     from runtime.kafka.reader import KafkaReader
-    from runtime.kafka.reading import Reading
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
     engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
@@ -91,13 +104,22 @@ def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) 
     log.info("job %s: %s/#/job/%s/overview", job, rest.url, job)
     kept = ask(rest, rest.high_availability, stop)
     log.info("if the job manager dies: %s", f"its high availability ({kept}) {_KEPT}" if kept else _RESUBMITTED)
-    watch(rest, job, meters, health, stop, patience_s=_RECOVERY_S if kept else 0.0)
+    watch(FlinkJob(rest, job, _losses(config)), meters, health, stop, patience_s=_RECOVERY_S if kept else 0.0)
 
 
-def watch(rest: FlinkRest, job: str, meters: Meters, health: Health, stop: Stop, *, patience_s: float = 0.0) -> None:
-    """Export the job's state and say when it changes, until `stop` is set; for `patience_s` a job may be unknown. Raises as
-    `run_flink`."""
-    said, unknown_since_s = "", 0.0
+def _losses(config: JoinerConfig) -> GroupLosses | None:
+    """Of the group that the job's sources commit to with each checkpoint."""
+    if not config.bootstrap:
+        return None
+    reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
+    return GroupLosses(partial(committed_by, admin(config.broker), f"{config.prefix}{JOB_NAME}", reading), "the join")
+
+
+def watch(watched: FlinkJob, meters: Meters, health: Health, stop: Stop, *, patience_s: float = 0.0) -> None:
+    """Export the job's state and losses and say when they change, until `stop` is set; for `patience_s` a job may be unknown.
+    Raises as `run_flink`."""
+    rest, job, losses = watched.rest, watched.id, watched.losses
+    said, unknown_since_s, look_at_s = "", 0.0, 0.0
     while not stop.is_set():
         with health.waiting(f"Flink at {rest.url}"):
             state = ask(rest, lambda: rest.state(job), stop)
@@ -115,6 +137,10 @@ def watch(rest: FlinkRest, job: str, meters: Meters, health: Health, stop: Stop,
             said = state
         with health.waiting(f"Flink at {rest.url}"):
             meters.job(state == "RUNNING", ask(rest, lambda: rest.gauges(job), stop))
+        if losses is not None and time.monotonic() >= look_at_s:
+            losses.look()
+            meters.lost.set(losses.num_lost)
+            look_at_s = time.monotonic() + _LOOK_EVERY_S
         health.turned("" if state == "RUNNING" else f"the job is {state}")
         stop.wait(WATCH_S)
 

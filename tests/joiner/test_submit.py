@@ -17,6 +17,7 @@ from roo.errors import CheckpointError, UnavailableError
 from runtime.flink_rest import JOB_NAME, FlinkRest
 from runtime.health import Health
 from runtime.kafka.broker import KafkaSecurity
+from runtime.kafka.retention import Committed, GroupLosses
 from runtime.program import Stop
 from tests.runtime.fake_flink import FakeFlink
 
@@ -121,7 +122,7 @@ def test_watching_ends_with_a_clear_line_when_the_job_has_ended(job: dict[str, s
     trace = "boom\n\tat x\nCaused by: middle\n\tat y\nCaused by: the root\n\tat z"
     answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = {"exceptionHistory": {"entries": [{"stacktrace": trace}]}}
     with pytest.raises(UnavailableError, match=told):
-        main.watch(rest, JOB, Meters(CollectorRegistry()), Health(60), Stop())
+        main.watch(main.FlinkJob(rest, JOB), Meters(CollectorRegistry()), Health(60), Stop())
 
 
 def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp_path: Path) -> None:
@@ -157,8 +158,18 @@ def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFli
     stop, health = Stop(), Health(60)
     meters = Meters(CollectorRegistry())
     threading.Timer(0.5, stop.set).start()
-    main.watch(FlinkRest(flink.url), JOB, meters, health, stop, patience_s=60)
+    main.watch(main.FlinkJob(FlinkRest(flink.url), JOB), meters, health, stop, patience_s=60)
     assert health.unready() == "the job manager does not know the job yet"
+
+
+def test_what_retention_took_from_flink_is_exported(flink: FakeFlink) -> None:
+    """Flink's own source goes on from the oldest record without a word."""
+    stop, meters = Stop(), Meters(registry := CollectorRegistry())
+    flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
+    losses = GroupLosses(lambda: {("impressions", 0): Committed(oldest=70, next=50)}, "the join")
+    threading.Timer(0.3, stop.set).start()
+    main.watch(main.FlinkJob(FlinkRest(flink.url), JOB, losses), meters, Health(60), stop)
+    assert registry.get_sample_value("roostream_joiner_lost_records") == 20
 
 
 def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:

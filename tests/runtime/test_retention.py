@@ -1,0 +1,103 @@
+"""What retention takes from a group that commits its offsets is said and counted once."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from roo.errors import UnavailableError
+from runtime.kafka.reading import Reading
+from runtime.kafka.retention import Committed, GroupLosses, committed_by
+from runtime.kafka.topics import Partition
+
+A, B = ("impressions", 0), ("impressions", 1)
+
+
+class Kafka:
+    """Answers what it is told; `away` is an outage."""
+
+    def __init__(self) -> None:
+        self.found: dict[Partition, Committed] = {A: Committed(0, -1), B: Committed(0, -1)}
+        self.away = False
+        self.losses = GroupLosses(self._ask, "the join")
+
+    def _ask(self) -> dict[Partition, Committed]:
+        if self.away:
+            raise UnavailableError("away")
+        return self.found
+
+    def lost_at(self, partition: Partition, oldest: int, committed: int) -> int:
+        """So far."""
+        self.found[partition] = Committed(oldest, committed)
+        self.losses.look()
+        return self.losses.num_lost
+
+
+def test_a_reader_that_keeps_up_loses_nothing() -> None:
+    kafka = Kafka()
+    for oldest, committed in ((0, 0), (0, 50), (50, 50), (50, 90), (60, 90)):
+        assert kafka.lost_at(A, oldest, committed) == 0
+
+
+def test_what_was_deleted_before_it_was_committed_is_counted_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    kafka = Kafka()
+    assert kafka.lost_at(A, 30, 10) == 20
+    assert "impressions-0: retention deleted 20 records that the join had not read" in caplog.text
+    assert kafka.lost_at(A, 30, 10) == 20
+    assert kafka.lost_at(A, 35, 10) == 25, "it stands still, and retention goes on"
+    assert kafka.lost_at(A, 35, 35) == 25, "it went on from the oldest"
+    assert kafka.lost_at(A, 36, 40) == 25
+    assert kafka.lost_at(A, 50, 40) == 35
+    assert caplog.text.count("retention deleted") == 3
+
+
+def test_partitions_are_counted_by_themselves() -> None:
+    kafka = Kafka()
+    assert kafka.lost_at(A, 30, 10) == 20 and kafka.lost_at(B, 7, 2) == 25
+
+
+def test_a_reader_that_has_committed_nothing_was_promised_nothing() -> None:
+    assert Kafka().lost_at(A, 30, -1) == 0
+
+
+def test_while_kafka_is_away_nothing_is_told_and_the_next_look_finds_it() -> None:
+    kafka = Kafka()
+    kafka.away = True
+    assert kafka.lost_at(A, 30, 10) == 0
+    kafka.away = False
+    assert kafka.lost_at(A, 30, 10) == 20
+
+
+def done(result: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+class Admin:
+    def list_consumer_group_offsets(self, wanted: list[Any], **_: object) -> dict[str, Future[Any]]:
+        """-1001: nothing is committed."""
+        [of] = wanted
+        offsets = [TopicPartition(at.topic, at.partition, 5 if at.partition == 0 else -1001) for at in of.topic_partitions]
+        return {of.group_id: done(SimpleNamespace(topic_partitions=offsets))}
+
+    def list_offsets(self, wanted: dict[TopicPartition, Any], **_: object) -> dict[TopicPartition, Future[Any]]:
+        return {at: done(SimpleNamespace(offset=3 + at.partition)) for at in wanted}
+
+
+def test_a_groups_offsets_stand_beside_the_oldest_ones_under_our_names() -> None:
+    reading = Reading(partitions=(A, B), prefix="x.")
+    assert committed_by(Admin(), "x.group", reading) == {A: Committed(3, 5), B: Committed(4, -1)}  # type: ignore[arg-type]
+
+
+def test_a_broker_that_is_away_is_told_as_such() -> None:
+    class Away(Admin):
+        def list_offsets(self, wanted: dict[TopicPartition, Any], **_: object) -> dict[TopicPartition, Future[Any]]:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+    with pytest.raises(UnavailableError, match="are not known now"):
+        committed_by(Away(), "x.group", Reading(partitions=(A,), prefix="x."))  # type: ignore[arg-type]
