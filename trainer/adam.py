@@ -2,17 +2,22 @@
 
 Ours, since constructing any optimizer of torch.optim imports torch._dynamo: several seconds of every worker's restart. The
 arithmetic is torch.optim.Adam's, with one count of steps for all weights.
+
+Letters: P numbers of all weights together, S those of neighbours.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+_ALIGNED = 16  # float32 of a cache line
 
 
 class DenseAdam:
@@ -20,6 +25,9 @@ class DenseAdam:
 
     The gradients of all weights together are first scaled down to a Euclidean norm of `clip_norm` (Pascanu et al. 2013,
     algorithm 1), so that v never exceeds its square.
+
+    The weights become parts of one tensor, in place: the module that they belong to, its names and shapes stay as they are, but
+    it must not be moved to another device or type afterwards.
     """
 
     def __init__(
@@ -36,10 +44,27 @@ class DenseAdam:
         self.learning_rate, self.beta1, self.beta2, self.epsilon = learning_rate, beta1, beta2, epsilon
         self.clip_norm = clip_norm
         self.num_steps = 0
+        self._starts = list(itertools.accumulate((_aligned(p.numel()) for p in self.parameters.values()), initial=0))
+        self._weight_P = self._in_one_tensor()
+        self._state = {slot: torch.zeros_like(self._weight_P) for slot in SLOTS}
+        self._room_P, self._gap = torch.empty_like(self._weight_P), self._weight_P.new_zeros(_ALIGNED)
         self.slots: dict[str, dict[str, Tensor]] = {
-            name: {slot: torch.zeros_like(parameter, requires_grad=False) for slot in SLOTS}
-            for name, parameter in self.parameters.items()
+            name: {slot: _part(self._state[slot], at, parameter) for slot in SLOTS} for name, at, parameter in self._places()
         }
+
+    def _in_one_tensor(self) -> Tensor:
+        """Move the weights into one tensor, of which each becomes a part: a step is then seven kernels, not seven a weight."""
+        like = next(iter(self.parameters.values()), torch.zeros(0))
+        weight_P = torch.zeros(self._starts[-1], dtype=like.dtype, device=like.device)
+        for _, at, parameter in self._places():
+            _part(weight_P, at, parameter).copy_(parameter.detach())
+            parameter.data = _part(weight_P, at, parameter)
+        return weight_P
+
+    def _places(self) -> Iterator[tuple[str, int, nn.Parameter]]:
+        """Each weight, and where it begins."""
+        for (name, parameter), at in zip(self.parameters.items(), self._starts, strict=False):
+            yield name, at, parameter
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -49,28 +74,59 @@ class DenseAdam:
     def step(self) -> bool:
         """Weights without a gradient stay as they are, and so does what is remembered of them. False: a square of a gradient
         isn't finite; nothing was changed."""
-        names = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
-        gradients = [g for g in (self.parameters[name].grad for name in names) if g is not None]
-        if not self._clip(gradients):
+        spans = self._gradients()
+        if not self._clip([gradient_S for _, gradient_S in spans]):
             return False
         self.num_steps += 1
-        if not names:
-            return True
-        weights: list[Tensor] = [self.parameters[name] for name in names]
-        means, squares = ([self.slots[name][slot] for name in names] for slot in SLOTS)
-        torch._foreach_lerp_(means, gradients, 1 - self.beta1)
-        torch._foreach_mul_(squares, self.beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - self.beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, math.sqrt(1 - self.beta2**self.num_steps))
-        torch._foreach_add_(denominators, self.epsilon)
-        torch._foreach_addcdiv_(weights, means, denominators, value=-self.learning_rate / (1 - self.beta1**self.num_steps))
+        for at, gradient_S in spans:
+            self._descend(at, gradient_S)
         return True
 
+    def _gradients(self) -> list[tuple[slice, Tensor]]:
+        """Neighbours that have a gradient, as one: where they lie, and their gradients behind each other. Mostly one span."""
+        out: list[tuple[slice, Tensor]] = []
+        for has_one, members in itertools.groupby(self._places(), key=lambda place: place[2].grad is not None):
+            if has_one:
+                places = list(members)
+                gradient_S = torch.cat([piece for _, _, parameter in places for piece in self._pieces(parameter)])
+                out.append((slice(places[0][1], places[0][1] + len(gradient_S)), gradient_S))
+        return out
+
+    def _pieces(self, parameter: nn.Parameter) -> Iterator[Tensor]:
+        assert parameter.grad is not None
+        yield parameter.grad.reshape(-1)
+        if left := _aligned(parameter.numel()) - parameter.numel():
+            yield self._gap[:left]
+
+    def _descend(self, at: slice, gradient_S: Tensor) -> None:
+        mean_S, square_S = (self._state[slot][at] for slot in SLOTS)
+        mean_S.lerp_(gradient_S, 1 - self.beta1)
+        square_S.mul_(self.beta2).addcmul_(gradient_S, gradient_S, value=1 - self.beta2)
+        below_S = _square_root(square_S, self._room_P[at])
+        below_S.div_(math.sqrt(1 - self.beta2**self.num_steps)).add_(self.epsilon)
+        self._weight_P[at].addcdiv_(mean_S, below_S, value=-self.learning_rate / (1 - self.beta1**self.num_steps))
+
     def _clip(self, gradients: list[Tensor]) -> bool:
-        if not gradients:
-            return True
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        norm = math.hypot(*(float(torch.linalg.vector_norm(gradient_S)) for gradient_S in gradients))
         if norm > self.clip_norm and math.isfinite(norm):
-            torch._foreach_mul_(gradients, self.clip_norm / norm)
+            for gradient_S in gradients:
+                gradient_S.mul_(self.clip_norm / norm)
         return math.isfinite(norm)
+
+
+def _aligned(count: int) -> int:
+    """Room of a weight of `count` numbers: each begins where torch would have put it alone, so that its products have the same
+    bits in serving (G9), where it lies alone."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _square_root(of_S: Tensor, out_S: Tensor) -> Tensor:
+    """The same bits either way. On a CPU torch asks a library that takes them one by one on some processors."""
+    if of_S.device.type != "cpu":
+        return torch.sqrt(of_S, out=out_S)
+    np.sqrt(of_S.numpy(), out=out_S.numpy())
+    return out_S
+
+
+def _part(flat_P: Tensor, at: int, like: Tensor) -> Tensor:
+    return flat_P[at : at + like.numel()].view_as(like)

@@ -64,6 +64,30 @@ def test_a_weight_without_a_gradient_stays() -> None:
     assert used.grad is None
 
 
+def test_weights_lie_in_one_tensor_each_where_a_product_gives_the_same_bits_as_alone() -> None:
+    module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    DenseAdam(module.named_parameters(), learning_rate=0.1)
+    weights = list(module.parameters())
+    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+    assert all(w.data_ptr() % 64 == 0 and w.is_contiguous() for w in weights)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_weight_between_two_that_are_learned_stays_too() -> None:
+    weights = [nn.Parameter(torch.full((n,), 1.0)) for n in (3, 20, 1)]
+    alone = [nn.Parameter(torch.full((n,), 1.0)) for n in (3, 1)]
+    optimizer = DenseAdam(zip("abc", weights, strict=True), learning_rate=0.1)
+    reference = torch.optim.Adam(alone, lr=0.1)
+    for step in range(1, 4):
+        for weight in (weights[0], weights[2], *alone):
+            weight.grad = torch.full_like(weight, 0.5 * step)
+        assert optimizer.step()
+        reference.step()
+    torch.testing.assert_close([weights[0], weights[2]], [nn.Parameter(w.detach()) for w in alone], rtol=1e-5, atol=1e-7)
+    assert (weights[1] == 1).all() and not any(state.any() for state in optimizer.slots["b"].values())
+
+
 def test_programs_import_no_more_than_they_need() -> None:
     """A worker's restart must not pay for torch._dynamo or TorchRec, nor the controller for torch at all."""
     code = """
