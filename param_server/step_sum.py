@@ -23,8 +23,8 @@ from param_server.index import KeyIndex, Keys, join_keys
 from param_server.rules import MAX_GRADIENT
 from param_server.table import StackTable, Update
 from roo.errors import FencedError, UnavailableError, WireError
+from runtime.deployment import MAX_WORKERS
 
-MAX_WORKERS = 64
 PUSH_WAIT_S = 20.0  # below a client's own limit: it is told why, instead of hearing nothing
 
 _MOST_WAITERS = 2  # of one worker: its push, and one sent again; the connections of those before them are gone

@@ -15,6 +15,9 @@ from runtime.address import check_addresses, check_listen, check_redis
 from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
+MAX_WORKERS = 64
+"""A shard holds a push of each, and a thread (param_server/step_sum.py)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(Settings):

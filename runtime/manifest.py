@@ -256,20 +256,32 @@ def newest_incarnation(store: CheckpointStore) -> int:
     return max((seq_of(n) for n in store.list(INCARNATIONS)), default=0)
 
 
-def claim_incarnation(store: CheckpointStore, time_ms: int) -> int:
+def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, Any] | None = None) -> int:
     """Claim the incarnation after the newest: from then on every controller with an older one is fenced, and what its members
-    were writing is swept away.
+    were writing is swept away. Its file keeps what it was claimed for (`kept_wish`).
 
     Raises:
         FencedError: another controller claimed it first; this one must exit.
     """
     mine = newest_incarnation(store) + 1
-    created = store.create(f"{INCARNATIONS}/{mine:08d}", json.dumps({"time_ms": time_ms}).encode())
+    body = json.dumps({"time_ms": time_ms, **({"wish": dict(wish)} if wish else {})}, sort_keys=True)
+    created = store.create(f"{INCARNATIONS}/{mine:08d}", body.encode())
     # Between the listing and the creation others may have claimed higher ones and retired the names below them.
     if not created or newest_incarnation(store) != mine:
         raise FencedError(f"incarnation {mine} belongs to another controller, which runs now; this one stops")
     store.sweep()
     return mine
+
+
+def kept_wish(store: CheckpointStore) -> dict[str, Any]:
+    """What the newest incarnation was claimed for; nothing where its file tells nothing, as those of older programs."""
+    newest_one = newest_incarnation(store)
+    try:
+        body = json.loads(store.get(f"{INCARNATIONS}/{newest_one:08d}")) if newest_one else {}
+        return dict(body.get("wish", {}))
+    except (CheckpointError, ValueError, AttributeError, TypeError) as error:
+        log.warning("what incarnation %d was claimed for can't be read (%s): the settings hold", newest_one, error)
+        return {}
 
 
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:

@@ -8,7 +8,7 @@ import re
 from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import SetupError
 from runtime.address import check_addresses, check_listen
-from runtime.deployment import Deployment
+from runtime.deployment import MAX_WORKERS, Deployment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ class ControllerConfig(Deployment):
 
     listen: str = setting(help="host:port to serve on; port 0 = draw")
     num_shards: int = setting(help="parameter server shards", least=1)
-    num_workers: int = setting(1, "trainer workers")
+    num_workers: int = setting(
+        1, "trainer workers, partitions at most; `roostream scale` changes it while they run", least=1, most=MAX_WORKERS
+    )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
 
@@ -82,5 +84,6 @@ class ControllerConfig(Deployment):
         super().__post_init__()
         check_listen("listen", self.listen, insecure=self.insecure)
         self.check_shards(self.num_shards)
-        if self.num_workers != 1:
-            raise refusal("num_workers", "1", self.num_workers, "dense gradients are not reduced between workers")
+        if self.num_workers > self.partitions:
+            most = f"at most partitions = {self.partitions}"
+            raise refusal("num_workers", most, self.num_workers, "each worker trains one partition at least")

@@ -18,10 +18,11 @@ from param_server.calls import Calls
 from param_server.client import Client
 from param_server.rules import MAX_GRADIENT
 from param_server.server import Shard
-from param_server.step_sum import MAX_WORKERS, StepSum, added
+from param_server.step_sum import StepSum, added
 from param_server.table import Update
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError, WireError
 from roo.lookup import Lookup
+from runtime.deployment import MAX_WORKERS
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from runtime.transport import InMemoryTransport, Transport

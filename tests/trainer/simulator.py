@@ -271,7 +271,7 @@ class Simulation:
             role,
             int(index),
             execute,
-            process.report,
+            lambda: {"meet": "worker 0's", **process.report()},
             threading.Event(),
             clock=self.clock,
             session=session,

@@ -50,7 +50,8 @@ def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
         ({"num_shards": 65}, "key 'num_shards': expected at most buckets = 64, got 65; each shard holds at least one bucket"),
         ({"listen": "0.0.0.0:7000"}, "key 'listen': expected a loopback address"),
         ({"bootstrap": ""}, "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it"),
-        ({"num_workers": 2}, "key 'num_workers': expected 1, got 2"),
+        ({"num_workers": 0}, "key 'num_workers': expected 1..64"),
+        ({"num_workers": 5}, "key 'num_workers': expected at most partitions = 4, got 5; each worker trains one partition"),
         ({"commit_interval_ms": 5}, "key 'commit_interval_ms': expected at least 100"),
     ],
 )

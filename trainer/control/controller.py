@@ -22,7 +22,7 @@ from runtime.clock import Clock
 from runtime.manifest import Manifest
 from runtime.transport import Header
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Claim, Effect, Key, Link, Retire, State
+from trainer.control.protocol import Claim, Effect, Key, Link, Retire, State, Wish
 
 log = logging.getLogger("roostream.controller")
 
@@ -50,10 +50,10 @@ class Controller:
         self._fence_checked_s = 0.0
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
-        """`beat`, `status` and `commit` of docs/protocols.md.
+        """`beat`, `status`, `commit` and `scale` of docs/protocols.md.
 
         Raises:
-            RoostreamError: an unknown method or member.
+            RoostreamError: an unknown method or member; more workers than there can be.
             FencedError: this controller is over; dial the other one.
         """
         match method:
@@ -63,7 +63,9 @@ class Controller:
                 return self.status(), ()
             case "commit":
                 return self._commit_now(float(header.get("timeout_s", 10.0))), ()
-        raise RoostreamError(f"expected a call of beat, status or commit, got {method!r}")
+            case "scale":
+                return self._scale(int(header["workers"]), float(header.get("timeout_s", 60.0))), ()
+        raise RoostreamError(f"expected a call of beat, status, commit or scale, got {method!r}")
 
     def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None) -> None:
         """Until `stop` is set; `turned` is called each time round.
@@ -115,6 +117,8 @@ class Controller:
                 "commits": it.num_commits,
                 "aborts": it.num_aborts,
                 "rollbacks": it.num_rollbacks,
+                "workers": it.num_workers,
+                "wanted_workers": it.wanted_workers,
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
                 },
@@ -152,10 +156,25 @@ class Controller:
             )
             return {"seq": it.seq, "committed": bool(done)}
 
+    def _scale(self, count: int, timeout_s: float) -> Header:
+        """Train with so many workers from the next commit on; waits until they do. If that takes longer the wish stands: `why`
+        says what it waits for."""
+        with self._changed:
+            it = self.coordinator
+            it.want_workers(count)
+            over = (State.FENCED,)
+            self._changed.wait_for(lambda: it.state in over or (it.num_workers == count and it.state is State.RUNNING), timeout_s)
+            if it.state is State.FENCED:
+                raise FencedError(f"{it.reason}; this controller stops")
+            is_running = it.num_workers == count and it.state is State.RUNNING
+            missing = ", ".join(it.absent(count))
+            why = "" if is_running else f"it waits for {missing}" if missing else f"the controller is {it.state}: {it.reason}"
+            return {"workers": it.num_workers, "running": is_running, "why": why}
+
     def _do(self, effect: Effect) -> None:
         match effect:
             case Claim():
-                self._claim(effect.passed_over)
+                self._claim(effect)
             case Link():
                 outcome = self._link(effect.manifest)
                 with self._changed:
@@ -166,20 +185,27 @@ class Controller:
                 except UnavailableError as error:
                     log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
 
-    def _claim(self, passed_over: frozenset[str]) -> None:
+    def _claim(self, effect: Claim) -> None:
         known, there = self.coordinator.incarnation, manifests.newest_incarnation(self.store)
         if there < known:
             raise UnavailableError(
                 f"expected incarnation {known} in it, got {there}: it isn't the store that was there; bring it back"
             )
-        incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms())
-        last = manifests.newest(self.store, passed_over)
+        wish = effect.wish or self._kept_wish()
+        incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms(), wish._asdict())
+        last = manifests.newest(self.store, effect.passed_over)
         next_seq = manifests.next_seq(self.store)
         if last:
             self.check(last.manifest)
         with self._changed:
             if self.coordinator.state is State.CLAIMING:
-                self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s())
+                self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s(), wish.workers)
+
+    def _kept_wish(self) -> Wish:
+        """That of the incarnation before this controller, unless the settings were changed since."""
+        configured, kept = self.coordinator.facts.num_workers, manifests.kept_wish(self.store)
+        is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
+        return Wish(int(kept["workers"]) if is_newest else configured, configured)
 
     def _link(self, manifest: Manifest) -> str:
         """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told

@@ -25,7 +25,10 @@ from trainer.identity import Identity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
-_SHOWN = ("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks")
+_SHOWN = (
+    *("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
+    *("workers", "wanted_workers"),
+)
 
 
 def control(config: ControllerConfig, stop: Stop) -> None:

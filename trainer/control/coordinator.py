@@ -19,6 +19,10 @@ begins with RESTORE of the last manifest.
 No state without a way out: whoever is asked has a time limit. A late step of a commit is aborted, everything else that is late
 ends the incarnation, and so do `most_aborts` in a row. Aborts for which a member or the store says that something can't be
 written now don't count: going back mends no disk, and the next commit that can be written has everything.
+
+How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
+goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
+answered, and nothing is asked of them.
 """
 
 from __future__ import annotations
@@ -28,9 +32,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from roo.errors import ConfigError
-from runtime.kafka.topics import flat
-from runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
-from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State
+from runtime.manifest import Restorable
+from trainer.control.asking import Asking
+from trainer.control.drafting import cut_twice, draft, watermark_of
+from trainer.control.protocol import (
+    Claim,
+    Command,
+    CommitInHand,
+    Effect,
+    Facts,
+    Key,
+    Link,
+    MemberFacts,
+    Retire,
+    State,
+    Wish,
+    workers,
+)
 
 log = logging.getLogger("roostream.controller")
 
@@ -43,6 +61,7 @@ class Coordinator:
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
+        self.num_workers = self.wanted_workers = facts.num_workers
         self.last: Restorable | None = None
         self.members: dict[Key, MemberFacts] = {}
         self.commit: CommitInHand | None = None
@@ -51,12 +70,10 @@ class Coordinator:
         self.committed_at_s = now_s
         self._effects: list[Effect] = [Claim(frozenset())]
         self._passed_over: set[str] = set()
-        self._waiting: dict[int, Key] = {}
-        self._results: dict[tuple[str, Key], dict[str, Any]] = {}
+        self._asking = Asking(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
-        self._next_id = 0
         self._next_seq = 1
-        self._asked_s = self._due_s = self._not_before_s = now_s
+        self._due_s = self._closing_s = self._not_before_s = now_s
         self._wanted = False
 
     # Events
@@ -67,23 +84,26 @@ class Coordinator:
         Raises:
             ConfigError: the member isn't one of this controller's.
         """
-        if key not in (*self.facts.shards, *self.facts.workers):
+        if key not in (*self.facts.shards, *workers(self.facts.most_workers)):
             raise ConfigError(
-                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.num_workers - 1}, got {key}; "
+                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.most_workers - 1}, got {key}; "
                 "start it with the controller's own numbers"
             )
+        is_active = key in self.everyone
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
             return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
         member = self.members.get(key)
         if member is None or member.session != session:
             self.members[key] = member = MemberFacts(session=session, seen_s=now_s)
-            self._lost(f"{key} started again")
+            if is_active:
+                self._lost(f"{key} started again")
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
-            self._take_result(key, member, result)
-        if incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
+            if (answered := self._asking.take(key, member, result)) and not answered.result.get("ok"):
+                self._refused(answered.kind, key, answered.result, now_s)
+        if is_active and incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
-        if report.get("leaving"):
+        if is_active and report.get("leaving"):
             self._wanted = True
         self.tick(now_s)
 
@@ -91,22 +111,31 @@ class Coordinator:
         """Time passed: members can be lost, a commit can be due, a step can be late."""
         for key in [k for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s]:
             del self.members[key]
-            self._lost(f"{key} has been silent for {self.facts.lost_after_s:g} s")
+            if key in self.everyone:
+                self._lost(f"{key} has been silent for {self.facts.lost_after_s:g} s")
         match self.state:
+            case State.GATHERING if self._rescales():
+                self._end(self._other_number)
             case State.GATHERING if self._complete() and now_s >= self._not_before_s:
                 self._restore(now_s)
-            case _ if self._waiting and now_s - self._asked_s >= self._limit_s:
+            case _ if self._asking and now_s - self._asking.asked_s >= self._limit_s:
                 self._too_late(now_s)
+            case State.RUNNING if now_s >= self._closing_s and self._rescales():
+                self._cut(now_s, closing=True)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
             case State.RESTORING | State.CUTTING | State.FREEZING | State.WRITING | State.COMMITTING | State.ABORTING:
-                if not self._waiting:
+                if not self._asking:
                     self._step(now_s)
 
-    def claimed(self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float) -> None:
-        """The claim succeeded; `last` is what everyone will be restored to (None: nothing was ever committed)."""
+    def claimed(
+        self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, num_workers: int | None = None
+    ) -> None:
+        """The claim succeeded, for so many workers (None: as wanted); `last` is what everyone will be restored to (None: nothing
+        was ever committed)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
+        self._take_wish(num_workers)
         log.info("incarnation %d (%s): %s", incarnation, self.reason, last.name if last else "nothing committed yet")
         self.tick(now_s)
 
@@ -125,7 +154,20 @@ class Coordinator:
         """A newer controller exists: never command anything again."""
         self.state, self.reason, self.commit = State.FENCED, reason, None
         self._effects.clear()
-        self._clear_commands()
+        self._asking.clear()
+
+    def want_workers(self, count: int) -> None:
+        """Go on with so many from the next commit on, once they are there.
+
+        Raises:
+            ConfigError: there can't be so many.
+        """
+        if not 1 <= count <= self.facts.most_workers:
+            raise ConfigError(
+                f"expected 1 to {self.facts.most_workers} workers, got {count}: each trains one of the "
+                f"{self.facts.num_partitions} partitions at least"
+            )
+        self.wanted_workers = count
 
     def want_commit(self) -> None:
         """Commit as soon as possible, if there is anything new."""
@@ -135,8 +177,7 @@ class Coordinator:
 
     def commands(self, key: Key) -> list[Command]:
         """Commands that `key` has not answered, oldest first; they are given again until it does."""
-        member = self.members.get(key)
-        return list(member.outbox.values()) if member else []
+        return self._asking.commands(key)
 
     def take_effects(self) -> list[Effect]:
         taken, self._effects = self._effects, []
@@ -151,6 +192,21 @@ class Coordinator:
         """Of the last commit; 0 before the first."""
         return self.last.manifest.seq if self.last else 0
 
+    @property
+    def workers(self) -> tuple[Key, ...]:
+        """Those that train in this incarnation."""
+        return workers(self.num_workers)
+
+    @property
+    def everyone(self) -> tuple[Key, ...]:
+        """Whose loss ends the incarnation."""
+        return (*self.facts.shards, *self.workers)
+
+    def absent(self, num_workers: int) -> list[str]:
+        """Who would have to come before so many workers can train."""
+        missing = [str(key) for key in (*self.facts.shards, *workers(num_workers)) if key not in self.members]
+        return missing or (["worker 0's address for the others"] if num_workers > 1 and not self._meet else [])
+
     # Restore
 
     def _lost(self, reason: str) -> None:
@@ -159,20 +215,46 @@ class Coordinator:
             return
         log.warning("%s: everyone goes back to %s", reason, self.last.name if self.last else "the beginning")
         self.num_rollbacks += 1
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """The next incarnation follows, with as many workers as are wanted if they are there."""
+        count = self.num_workers if self.absent(self.wanted_workers) else self.wanted_workers
         self._aborts_in_a_row = 0
         self.state, self.reason, self.commit = State.CLAIMING, reason, None
-        self._clear_commands()
-        self._effects = [Claim(frozenset(self._passed_over))]
+        self._asking.clear()
+        self._effects = [Claim(frozenset(self._passed_over), Wish(count, self.facts.num_workers))]
+
+    @property
+    def _other_number(self) -> str:
+        return f"{self.wanted_workers} workers are wanted, no longer {self.num_workers}"
+
+    def _take_wish(self, num_workers: int | None) -> None:
+        """What was wanted while the claim was under way is wanted still."""
+        claimed = self.wanted_workers if num_workers is None else min(num_workers, self.facts.most_workers)
+        if self.wanted_workers == self.num_workers:
+            self.wanted_workers = claimed
+        self.num_workers = claimed
+
+    @property
+    def _meet(self) -> str:
+        """Where worker 0 listens for the others."""
+        first = self.members.get(self.workers[0])
+        return str(first.report.get("meet", "")) if first else ""
 
     def _restore(self, now_s: float) -> None:
         self.state = State.RESTORING
-        name = self.last.name if self.last else ""
-        self._ask("restore", (*self.facts.shards, *self.facts.workers), now_s, manifest=name)
+        name, count = self.last.name if self.last else "", self.num_workers
+        self._ask("restore", self.facts.shards, now_s, manifest=name)
+        for key in self.workers:
+            its = [p for p in range(self.facts.num_partitions) if p % count == key.index]
+            meet = self._meet if count > 1 else ""
+            self._ask("restore", (key,), now_s, manifest=name, workers=count, partitions=its, meet=meet)
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s = State.RUNNING, now_s + self.facts.commit_interval_s
         self._late_restores = 0
-        self._ask("start", self.facts.workers, now_s)
+        self._ask("start", self.workers, now_s)
 
     def _pass_over(self, key: Key, error: str) -> None:
         """What the manifest names is damaged: the one before it is tried, by the next incarnation."""
@@ -183,37 +265,41 @@ class Coordinator:
 
     # Commit
 
-    def _cut(self, now_s: float) -> None:
+    def _rescales(self) -> bool:
+        """Whether another number of workers is wanted, and there."""
+        return self.wanted_workers != self.num_workers and not self.absent(self.wanted_workers)
+
+    def _cut(self, now_s: float, *, closing: bool = False) -> None:
         """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
-        self.commit = CommitInHand(seq=self._next_seq, started_s=now_s)
+        self.commit = CommitInHand(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
-        self._ask("cut", self.facts.workers, now_s, seq=self.commit.seq)
+        self._ask("cut", self.workers, now_s, seq=self.commit.seq)
 
     def _freeze(self, now_s: float) -> None:
         """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
         commit = self._running_commit()
-        self.state, commit.cuts = State.FREEZING, self._answers("cut", self.facts.workers)
-        cut = [partition for answer in commit.cuts for partition in flat(answer["offsets"])]
-        if len(cut) != len(set(cut)):
+        self.state, commit.cuts = State.FREEZING, self._asking.answers("cut", self.workers)
+        if cut_twice(commit):
             return self._abort("two workers cut the same partition", now_s)
-        watermark_ms = min(int(c["watermark_ms"]) for c in commit.cuts)
-        self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_ms)
+        self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_of(commit))
 
     def _write(self, now_s: float) -> None:
-        """4. (end) Training goes on. 5. Shards write what is frozen, workers their own parts, the first the shared one too."""
+        """4. (end) Training goes on, unless this commit closes the incarnation. 5. Shards write what is frozen, workers their own
+        parts, the first the shared one too."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
-        self._ask("resume", self.facts.workers, now_s, seq=commit.seq)
+        self._ask("resume", () if commit.closing else self.workers, now_s, seq=commit.seq)
         self._ask("write", self.facts.shards, now_s, seq=commit.seq)
-        for key in self.facts.workers:
-            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.facts.workers[0])
+        for key in self.workers:
+            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.workers[0])
 
     def _link(self) -> None:
         """6. The manifest is complete; creating it is the commit."""
         self.state = State.LINKING
         commit = self._running_commit()
-        commit.manifest = self._manifest(commit)
+        shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.workers)
+        commit.manifest = draft(self.facts, self.incarnation, self.last, commit, shards, its)
         self._effects.append(Link(commit.manifest))
 
     def _commit(self, now_s: float) -> None:
@@ -225,7 +311,7 @@ class Coordinator:
         self._aborts_in_a_row = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.committed_at_s = now_s
-        self._ask("commit", (*self.facts.shards, *self.facts.workers), now_s, seq=commit.seq)
+        self._ask("commit", self.everyone, now_s, seq=commit.seq)
         self._effects.append(Retire())
 
     def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
@@ -233,48 +319,21 @@ class Coordinator:
         log.warning("commit %d is abandoned: %s; nothing of it is committed", self._running_commit().seq, reason)
         self.num_aborts += 1
         self._aborts_in_a_row += not away
+        self._closing_s = now_s + self.facts.commit_interval_s
         if self._aborts_in_a_row >= self.facts.most_aborts:
             return self._lost(f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}")
         self.state = State.ABORTING
-        self._clear_commands()
-        self._ask("abort", (*self.facts.shards, *self.facts.workers), now_s, seq=self._running_commit().seq)
+        self._asking.clear()
+        self._ask("abort", self.everyone, now_s, seq=self._running_commit().seq)
 
     def _go_on(self, now_s: float) -> None:
         """1. Workers train."""
+        if self.state is State.COMMITTING and self._running_commit().closing:
+            return self._end(self._other_number)
         self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
 
-    def _manifest(self, commit: CommitInHand) -> Manifest:
-        shards = {key.index: self._results["write", key] for key in self.facts.shards}
-        rows_end: dict[int, int] = {}
-        for shard in shards.values():  # the smallest: a restore that reads more republishes more, which harms nobody
-            for partition, offset in shard.get("rows_end", {}).items():
-                rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
-        first = self.facts.workers[0]
-        return Manifest(
-            seq=commit.seq,
-            incarnation=self.incarnation,
-            previous={"seq": self.seq, "checksum": self.last.checksum if self.last else ""},
-            step=max(int(c["step"]) for c in commit.cuts),
-            watermark_ms=min(int(c["watermark_ms"]) for c in commit.cuts),
-            schema=self.facts.schema,
-            seed=self.facts.seed,
-            num_shards=self.facts.num_shards,
-            num_buckets=self.facts.num_buckets,
-            num_partitions=self.facts.num_partitions,
-            kafka=dict(self.facts.kafka),
-            rows_end=rows_end,
-            shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in shards.items()},
-            dense=StoredFile(**self._results["write", first]["dense"]),
-            model=dict(commit.cuts[0]["model"]),
-            workers={
-                key.index: _part(cut, self._results["write", key])
-                for key, cut in zip(self.facts.workers, commit.cuts, strict=True)
-            },
-            time_ms=max(int(c["time_ms"]) for c in commit.cuts),
-        )
-
     def _complete(self) -> bool:
-        return len(self.members) == self.facts.num_shards + self.facts.num_workers
+        return not self.absent(self.num_workers)
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state
@@ -282,30 +341,13 @@ class Coordinator:
 
     def has_news(self) -> bool:
         """Has any worker cut a batch since the last commit? An idle loop writes nothing."""
-        steps = [int(self.members[key].report.get("step", 0)) for key in self.facts.workers if key in self.members]
+        steps = [int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members]
         return max(steps, default=0) > (self.last.manifest.step if self.last else 0)
 
     # Commands and their results
 
     def _ask(self, kind: str, keys: Iterable[Key], now_s: float, **arguments: Any) -> None:
-        self._asked_s = now_s
-        for key in keys:
-            self._next_id += 1
-            id_ = (self.incarnation << 32) + self._next_id  # no controller repeats another's ids
-            command = {"id": id_, "kind": kind, "incarnation": self.incarnation, **arguments}
-            self.members[key].outbox[id_] = command
-            self._waiting[id_] = key
-            self._results.pop((kind, key), None)
-
-    def _take_result(self, key: Key, member: MemberFacts, result: dict[str, Any]) -> None:
-        command = member.outbox.pop(result.get("id", 0), None)
-        if command is None or self._waiting.pop(command["id"], None) is None:
-            return  # of an earlier incarnation, or given twice
-        kind = command["kind"]
-        if result.get("ok"):
-            self._results[kind, key] = {k: v for k, v in result.items() if k not in ("id", "ok")}
-        else:
-            self._refused(kind, key, result, member.seen_s)
+        self._asking.ask(kind, keys, self.incarnation, now_s, **arguments)
 
     def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
         """`result` as runtime.member.refusal_of tells it."""
@@ -326,7 +368,7 @@ class Coordinator:
         return self.facts.step_timeout_s
 
     def _too_late(self, now_s: float) -> None:
-        reason = f"{self._late()} didn't answer for {now_s - self._asked_s:g} s while {self.state}"
+        reason = f"{self._asking.late()} didn't answer for {now_s - self._asking.asked_s:g} s while {self.state}"
         if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
             return self._abort(reason, now_s)
         self._late_restores += self.state is State.RESTORING
@@ -346,24 +388,3 @@ class Coordinator:
                 self._link()
             case State.COMMITTING | State.ABORTING:
                 self._go_on(now_s)
-
-    def _answers(self, kind: str, keys: Iterable[Key]) -> list[dict[str, Any]]:
-        return [self._results[kind, key] for key in keys]
-
-    def _late(self) -> str:
-        return ", ".join(sorted({str(key) for key in self._waiting.values()}))
-
-    def _clear_commands(self) -> None:
-        self._waiting.clear()
-        self._results.clear()
-        for member in self.members.values():
-            member.outbox.clear()
-
-
-def _part(cut: Mapping[str, Any], written: Mapping[str, Any]) -> WorkerPart:
-    return WorkerPart(
-        offsets=flat(cut["offsets"]),
-        file=StoredFile(**written["own"]),
-        dedupe=int(written["dedupe"]),
-        metrics=dict(written["metrics"]),
-    )

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from runtime.deployment import MAX_WORKERS
 from runtime.manifest import Manifest
 
 
@@ -35,10 +36,19 @@ class Key:
         return f"{self.role} {self.index}"
 
 
+class Wish(NamedTuple):
+    """What an incarnation is claimed for; kept in its file."""
+
+    workers: int
+    configured: int  # num_workers of the settings when it was made: other settings are a newer wish
+
+
 class Claim(NamedTuple):
-    """Effect: claim the next incarnation, read the newest manifest not in `passed_over`; answer by `claimed`."""
+    """Effect: claim the next incarnation for `wish` (None: the one that is kept, or the settings'), read the newest manifest not
+    in `passed_over`; answer by `claimed`."""
 
     passed_over: frozenset[str]
+    wish: Wish | None = None
 
 
 class Link(NamedTuple):
@@ -62,7 +72,7 @@ class Facts:
     schema: str
     seed: int
     num_shards: int
-    num_workers: int = 1
+    num_workers: int = 1  # to begin with, unless another number is kept (`Wish`)
     num_buckets: int
     num_partitions: int
     kafka: Mapping[str, Any]
@@ -79,7 +89,16 @@ class Facts:
 
     @property
     def workers(self) -> tuple[Key, ...]:
-        return tuple(Key("worker", i) for i in range(self.num_workers))
+        return workers(self.num_workers)
+
+    @property
+    def most_workers(self) -> int:
+        """Each has a partition at least."""
+        return min(self.num_partitions, MAX_WORKERS)
+
+
+def workers(count: int) -> tuple[Key, ...]:
+    return tuple(Key("worker", i) for i in range(count))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -99,6 +118,7 @@ class CommitInHand:
 
     seq: int
     started_s: float
+    closing: bool = False  # nobody goes on training after it: the incarnation ends with it
     cuts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in the order of workers
     frozen_s: float = 0.0
     manifest: Manifest | None = None

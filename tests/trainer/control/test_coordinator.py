@@ -9,7 +9,7 @@ import pytest
 from roo.errors import ConfigError
 from runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State
+from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State, Wish
 
 FACTS = Facts(
     schema="ff", seed=0, num_shards=2, num_buckets=64, num_partitions=4, kafka={"cluster_id": "c"}, commit_interval_s=10
@@ -374,7 +374,7 @@ def test_what_cannot_be_read_now_is_tried_again_and_never_passed_over() -> None:
         (restore,) = group.it.commands(SHARD_0)
         assert restore["manifest"] == "manifests/00000001"
         group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "disk full", "damaged": False, "away": True},))
-        assert group.it.take_effects() == [Claim(frozenset())]
+        assert group.it.take_effects() == [Claim(frozenset(), Wish(1, 1))]
         group.it._effects = [Claim(frozenset())]
 
 
@@ -410,7 +410,7 @@ def test_g5_a_damaged_checkpoint_is_passed_over_for_the_one_before() -> None:
     (restore,) = group.it.commands(SHARD_0)
     group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "checksum", "damaged": True},))
     assert group.it.state is State.CLAIMING
-    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}))]
+    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}), Wish(1, 1))]
 
 
 def test_a_refused_restore_is_tried_again_a_little_later() -> None:
@@ -437,7 +437,7 @@ def test_a_member_of_a_later_incarnation_fences_this_controller() -> None:
 
 def test_a_member_that_is_not_ours_is_told_so() -> None:
     group = Group()
-    with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.0, got shard 2"):
+    with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.3, got shard 2"):
         group.it.beat(Key("shard", 2), 1, 0, (), {}, 0.0)
 
 
@@ -455,7 +455,7 @@ def test_several_workers_cut_together() -> None:
                 if c["kind"] == "cut":
                     answer |= {"offsets": {"samples": {key.index: 40 + key.index}}, "watermark_ms": 70 + key.index}
                 results.append({"id": c["id"], "ok": True, **answer})
-            it.beat(key, 1, 1, results, {"step": 3}, now_s)
+            it.beat(key, 1, 1, results, {"step": 3, "meet": "10.0.0.1:9"}, now_s)
 
     for second in range(20):
         turn(second)

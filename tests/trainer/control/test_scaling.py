@@ -1,0 +1,245 @@
+"""How many workers train: a wish that is kept, carried out at a commit, and never at the price of what runs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from roo.errors import ConfigError, FencedError
+from runtime import manifest as manifests
+from runtime.clock import FakeClock
+from tests.trainer.control.test_coordinator import ANSWERS
+from tests.trainer.memory_store import MemoryStore
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.protocol import Facts, Key, State
+
+MEET = "10.0.0.1:4000"
+
+
+class Fleet:
+    """A controller over a store, two shards and as many workers as are started."""
+
+    def __init__(self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None) -> None:
+        self.store, self.clock = store or MemoryStore(), FakeClock()
+        facts = Facts(schema="ff", seed=0, num_shards=2, num_workers=num_workers, num_buckets=64, num_partitions=4, kafka={})
+        self.it = Controller(Coordinator(facts), self.store, self.clock, hold_s=0)
+        self.members = [Key("shard", 0), Key("shard", 1)]
+        self.sessions: dict[Key, int] = {}
+        self.incarnations: dict[Key, int] = {}
+        self.asked: list[tuple[Key, dict[str, Any]]] = []
+        self.refusing: str = ""
+        self.step = 0
+        self.start_workers(num_workers if started is None else started)
+
+    def start_workers(self, count: int) -> None:
+        self.members += [Key("worker", i) for i in range(sum(k.role == "worker" for k in self.members), count)]
+
+    def stop(self, key: Key) -> None:
+        self.members.remove(key)
+
+    def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        report = {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
+        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
+        header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
+        return self.it.handle("beat", header, ())[0]["commands"]
+
+    def answer(self, key: Key, command: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((key, command))
+        if command["kind"] == self.refusing:
+            return {"id": command["id"], "ok": False, "error": "not now"}
+        if command["kind"] == "restore":
+            self.incarnations[key] = command["incarnation"]
+        answer = dict(ANSWERS.get((key.role, command["kind"]), {}))
+        if command["kind"] == "cut":
+            its = [c for k, c in self.asked if k == key and c["kind"] == "restore"][-1]["partitions"]
+            answer |= {"offsets": {"samples": {p: 10 + p for p in its}}, "step": self.step}
+        return {"id": command["id"], "ok": True, **answer}
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        self.it.turn()
+        for key in list(self.members):
+            self.beat(key, [self.answer(key, command) for command in self.beat(key)])
+        self.it.turn()
+
+    def to(self, state: State, seconds: float = 0.0) -> Fleet:
+        for _ in range(30):
+            if self.it.coordinator.state is state:
+                return self
+            self.turn(seconds)
+        raise AssertionError(self.it.status())
+
+    def scale(self, count: int, timeout_s: float = 20.0, most_turns: int = 200) -> dict[str, Any]:
+        """The call beside turns."""
+        answers: list[dict[str, Any]] = []
+        call = {"workers": count, "timeout_s": timeout_s}
+        caller = threading.Thread(target=lambda: answers.append(dict(self.it.handle("scale", call, ())[0])))
+        caller.start()
+        for _ in range(most_turns):
+            self.turn()
+            caller.join(0.005)
+            if not caller.is_alive():
+                return answers[0]
+        raise AssertionError(self.it.status())
+
+    def restored(self) -> dict[Key, dict[str, Any]]:
+        """The last RESTORE of those that are of the incarnation."""
+        now = self.it.coordinator.incarnation
+        return {k: c for k, c in self.asked if c["kind"] == "restore" and c["incarnation"] == now}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_every_partition_is_restored_by_one_worker_which_is_told_where_to_meet(count: int) -> None:
+    fleet = Fleet(count).to(State.RUNNING)
+    its = {k.index: c for k, c in fleet.restored().items() if k.role == "worker"}
+    assert sorted(p for c in its.values() for p in c["partitions"]) == [0, 1, 2, 3]
+    assert all(p % count == index for index, c in its.items() for p in c["partitions"])
+    assert {(c["workers"], c["meet"]) for c in its.values()} == {(count, MEET if count > 1 else "")}
+    assert all(set(c) == {"id", "kind", "incarnation", "manifest"} for k, c in fleet.restored().items() if k.role == "shard")
+
+
+def test_several_workers_wait_until_the_first_has_told_where_they_meet() -> None:
+    fleet = Fleet(2)
+    first, fleet.members = fleet.members[2], [*fleet.members[:2], fleet.members[3]]
+    for _ in range(5):
+        fleet.turn()
+    header = {"role": "worker", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}}
+    fleet.it.handle("beat", header, ())
+    assert fleet.it.coordinator.state is State.GATHERING
+    fleet.members.append(first)
+    fleet.to(State.RUNNING)
+
+
+def test_scaling_commits_then_restores_as_many_as_are_wanted_and_replays_nothing() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    fleet.start_workers(3)
+    for step, count in enumerate((2, 3, 1), 1):
+        fleet.step, fleet.asked = step, [a for a in fleet.asked if a[1]["kind"] == "restore"]
+        before = fleet.it.coordinator.incarnation
+        assert fleet.scale(count) == {"workers": count, "running": True, "why": ""}
+        assert fleet.it.coordinator.incarnation == before + 1 and fleet.it.coordinator.num_rollbacks == 0
+        last = manifests.newest(fleet.store)
+        assert last is not None and last.manifest.step == step
+        kinds = [c["kind"] for _, c in fleet.asked]
+        assert "cut" in kinds and "resume" not in kinds, "nobody trains between the commit and the restore"
+        its = fleet.restored()
+        assert {k for k in its if k.role == "worker"} == {Key("worker", i) for i in range(count)}
+        assert {c["manifest"] for c in its.values()} == {last.name}
+        assert sorted(last.manifest.offsets) == [("samples", p) for p in range(4)]
+
+
+def test_workers_above_the_number_stand_by_and_may_come_and_go() -> None:
+    fleet = Fleet(1, started=3).to(State.RUNNING)
+    assert fleet.it.status()["workers"] == 1 and set(fleet.it.status()["members"]) >= {"worker 1", "worker 2"}
+    standing = Key("worker", 2)
+    fleet.sessions[standing] = 7
+    fleet.turn()
+    fleet.stop(standing)
+    for _ in range(5):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.RUNNING and fleet.it.coordinator.num_rollbacks == 0
+    assert "worker 2" not in fleet.it.status()["members"]
+    assert not any(key.role == "worker" and key.index > 0 for key, _ in fleet.asked)
+
+
+def test_a_lost_worker_sends_everybody_back_to_the_last_commit() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.step = 4
+    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.to(State.COMMITTING).to(State.RUNNING)
+    fleet.sessions[Key("worker", 1)] = 2
+    fleet.turn()
+    fleet.to(State.RUNNING)
+    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.num_workers == 2
+    assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
+
+
+def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_train() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    answer = fleet.scale(2, timeout_s=0.05)
+    assert answer == {"workers": 1, "running": False, "why": "it waits for worker 1"}
+    assert fleet.it.coordinator.state is State.RUNNING
+    fleet.sessions[Key("shard", 0)] = 2  # a rollback meanwhile doesn't wait for it either
+    fleet.turn()
+    fleet.to(State.RUNNING)
+    assert fleet.it.coordinator.num_workers == 1
+    fleet.start_workers(2)
+    for _ in range(25):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
+
+
+def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_for() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.stop(Key("worker", 1))
+    for _ in range(5):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING
+    assert fleet.scale(1)["running"] is True
+
+
+def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_next() -> None:
+    fleet = Fleet(1, started=2).to(State.RUNNING)
+    fleet.refusing, fleet.step = "freeze", 1
+    assert fleet.scale(2, timeout_s=0.05)["running"] is False
+    fleet.to(State.RUNNING)
+    assert fleet.it.coordinator.num_aborts == 1 and fleet.it.coordinator.num_workers == 1
+    for _ in range(5):
+        fleet.turn()
+    assert fleet.it.coordinator.num_aborts == 1, "not again at once"
+    fleet.refusing = ""
+    for _ in range(25):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.num_workers == 2
+
+
+@pytest.mark.parametrize("count", [0, 5, -1])
+def test_a_number_that_can_t_be_is_refused(count: int) -> None:
+    fleet = Fleet().to(State.RUNNING)
+    with pytest.raises(ConfigError, match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least"):
+        fleet.it.handle("scale", {"workers": count}, ())
+    assert fleet.it.coordinator.wanted_workers == 1
+
+
+def test_a_restarted_controller_goes_on_with_the_number_that_was_wanted() -> None:
+    first = Fleet(1, started=3).to(State.RUNNING)
+    first.scale(3)
+    second = Fleet(1, first.store, started=3).to(State.RUNNING)
+    assert (second.it.coordinator.num_workers, second.it.coordinator.wanted_workers) == (3, 3)
+
+
+def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
+    first = Fleet(1, started=3).to(State.RUNNING)
+    first.scale(3)
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.num_workers == 2
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.num_workers == 2
+
+
+@pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"wish": 3}', b'{"wish": {"workers": "2", "configured": 1}}'])
+def test_a_claim_that_tells_nothing_leaves_it_to_the_settings(left: bytes) -> None:
+    store = MemoryStore()
+    store.create("incarnations/00000001", left)
+    assert Fleet(1, store).to(State.RUNNING).it.coordinator.num_workers == 1
+
+
+def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    told: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            fleet.it.handle("scale", {"workers": 2}, ())
+        except FencedError as error:
+            told.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    fleet.store.create("incarnations/00000009", b"{}")
+    with pytest.raises(FencedError):
+        for _ in range(200):
+            fleet.turn(1.0)
+    caller.join(10)
+    assert len(told) == 1
