@@ -115,7 +115,9 @@ def about(stack: dict[str, Any]) -> list[str]:
     shards = [p["pid"] for n, p in stack["programs"].items() if n.startswith("shard-") and p["pid"]]
     serving = stack["serving"]
     body = '{"user_id": 17, "candidates": [{"item_id": 1}, {"item_id": 2}, {"item_id": 3}]}'
+    page = str(stack["programs"].get("controller", {}).get("metrics") or "").removesuffix("metrics")
     return [
+        *([f"page        {page}"] if page else []),
         f"API docs    {serving}/docs",
         f"Flink       {stack['flink']}",
         f"logs        {stack['home']}/logs",

@@ -12,18 +12,19 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException
 
-from command import scrape, sums
-from command.scrape import Scraped
+from command import sums
 from infra.logs import last_lines
 from roo.errors import RoostreamError, UnavailableError
+from runtime import scrape
 from runtime.flink_rest import FlinkRest
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from runtime.rpc_client import SocketTransport
+from runtime.scrape import Scraped
+from trainer.control.neighbours import click_rate, freshness, lost_records, rows_by_stack, serving_state
 from trainer.monitoring.quality import QUALITY
 
-STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
 _QUALITY = (*QUALITY, "requests", "candidates")
 
 
@@ -115,12 +116,6 @@ def troubles(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
-    """Program → records that retention deleted before it read them, of programs that count some."""
-    told = {name: s.value(f"roostream_{name}_lost_records") for name, s in scraped.items() if name != "auditor"}
-    return {name: int(count) for name, count in told.items() if count}
-
-
 def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:
     running = joiner.value("roostream_joiner_running")
     return {
@@ -148,56 +143,10 @@ def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
     return {k: control.get(k) for k in keys}
 
 
-def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
-    rows: dict[str, int] = {}
-    for name, metrics in scraped.items():
-        if name.startswith("shard-"):
-            for stack, value in metrics.by("roostream_shard_rows", "stack").items():
-                rows[stack] = rows.get(stack, 0) + int(value)
-    return rows
-
-
-def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | None]]:
-    """Stage → p50 and p99 in ms, from whichever program measures it."""
-    found: dict[str, dict[str, float | None]] = {}
-    for stage in STAGES:
-        for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
-            values = [s.value("roostream_freshness_ms", stage=stage, quantile=quantile) for s in scraped.values()]
-            found.setdefault(stage, {})[key] = next((v for v in values if v is not None), None)
-    return found
-
-
 def quality(worker: Scraped, control: Mapping[str, Any]) -> dict[str, float | None]:
     """Progressive metrics of the first task."""
     report = _worker_report(control).get("metrics", {})
     return {k: report.get(k, worker.value(f"roostream_worker_{k.replace('@', '_')}")) for k in _QUALITY}
-
-
-def click_rate(simulate: Scraped) -> dict[str, float | None]:
-    """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
-    best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
-    name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
-    rates, total = ({o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total"))
-    return {
-        **rates,
-        "served_to_random": _ratio(rates),
-        "served_to_random_total": _ratio(total),
-        "requests": simulate.value("roostream_traffic_requests_total"),
-    }
-
-
-def _ratio(rates: Mapping[str, float | None]) -> float | None:
-    served, random = rates["served"], rates["random"]
-    return served / random if served is not None and random else None
-
-
-def serving_state(serving: Scraped) -> dict[str, Any]:
-    """Answers by status since its start, and which committed version it scores with."""
-    return {
-        "requests": serving.total("roostream_serving_requests_total"),
-        "degraded": serving.value("roostream_serving_degraded_total"),
-        "version": serving.state("roostream_serving_model_version", "version"),
-    }
 
 
 def _worker_report(control: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from command.scrape import Scraped
 from runtime.exports import one_of
+from runtime.scrape import Scraped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,8 @@ def _shard(site: Site) -> dict[str, Any]:
 
 
 def _controller(site: Site) -> dict[str, Any]:
-    return _seeded(site, listen=site.at.controller, num_shards=site.options.num_shards)
+    others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name]
+    return _seeded(site, listen=site.at.controller, num_shards=site.options.num_shards, neighbours=others)
 
 
 def _worker(site: Site) -> dict[str, Any]:
@@ -99,7 +100,8 @@ def _worker(site: Site) -> dict[str, Any]:
 
 def _serving(site: Site) -> dict[str, Any]:
     listen = site.at.serving.removeprefix("http://")
-    return _seeded(site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name)
+    own = _seeded(site, listen=listen, shards=site.at.shards, redis=_redis(site), home=site.home.root / site.name)
+    return {**own, "status_page": site.at.metrics.get("controller", "").removesuffix("metrics")}
 
 
 def _features(site: Site) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
@@ -61,16 +61,30 @@ def freshness() -> Quantiles:
 _freshness: Quantiles | None = None
 
 
-def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTRY) -> int:
-    """Answer `/metrics`, `/livez` and `/readyz` where the settings say, from threads of their own until the process ends; the
-    port in use. Both probes answer 200, or 503 with the reason as one line of text.
+class Answer(NamedTuple):
+    """To a GET of a page."""
+
+    content_type: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Pages = Mapping[str, Callable[[], Answer]]
+
+
+def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTRY, pages: Pages | None = None) -> int:
+    """Answer `/metrics`, `/livez` and `/readyz`, and `pages` by their paths, where the settings say, from threads of their own
+    until the process ends; the port in use. Both probes answer 200, or 503 with the reason as one line of text. What is added to
+    `pages` later is answered from then on.
 
     Raises:
         SetupError: the port is taken, or the address isn't this machine's.
     """
     host, port = config.metrics_host.strip("[]"), config.metrics_port
     try:
-        server = make_server(host, port, _routes(health, registry), _server_of(host), _QuietHandler)
+        server = make_server(
+            host, port, _routes(health, registry, {} if pages is None else pages), _server_of(host), _QuietHandler
+        )
     except OSError as error:
         reason = error.strerror or error
         raise SetupError(f"metrics port {host}:{port} can't be used ({reason}); choose another metrics_port, or 0") from None
@@ -78,7 +92,7 @@ def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTR
     return int(server.server_address[1])
 
 
-def _routes(health: Health, registry: CollectorRegistry) -> WSGIApplication:
+def _routes(health: Health, registry: CollectorRegistry, pages: Pages) -> WSGIApplication:
     exported = make_wsgi_app(registry)
 
     def text(status: str, body: str, start: StartResponse) -> Iterable[bytes]:
@@ -93,11 +107,23 @@ def _routes(health: Health, registry: CollectorRegistry) -> WSGIApplication:
                 reason = health.dead()
             case "/readyz":
                 reason = health.unready()
+            case path if path in pages:
+                return _page(pages[path], environ["REQUEST_METHOD"], start)
             case _:
-                return text("404 Not Found", "expected /metrics, /livez or /readyz", start)
+                *some, last = ("/metrics", "/livez", "/readyz", *pages)
+                return text("404 Not Found", f"expected {', '.join(some)} or {last}", start)
         return text("503 Service Unavailable" if reason else "200 OK", reason or "ok", start)
 
     return answer
+
+
+def _page(answer: Callable[[], Answer], method: str, start: StartResponse) -> Iterable[bytes]:
+    if method not in ("GET", "HEAD"):
+        start("405 Method Not Allowed", [("Content-Type", "text/plain; charset=utf-8"), ("Allow", "GET, HEAD")])
+        return [b"expected GET or HEAD\n"]
+    found = answer()
+    start("200 OK", [("Content-Type", found.content_type), ("Content-Length", str(len(found.body))), *found.headers])
+    return [found.body if method == "GET" else b""]
 
 
 class _Server(ThreadingMixIn, WSGIServer):

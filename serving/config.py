@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from roo.config import MAX_SEED, refusal, setting
@@ -48,6 +49,7 @@ class ServingConfig(CachedInRedis, Deployment):
     )
     log_bytes: int = setting(256 << 20, "size of the feature log; when it is full, requests are answered 503", most=1 << 40)
     segment_bytes: int = setting(8 << 20, "size of one of its files", least=1 << 20, most=1 << 30)
+    status_page: str = setting("", "URL of the controller's page, which the front page links to")
     stop_ms: int = setting(
         20_000, "time for a whole stop: requests in flight, threads, and the log's way to Kafka", least=0, most=600_000
     )
@@ -56,5 +58,7 @@ class ServingConfig(CachedInRedis, Deployment):
         super().__post_init__()
         check_listen("listen", self.listen, insecure=self.insecure)
         check_addresses("shards", *self.shards)
+        if self.status_page and not re.fullmatch(r"https?://[^\s<>\"']+", self.status_page):
+            raise refusal("status_page", "a URL such as http://127.0.0.1:9100/", self.status_page)
         if self.log_bytes < 2 * self.segment_bytes:
             raise refusal("log_bytes", f"at least 2 x segment_bytes = {2 * self.segment_bytes}", self.log_bytes)

@@ -79,11 +79,20 @@ class ControllerConfig(Deployment):
     )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
+    neighbours: tuple[str, ...] = setting((), "NAME=URL of the /metrics of programs whose figures the controller's page shows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_listen("listen", self.listen, insecure=self.insecure)
+        for text in self.neighbours:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
+                raise refusal("neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text)
         self.check_shards(self.num_shards)
         if self.num_workers > self.partitions:
             most = f"at most partitions = {self.partitions}"
             raise refusal("num_workers", most, self.num_workers, "each worker trains one partition at least")
+
+    @property
+    def neighbour_urls(self) -> dict[str, str]:
+        """Program → URL of its /metrics."""
+        return {name: url for name, _, url in (text.partition("=") for text in self.neighbours)}

@@ -29,7 +29,6 @@ from command.auditor import Auditor
 from command.replay.choices import choices_of, joiner_settings
 from command.replay.findings import Findings
 from command.replay.stage import Outcome, Stage, Training
-from command.scrape import fetch
 from infra.kept_options import keep
 from infra.options import StackOptions
 from infra.stack import Stack
@@ -43,6 +42,7 @@ from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import SAMPLES, name_of, nested
 from runtime.program import Stop
+from runtime.scrape import fetch
 from traffic.config import ReplayConfig
 
 log = logging.getLogger("roostream.replay")

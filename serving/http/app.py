@@ -79,10 +79,11 @@ class HttpInterface:
 def _others(parts: Parts) -> FastAPI:
     """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    links = {**LINKS, **({"status_page": parts.config.status_page} if parts.config.status_page else {})}
     document = functools.cache(lambda: describe(parts.schema, _version()))
 
     async def root(request: Request) -> Response:
-        about = {**_about(parts), "links": LINKS}
+        about = {**_about(parts), "links": links}
         wants_page = "text/html" in request.headers.get("accept", "")
         return HTMLResponse(front_page(about)) if wants_page else JSONResponse(about)
 

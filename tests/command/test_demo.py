@@ -11,11 +11,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from command import scrape, status, sums
+from command import status, sums
 from command.demo import ConsoleHandler, Show
-from command.scrape import Scraped
 from infra.home import Home
 from infra.stack import Stack
+from runtime import scrape
+from runtime.scrape import Scraped
+from trainer.control import neighbours
 
 
 def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
@@ -28,9 +30,9 @@ def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
         "trainer": status.trainer_state(Scraped(), control),
         "rows": {},
         "commit": status.commit_state(control),
-        "freshness": status.freshness({}),
+        "freshness": neighbours.freshness({}),
         "metrics": status.quality(Scraped(), control),
-        "click_rate": status.click_rate(Scraped()),
+        "click_rate": neighbours.click_rate(Scraped()),
         "lost_records": {},
         "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},
     }

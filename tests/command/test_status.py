@@ -9,11 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from command import scrape, status, sums
+from command import status, sums
 from command import status_table as table
 from command.accounts import Accounts
-from command.scrape import Scraped
+from runtime import scrape
 from runtime.exports import Exports
+from runtime.scrape import Scraped
+from trainer.control import neighbours
 
 WORKER = """# TYPE roostream_worker_state gauge
 roostream_worker_state{state="initial"} 0.0
@@ -56,11 +58,11 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "rates": {"impressions": 25.04, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
         "trainer": status.trainer_state(worker, control),
-        "rows": status.rows_by_stack(scraped),
+        "rows": neighbours.rows_by_stack(scraped),
         "commit": status.commit_state(control),
-        "freshness": status.freshness(scraped),
+        "freshness": neighbours.freshness(scraped),
         "metrics": status.quality(worker, control),
-        "click_rate": status.click_rate(simulate),
+        "click_rate": neighbours.click_rate(simulate),
         "guarantees": {"g1": AWAY},
     }
 
@@ -186,7 +188,7 @@ def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
 
 
 def test_what_readers_lost_is_told_by_program() -> None:
-    lost = status.lost_records(
+    lost = neighbours.lost_records(
         {
             "worker": scrape.parse("roostream_worker_lost_records 12.0\n"),
             "joiner": scrape.parse("roostream_joiner_lost_records 0.0\n"),

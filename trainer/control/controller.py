@@ -119,6 +119,7 @@ class Controller:
                 "rollbacks": it.num_rollbacks,
                 "workers": it.num_workers,
                 "wanted_workers": it.wanted_workers,
+                "news": it.has_news(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
                 },

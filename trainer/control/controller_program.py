@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 from roo.errors import UnavailableError
@@ -20,6 +21,8 @@ from runtime.rpc_server import RpcServer
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
+from trainer.control.neighbours import Neighbours
+from trainer.control.page import StatusPage, files
 from trainer.control.protocol import Facts, State
 from trainer.identity import Identity, kafka_identity
 
@@ -39,7 +42,9 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     """
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
-    at = metrics.serve(config, health)
+    pages = files()
+    at = metrics.serve(config, health, pages=pages)
+    log.info("the page of this controller is at http://%s:%d/", config.metrics_host, at)
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
@@ -64,12 +69,21 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         commit_interval_s=config.commit_interval_ms / 1000,
     )
     controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=identity.check)
+    neighbours = Neighbours(config.neighbour_urls, clock)
+    page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
+    pages |= page.answers()
+
+    def turned() -> None:
+        health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
+        page.observe()
+
     server = RpcServer(controller.handle, host, port, insecure=config.insecure)
     server.start()
-    log.info("controller on %s, metrics on port %d", server.address, at)
+    log.info("controller on %s", server.address)
+    threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
     try:
         Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
-        controller.run(stop, lambda: health.turned("" if controller.coordinator.incarnation else "it claims an incarnation"))
+        controller.run(stop, turned)
     finally:
         server.stop()
 

@@ -48,6 +48,13 @@ def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> 
     assert page.headers["content-type"].startswith("text/html") and 'href="/docs"' in page.text
 
 
+def test_the_front_page_links_to_the_controllers_page_where_there_is_one(client: Client) -> None:
+    url = "http://127.0.0.1:9100/"
+    http, _ = client(status_page=url)
+    assert http.get("/").json()["links"]["status_page"] == url
+    assert f'href="{url}"' in http.get("/", headers={"accept": "text/html"}).text
+
+
 def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
     http, _ = client()
     for path in ("/", "/docs"):

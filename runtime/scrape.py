@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import math
 import urllib.request
 from collections.abc import Mapping
@@ -62,7 +63,7 @@ def fetch(url: str, timeout_s: float = 1.0) -> Scraped:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return parse(answer.read(_MOST_BYTES).decode("utf-8", "replace"))
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return Scraped()
 
 

@@ -1,0 +1,31 @@
+"""One headless browser for all tests of a session; skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium
+
+FLAGS = ("--no-sandbox", "--headless=shell", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Playwright's Browser."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
+    try:
+        binary = chromium.chromium()
+    except chromium.NoBrowserError as error:
+        pytest.skip(f"no browser here: {error}")
+    with playwright.sync_playwright() as driver:
+        try:
+            browser = driver.chromium.launch(
+                executable_path=str(binary), env=chromium.environment(binary), args=list(FLAGS), timeout=60_000
+            )
+        except playwright.Error as error:
+            pytest.skip(f"the browser can't be started here: {str(error)[:200]}")
+        yield browser
+        browser.close()

@@ -1,0 +1,135 @@
+"""A page as it is after a replayed run: a real controller whose members beat with the reports that the run gave, one every ten
+seconds of a clock that is moved.
+
+`replayed_run.json`: `[step, watermark_ms, requests, candidates, {metrics}]` every few steps of `roostream replay ebnerd --engine
+local`, all other names left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from runtime import metrics, scrape
+from runtime.clock import FakeClock
+from runtime.deployment import Watched
+from runtime.health import Health
+from runtime.scrape import Scraped
+from tests.trainer.control.test_coordinator import ANSWERS, FACTS
+from tests.trainer.memory_store import MemoryStore
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.neighbours import STAGES, Neighbours
+from trainer.control.page import StatusPage, files
+
+MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
+STEP_S = 10.0
+URLS = {
+    name: f"http://127.0.0.1:1/{name}" for name in ("shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate")
+}
+_MS = {"engagement_to_close": 19_500, "close_to_readable": 1900, "readable_to_trained": 60, "trained_to_servable": 853}
+
+
+class ReplayedRun:
+    """`step` makes the next ten seconds pass; `serve` shows the page on a port."""
+
+    def __init__(self, step_s: float = STEP_S) -> None:
+        self.step_s = step_s
+        self.clock = FakeClock(1_800_000_000_000)
+        self.run = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+        self.controller = Controller(Coordinator(FACTS), MemoryStore(), self.clock, hold_s=0.0)
+        self.neighbours = Neighbours(URLS, self.clock, lambda urls: self.scraped())
+        self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
+        self.at, self.incarnation, self.commands_done = 0, 0, 0
+        self.report: dict[str, Any] = {"step": 0, "metrics": {}}
+        self.silent: frozenset[str] = frozenset()  # programs that don't answer
+
+    def step(self, **report: Any) -> None:
+        """The next record of the run (the last stays), with `report` over it."""
+        step, watermark_ms, requests, candidates, metrics_ = self.run[min(self.at, len(self.run) - 1)]
+        left = max(len(self.run) - 1 - self.at, 0)
+        self.at += 1
+        told = {"step": step, "watermark_ms": watermark_ms, "requests": requests, "candidates": candidates, "metrics": metrics_}
+        watch = self.watch(left, "caught_up" if left == 0 else "catching_up")
+        self.report = {**told, "training": True, "watch": watch, **report}
+        for _ in range(round(self.step_s / 2)):
+            self._beats()
+            self.clock.advance(1.0)
+            self._beats()
+            self.clock.advance(1.0)
+        self.neighbours.look()
+        self.page.observe()
+
+    def watch(self, left: int, state: str) -> dict[str, Any]:
+        """As trainer/monitoring/watch.py has it, `left` steps before the end."""
+
+        def row(lag: int) -> dict[str, Any]:
+            eta_s = left * STEP_S
+            rates = {"consumption_per_s": [25.6, 24.0, 27.0], "drain_per_s": [25.6, 24.0, 27.0]}
+            behind = {"lag_records": lag, "lag_ms": left * 9000, "hidden_records": 0, "lost_records": 0}
+            return {"state": state, "reason": "", **behind, **rates, "eta_s": [eta_s, 0.9 * eta_s, 1.2 * eta_s]}
+
+        rows = [{"topic": "samples", "partition": n, **row((left * 256) // 4 + n * (left > 0))} for n in range(4)]
+        return {**row(sum(r["lag_records"] for r in rows)), "in_state_s": 1.0, "partitions": rows}
+
+    def to_the_end(self) -> ReplayedRun:
+        while self.at < len(self.run):
+            self.step()
+        return self
+
+    def serve(self) -> str:
+        """Its URL; from threads of their own until the process ends."""
+        pages = {**files(), **self.page.answers()}
+        port = metrics.serve(Watched(), Health(60, self.clock), CollectorRegistry(), pages)
+        return f"http://127.0.0.1:{port}/"
+
+    def _beats(self) -> None:
+        for role, index in MEMBERS:
+            commands = self._beat(role, index, [])
+            answers = [{"id": c["id"], "ok": True, **ANSWERS.get((role, c["kind"]), {})} for c in commands]
+            self.incarnation = max([self.incarnation, *(c["incarnation"] for c in commands)])
+            self.clock.advance(0.012)
+            if answers:
+                self._beat(role, index, answers)
+            self.controller.turn()
+
+    def _beat(self, role: str, index: int, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        header = {"role": role, "index": index, "session": 1, "incarnation": self.incarnation, "results": results}
+        report = self.report if role == "worker" else {"ready": True}
+        return self.controller.handle("beat", {**header, "report": report}, ())[0]["commands"]
+
+    def scraped(self) -> dict[str, Scraped]:
+        """What the other programs would tell at this moment."""
+        wave = 1 + 0.15 * math.sin(self.at / 5)
+        lines: dict[str, list[str]] = {name: [] for name in URLS}
+        for n in range(2):
+            rows = int(41 * self.at * (1 + 0.06 * n))
+            lines[f"shard-{n}"] = [
+                f'roostream_shard_rows{{stack="d16_adagrad"}} {rows}',
+                f'roostream_shard_rows{{stack="d8"}} {rows // 3}',
+            ]
+            lines[f"shard-{n}"] += [
+                f"roostream_shard_bytes {rows * 400}",
+                f"roostream_shard_pulls {self.at * 12}",
+                "roostream_shard_damaged 0",
+            ]
+        for stage, ms in {**_MS, STAGES[-1]: sum(_MS.values())}.items():
+            lines["worker"] += [
+                f'roostream_freshness_ms{{stage="{stage}",quantile="{q}"}} {ms * wave * f}'
+                for q, f in (("0.5", 1), ("0.99", 1.4))
+            ]
+        lines["worker"].append("roostream_worker_non_finite 0")
+        status = self.controller.status()
+        version = f"{status['incarnation']}-{status['seq']}"
+        lines["serving"] = [f'roostream_serving_model_version{{version="{version}"}} 1']
+        lines["joiner"], lines["auditor"] = ["roostream_joiner_running 1"], ['roostream_auditor_accounted{state="yes"} 1']
+        served = 0.0443 + 0.03 * (1 - math.exp(-self.at / 25))
+        rates = {"served": served * wave**0.2, "random": 0.0443, "best": 0.0869}
+        lines["simulate"] = [
+            f'roostream_traffic_click_rate{{order="{o}",window="{w}"}} {v}' for o, v in rates.items() for w in ("recent", "total")
+        ]
+        return {n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else Scraped() for n, texts in lines.items()}

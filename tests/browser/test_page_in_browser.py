@@ -1,0 +1,182 @@
+"""The controller's page in a real browser, fed by a real controller with the reports of a replayed run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium
+from tests.browser.replayed_run import ReplayedRun
+
+HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'
+PHONE = {"width": 360, "height": 740}
+
+
+class Opened:
+    """A tab with the page, and what it did that nobody should see."""
+
+    def __init__(self, browser: Any, run: ReplayedRun, **options: Any) -> None:
+        self.run, self.url = run, run.serve()
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
+        self.tab = self.context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.tab.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.on("request", lambda request: self.asked.append(request.url))
+        self.tab.goto(self.url)
+        self.wait("document.getElementById('read').textContent.startsWith('read ')")
+
+    def wait(self, script: str) -> None:
+        """Until `script` is true; asked from outside, since the page's policy forbids to evaluate text inside."""
+        deadline_s = time.monotonic() + 15
+        while not self.tab.evaluate(script):
+            assert time.monotonic() < deadline_s, f"{script} did not become true; {self.said}"
+            self.tab.wait_for_timeout(50)
+
+    def text(self, selector: str) -> str:
+        return self.tab.inner_text(selector)
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture(scope="session")
+def finished() -> ReplayedRun:
+    """A run at its end; not to be moved on."""
+    return ReplayedRun().to_the_end()
+
+
+@pytest.fixture
+def opened(browser: Any, finished: ReplayedRun) -> Iterator[Any]:
+    """Open the page with these options of a browser's context; everything is closed, and must have been quiet."""
+    tabs: list[Opened] = []
+
+    def open_(run: ReplayedRun | None = None, **options: Any) -> Opened:
+        tabs.append(Opened(browser, run or finished, **options))
+        return tabs[-1]
+
+    yield open_
+    for tab in tabs:
+        tab.close()
+        assert [s for s in tab.said if not s.startswith("debug")] == []
+        assert all(url.startswith((tab.url, "data:")) for url in tab.asked), tab.asked
+
+
+def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
+    page = opened()
+    assert page.text("h1") == "Caught up" and "behind by 0 ms" in page.text("#state-more")
+    assert "Nothing is known to be wrong." in page.text("#wrong")
+    told = page.run.page.status()
+    assert f"{told['reports']['worker 0']['metrics']['ne']:.4f}" in page.text("#now")
+    curve = page.tab.get_attribute("figure:nth-child(2) path.c0", "d")
+    assert curve.count("L") >= len(page.run.run) - 2, "every step of the run is in the line"
+    assert re.search(
+        r"Normalized entropy, last \d+ (s|min)\. NE: 0\.\d+ to 1?\.?\d+",
+        page.tab.get_attribute("figure:nth-child(2) svg", "aria-label"),
+    )
+    assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text("#partitions-body")
+
+
+def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> None:
+    run = ReplayedRun()
+    for _ in range(6):
+        run.step()
+    page = opened(run)
+    assert page.text("h1") == "Catching up" and "caught up in about" in page.text("#state-more")
+    assert page.tab.eval_on_selector_all("[aria-live]", "all => all.map(e => e.id)") == ["state"]
+    points = page.tab.get_attribute("figure:nth-child(2) path.c0", "d").count("L")
+    page.tab.focus("#partitions-body .table")
+    run.to_the_end()
+    run.silent = frozenset({"serving"})
+    run.step()
+    page.wait("document.getElementById('state-text').textContent === 'Caught up'")
+    page.wait("document.getElementById('wrong').textContent.includes('serving does not answer')")
+    page.wait(f"document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > {points + 2}")
+    assert page.tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Partitions of the training input"
+    assert "Not known" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
+
+
+def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_values(opened: Any) -> None:
+    page = opened()
+    page.context.set_offline(True)
+    page.wait("!document.getElementById('old').hidden")
+    assert re.search(r"has not answered since \d\d:\d\d:\d\d. What is shown is from then", page.text("#old"))
+    assert page.text("h1") == "Unknown" and page.tab.get_attribute("body", "data-tone") == "unknown"
+    page.context.set_offline(False)
+    page.wait("document.getElementById('old').hidden && document.getElementById('state-text').textContent === 'Caught up'")
+    page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
+
+
+def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
+    page = opened()
+    press = page.tab.keyboard.press
+    seen = []
+    for _ in range(12):
+        press("Tab")
+        seen.append(page.tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.name"))
+    assert seen[:4] == ["Skip to the content", "Trends", "Freshness", "Commits"] and seen[7] == "span" and "Numbers" in seen[8]
+    outline = page.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "where the focus is can be seen"
+    page.tab.focus("#span input")
+    press("ArrowRight")
+    press("ArrowRight")
+    assert "6 h" in page.tab.get_attribute("figure svg", "aria-label").replace("360 min", "6 h")
+    page.tab.focus("figure summary")
+    press("Enter")
+    rows = page.tab.inner_text("figure:first-child tbody").split("\n")
+    assert len(rows) > 2 and all(re.fullmatch(r"[\d: -]+\t\d.*(s|min)", row) for row in rows), rows
+    page.tab.focus(".skip")
+    press("Enter")
+    assert page.tab.evaluate("document.activeElement.id") == "main"
+
+
+def test_a_phone_scrolls_in_one_direction(opened: Any) -> None:
+    page = opened(viewport=PHONE, has_touch=True, is_mobile=True)
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.tab.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < PHONE["height"] / 2
+    size = page.tab.eval_on_selector_all(
+        "p, dd, td, th", "all => Math.min(...all.map(e => parseFloat(getComputedStyle(e).fontSize)))"
+    )
+    assert size >= 12
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
+    run = ReplayedRun()
+    run.silent = frozenset({"joiner"})
+    for _ in range(6):
+        run.step(leaving=True)
+    page = opened(run, color_scheme=scheme)
+    page.tab.click("figure:first-child summary")
+    dark = page.tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)")
+    assert dark == (scheme == "dark")
+    page.tab.evaluate(chromium.axe())
+    wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"
+    found = page.tab.evaluate(f"axe.run(document, {wanted})")
+    assert [f"{v['id']}: {[n['html'][:120] for n in v['nodes']]}" for v in found["violations"]] == []
+    assert len(found["passes"]) > 20
+
+
+def test_nothing_moves_while_it_is_read(opened: Any) -> None:
+    page = opened(ReplayedRun().to_the_end())
+    script = """() => new Promise(done => { let sum = 0;
+        new PerformanceObserver(list => { for (const e of list.getEntries()) sum += e.value; }).observe({type: 'layout-shift'});
+        setTimeout(() => done(sum), 2500); })"""
+    page.run.step()
+    assert page.tab.evaluate(script) < 0.02
+
+
+def test_hostile_names_are_text_and_nothing_else(opened: Any) -> None:
+    run = ReplayedRun()
+    for _ in range(4):
+        run.step()
+    row = {"topic": HOSTILE, "partition": 0, "state": HOSTILE, "reason": HOSTILE}
+    run.step(broken=HOSTILE, watch={"state": HOSTILE, "reason": HOSTILE, "partitions": [row]})
+    page = opened(run)
+    assert HOSTILE in page.text("#partitions-body") and HOSTILE in page.text("#changes-body")
+    assert page.tab.evaluate("window.hurt === undefined && !document.querySelector('main img, main script')")

@@ -1,0 +1,79 @@
+"""What the page shows of the past."""
+
+from __future__ import annotations
+
+from trainer.control.history import Changes, Grain, History, Rate
+
+
+def test_a_step_is_one_point_and_its_newest_known_value_counts() -> None:
+    history = History(grains=(Grain(10, 5),))
+    for at_s, value in ((0, 1.0), (4, 2.0), (9, None), (10, 5.0)):
+        history.add(at_s, {"ne": value})
+    (grain,) = history.series()
+    assert grain == {"step_s": 10, "slot": [0, 1], "at_s": [9, 10], "values": {"ne": [2.0, 5.0]}}
+
+
+def test_a_coarse_line_does_not_hide_a_peak() -> None:
+    history = History(frozenset({"lag_ms"}), (Grain(60, 5),))
+    for at_s, lag in ((0, 1.0), (10, 900.0), (20, 3.0)):
+        history.add(at_s, {"lag_ms": lag, "ne": lag})
+    assert history.series()[0]["values"] == {"lag_ms": [900.0], "ne": [3.0]}
+
+
+def test_what_nobody_knows_during_a_whole_step_is_unknown_and_a_silent_step_is_a_gap() -> None:
+    history = History(grains=(Grain(10, 9),))
+    history.add(0, {"ne": 1.0})
+    history.add(10, {"ne": None})
+    history.add(50, {"ne": 2.0, "auc": 0.7})
+    (grain,) = history.series()
+    assert grain["slot"] == [0, 1, 5] and grain["values"] == {"auc": [None, None, 0.7], "ne": [1.0, None, 2.0]}
+
+
+def test_memory_is_bounded_in_every_grain() -> None:
+    history = History(grains=(Grain(10, 3), Grain(60, 2)))
+    for at_s in range(0, 1000, 10):
+        history.add(at_s, {"n": float(at_s)})
+    fine, coarse = history.series()
+    assert fine["values"]["n"] == [970.0, 980.0, 990.0] and coarse["values"]["n"] == [950.0, 990.0]
+
+
+def test_the_newest_point_is_that_of_the_series() -> None:
+    history = History(grains=(Grain(10, 3),))
+    assert history.newest() is None
+    history.add(12, {"n": 1.0})
+    assert history.newest() == {"slot": 1, "at_s": 12, "values": {"n": 1.0}}
+
+
+def test_a_fact_is_told_with_what_it_was_and_since_when_it_is_so() -> None:
+    changes = Changes()
+    changes.observe(1, 1001, {"state": "catching_up", "incarnation": "1"})
+    changes.observe(2, 1002, {"state": "catching_up", "incarnation": "1"})
+    assert not changes.newest and changes.since_s("state") == 1
+    changes.observe(3, 1003, {"state": "caught_up", "incarnation": "1"})
+    assert [tuple(c) for c in changes.newest] == [(3, 1003, "state", "catching_up", "caught_up")]
+    assert changes.since_s("state") == 3 and changes.since_s("incarnation") == 1
+
+
+def test_a_fact_that_is_not_named_any_more_is_forgotten() -> None:
+    changes = Changes()
+    changes.observe(1, 1, {"a": "x"})
+    changes.observe(2, 2, {})
+    assert changes.since_s("a") is None
+    changes.observe(3, 3, {"a": "y"})
+    assert not changes.newest, "it is new, it has not changed"
+
+
+def test_only_the_newest_changes_are_kept() -> None:
+    changes = Changes(most=2)
+    for n in range(5):
+        changes.add(n, n, "rollback", f"reason {n}")
+    assert [c.now for c in changes.newest] == ["reason 3", "reason 4"]
+
+
+def test_a_rate_needs_two_readings_of_a_count_that_grows() -> None:
+    rate = Rate()
+    assert rate.of(0, 10) is None
+    assert rate.of(2, 30) == 10
+    assert rate.of(3, 5) is None, "it went back: a rollback"
+    assert rate.of(4, 7) == 2
+    assert rate.of(5, None) is None and rate.of(6, 9) is None

@@ -1,0 +1,67 @@
+"""What other programs tell the controller's page."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from runtime import scrape
+from runtime.clock import FakeClock
+from runtime.scrape import Scraped
+from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, read_figures
+
+URLS = {"worker": "http://w", "shard-0": "http://s"}
+SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
+
+
+def fetched(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+    return {"worker": Scraped(), "shard-0": scrape.parse(SHARD)}
+
+
+def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown() -> None:
+    neighbours = Neighbours(URLS, FakeClock(), fetched)
+    neighbours.look()
+    figures = neighbours.figures()
+    assert figures["programs"] == {"worker": False, "shard-0": True}
+    assert figures["shards"] == {"shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}}
+    assert figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None} and figures["accounted"] is None
+
+
+def test_nobody_is_asked_where_no_address_is_set() -> None:
+    def never(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        raise AssertionError("asked")
+
+    neighbours = Neighbours({}, FakeClock(), never)
+    neighbours.look()
+    assert neighbours.figures()["programs"] == {} and neighbours.figures()["click_rate"]["served"] is None
+
+
+def test_old_answers_say_nothing_about_now() -> None:
+    clock = FakeClock()
+    neighbours = Neighbours(URLS, clock, fetched)
+    assert neighbours.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
+    neighbours.look()
+    clock.advance(STALE_S)
+    assert neighbours.figures()["shards"]
+    clock.advance(1)
+    assert neighbours.figures() == read_figures(URLS, {})
+
+
+def test_it_looks_again_until_it_is_stopped() -> None:
+    clock, stop, looks = FakeClock(), threading.Event(), []
+
+    def counted(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        looks.append(clock.monotonic_s())
+        if len(looks) == 3:
+            stop.set()
+        return {}
+
+    Neighbours(URLS, clock, counted).run(stop)
+    assert looks == [0, LOOK_S, 2 * LOOK_S]
+
+
+def test_partitions_of_all_workers_are_told_together() -> None:
+    texts = {
+        f"worker-{n}": scrape.parse(f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n') for n in (0, 1)
+    }
+    assert read_figures({}, texts)["partition_lag_records"] == {"samples-0": 0, "samples-1": 1}

@@ -1,0 +1,127 @@
+"""What other programs tell about themselves, read from their /metrics: the controller's page and `status` show the same.
+
+A program that doesn't answer tells nothing, and what nobody tells is None: unknown, never 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from runtime import scrape
+from runtime.clock import Clock
+from runtime.scrape import Scraped
+
+STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
+LOOK_S = 5.0
+STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
+
+Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
+
+
+class Neighbours:
+    """The programs at `urls` (name → URL of /metrics), read by a thread that calls `run`; `figures` is safe from any thread."""
+
+    def __init__(self, urls: Mapping[str, str], clock: Clock, fetch: Fetch = scrape.fetch_all) -> None:
+        self.urls, self.clock, self._fetch = dict(urls), clock, fetch
+        self._found: tuple[float, dict[str, Scraped]] | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Look every LOOK_S until `stop`."""
+        while not stop.is_set():
+            self.look()
+            self.clock.sleep(LOOK_S, stop)
+
+    def look(self) -> None:
+        """Ask all of them once, side by side."""
+        if self.urls:
+            self._found = self.clock.monotonic_s(), self._fetch(self.urls)
+
+    def figures(self) -> dict[str, Any]:
+        """What they told last; all unknown where nobody was asked, or the last answers are older than STALE_S."""
+        found = self._found
+        fresh = found is not None and self.clock.monotonic_s() - found[0] <= STALE_S
+        return read_figures(self.urls, found[1] if found and fresh else {})
+
+
+def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> dict[str, Any]:
+    """Plain values of programs called `names`, of those that answered."""
+    workers = {name: s for name, s in scraped.items() if name.partition("-")[0] == "worker"}
+    return {
+        "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
+        "freshness": freshness(scraped),
+        "click_rate": click_rate(scraped.get("simulate", Scraped())),
+        "serving": serving_state(scraped.get("serving", Scraped())),
+        "joiner_watermark_ms": scraped.get("joiner", Scraped()).value("roostream_joiner_watermark_ms"),
+        "shards": {name: _shard(s) for name, s in scraped.items() if name.startswith("shard-") and s},
+        "partition_lag_records": _merged([s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]),
+        "accounted": scraped.get("auditor", Scraped()).state("roostream_auditor_accounted", "state"),
+        "lost_records": lost_records(scraped),
+        "non_finite": _merged([{n: v} for n, s in workers.items() if (v := s.value("roostream_worker_non_finite")) is not None]),
+    }
+
+
+def _shard(shard: Scraped) -> dict[str, Any]:
+    return {
+        "rows": {stack: int(n) for stack, n in shard.by("roostream_shard_rows", "stack").items()},
+        "pulls": shard.value("roostream_shard_pulls"),
+        "bytes": shard.value("roostream_shard_bytes"),
+        "damaged": shard.value("roostream_shard_damaged"),
+    }
+
+
+def _merged(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def lost_records(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+    """Program → records that retention deleted before it read them, of programs that count some."""
+    told = {name: s.value(f"roostream_{name.partition('-')[0]}_lost_records") for name, s in scraped.items() if name != "auditor"}
+    return {name: int(count) for name, count in told.items() if count}
+
+
+def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for name, metrics in scraped.items():
+        if name.startswith("shard-"):
+            for stack, value in metrics.by("roostream_shard_rows", "stack").items():
+                rows[stack] = rows.get(stack, 0) + int(value)
+    return rows
+
+
+def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | None]]:
+    """Stage → p50 and p99 in ms, from whichever program measures it."""
+    found: dict[str, dict[str, float | None]] = {}
+    for stage in STAGES:
+        for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
+            values = [s.value("roostream_freshness_ms", stage=stage, quantile=quantile) for s in scraped.values()]
+            found.setdefault(stage, {})[key] = next((v for v in values if v is not None), None)
+    return found
+
+
+def click_rate(simulate: Scraped) -> dict[str, float | None]:
+    """Expected clicks a shown candidate of the newest requests: as served, in a random order of the same requests, and in the
+    best order; and served over random, of the newest and of all. While the newest are above all, serving still gets better."""
+    name, orders = "roostream_traffic_click_rate", ("served", "random", "best")
+    rates, total = ({o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total"))
+    return {
+        **rates,
+        "served_to_random": _ratio(rates),
+        "served_to_random_total": _ratio(total),
+        "requests": simulate.value("roostream_traffic_requests_total"),
+    }
+
+
+def _ratio(rates: Mapping[str, float | None]) -> float | None:
+    served, random = rates["served"], rates["random"]
+    return served / random if served is not None and random else None
+
+
+def serving_state(serving: Scraped) -> dict[str, Any]:
+    """Answers by status since its start, and which committed version it scores with."""
+    return {
+        "requests": serving.total("roostream_serving_requests_total"),
+        "degraded": serving.value("roostream_serving_degraded_total"),
+        "version": serving.state("roostream_serving_model_version", "version"),
+    }

@@ -1,0 +1,59 @@
+"""The workers' reports as one: worst state, furthest lag, the sum of what is trained. What one doesn't tell is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from trainer.monitoring.caught_up import Liveness
+
+_RANK = {str(state): rank for rank, state in enumerate(Liveness)}
+
+
+def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Member → its report, of workers that train; not of those that stand by."""
+    training = [f"worker {n}" for n in range(int(status["workers"]))]
+    return {key: status["reports"][key] for key in training if key in status["reports"]}
+
+
+def together(status: Mapping[str, Any]) -> dict[str, Any]:
+    """`status` as Controller.status gives it. `eta_s` and `drain_per_s` are [value, low, high], None where not known;
+    `partitions` as in trainer/monitoring/watch.py, each with its `worker`."""
+    reports = worker_reports(status)
+    watches = [report.get("watch") or {} for report in reports.values()]
+    worst = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
+    metrics: Mapping[str, Any] = next((report["metrics"] for report in reports.values() if report.get("metrics")), {})
+    return {
+        "state": _state(worst),
+        "reason": str(worst.get("reason") or ""),
+        "in_state_s": worst.get("in_state_s"),
+        "lag_ms": _of_all(max, (watch.get("lag_ms") for watch in watches)),
+        "lag_records": _of_all(sum, (watch.get("lag_records") for watch in watches)),
+        "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None) if all(w.get("eta_s") for w in watches) else None,
+        "drain_per_s": watches[0].get("drain_per_s") if len(watches) == 1 else None,
+        "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
+        "requests": _of_all(sum, (report.get("requests") for report in reports.values())),
+        "step": _of_all(max, (report.get("step") for report in reports.values())),
+        "watermark_ms": _of_all(min, (report.get("watermark_ms") for report in reports.values())),
+        "metrics": metrics,
+        "partitions": [
+            {**row, "worker": key}
+            for key, report in reports.items()
+            for row in ((report.get("watch") or {}).get("partitions") or ())
+        ],
+    }
+
+
+def _state(watch: Mapping[str, Any]) -> str:
+    state = str(watch.get("state") or "")
+    return state if state in _RANK else str(Liveness.UNKNOWN)
+
+
+def _eta(eta: Any) -> float:
+    return float("inf") if eta[0] is None else float(eta[0])
+
+
+def _of_all(fold: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    told = list(values)
+    known = [value for value in told if value is not None]
+    return fold(known) if known and len(known) == len(told) else None

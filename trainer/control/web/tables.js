@@ -1,0 +1,128 @@
+// What is so now, as figures and tables.
+
+import { element, list, say, table } from "./parts.js";
+import { UNKNOWN, bytes, clock, count, duration, eventTime, known, plain } from "./words.js";
+
+const STAGES = [
+  ["engagement_to_close", "engagement to close"],
+  ["close_to_readable", "close to readable"],
+  ["readable_to_trained", "readable to trained"],
+  ["trained_to_servable", "trained to servable"],
+  ["engagement_to_servable", "engagement to servable"],
+];
+
+const seconds = (value) => duration(known(value) ? value * 1000 : null);
+/** [value, low, high] as text. */
+const until = (eta) => (eta?.[0] === 0 ? "now" : seconds(eta?.[0]));
+const ratio = (a, b) => (known(a) && known(b) && b ? a / b : null);
+const fixed = (value, digits) => (known(value) ? value.toFixed(digits) : UNKNOWN);
+
+export function now(host, status) {
+  const { figures, training } = status.page;
+  const { metrics } = training;
+  const drained = training.drain_per_s?.[0];
+  const [, least, most] = training.eta_s ?? [];
+  const whole = figures.freshness.engagement_to_servable;
+  const clicks = figures.click_rate;
+  const items = [
+    ["Lag", duration(training.lag_ms), `${count(training.lag_records)} samples`],
+    ["Caught up in", until(training.eta_s), known(least) && known(most) && most > least ? `${seconds(least)} to ${seconds(most)}` : `${known(drained) ? count(drained, 1) : UNKNOWN} samples/s drained`],
+    ["Engagement to servable", duration(whole.p50_ms), `p50; p99 ${duration(whole.p99_ms)}`],
+    ["Last commit", status.commits || status.seq ? `${duration(status.commit_age_ms)} ago` : "none yet", status.manifest || "nothing committed"],
+    ["Normalized entropy", fixed(metrics.ne, 4), `AUC ${fixed(metrics.auc, 4)}, calibration ${fixed(metrics.calibration, 3)}`],
+    ["Clicks, served to random", fixed(clicks.served_to_random, 2), `served ${fixed(clicks.served, 4)}, best ${fixed(clicks.best, 4)}`],
+    ["Trained", count(training.requests), `requests in ${count(training.step)} steps`],
+    ["Trained up to", known(training.watermark_ms) && training.watermark_ms > 0 ? eventTime(training.watermark_ms).slice(11, 19) : UNKNOWN, `UTC of event time, ${eventTime(training.watermark_ms).slice(0, 10)}`],
+    ["Every event accounted for", plain(figures.accounted), "by the auditor"],
+  ];
+  list(
+    host, items,
+    () => element("div", {}, element("dt"), element("dd"), element("dd", { class: "sub" })),
+    (item, texts) => texts.forEach((text, n) => say(item.children[n], text)),
+  );
+}
+
+export function stages(host, status) {
+  const lines = STAGES.map(([key, name]) => {
+    const { p50_ms: half, p99_ms: most } = status.page.figures.freshness[key];
+    return [name, duration(half), duration(most)];
+  });
+  table(host, "Time of the newest samples between two stages of the loop", [{ name: "stage" }, { name: "p50" }, { name: "p99" }], lines, "");
+}
+
+export function commits(host, status) {
+  const serving = status.page.figures.serving.version;
+  const lines = [
+    ["controller", `${plain(status.state)}${status.reason ? ` (${status.reason})` : ""}`],
+    ["incarnation", count(status.incarnation)],
+    ["last commit", status.manifest || "none yet"],
+    ["took", status.commits ? `${duration(status.commit_ms)}, training paused ${duration(status.paused_ms)}` : "none since the start"],
+    ["since the start", `${count(status.commits)} commits, ${count(status.aborts)} abandoned, ${count(status.rollbacks)} rollbacks`],
+    ["served version", serving ?? UNKNOWN],
+    ["workers", status.wanted_workers === status.workers ? count(status.workers) : `${count(status.workers)}, ${count(status.wanted_workers)} wanted`],
+    ["holds", holds(status.holds)],
+  ];
+  table(host, "The controller’s commits", [{ name: "what" }, { name: "is", words: true }], lines, "");
+}
+
+function holds(found) {
+  if (found === undefined || found === null) return UNKNOWN;
+  const all = Array.isArray(found) ? found : Object.values(found);
+  return all.length ? all.map((hold) => (typeof hold === "object" ? [hold.kind, hold.reason].filter(Boolean).join(": ") : String(hold))).join("; ") : "none";
+}
+
+export function members(host, status) {
+  const lines = status.page.members.map((name) => {
+    const member = status.members[name];
+    const report = status.reports[name] ?? {};
+    const said = report.broken || (report.leaving ? "stopping" : report.watch?.state ? plain(report.watch.state) : report.ready === false ? "not ready" : "there");
+    return member ? [name, said, count(member.incarnation), duration(member.silent_ms)] : [name, "not there", UNKNOWN, UNKNOWN];
+  });
+  for (const [name, answers] of Object.entries(status.page.figures.programs)) {
+    const said = answers === true ? "answers" : answers === false ? "does not answer" : UNKNOWN;
+    lines.push([`${name} /metrics`, said, "–", "–"]);
+  }
+  const columns = [{ name: "who" }, { name: "is", words: true }, { name: "incarnation" }, { name: "last heard" }];
+  table(host, "Members of this incarnation, and programs whose figures are shown", columns, lines, "No member is known.");
+}
+
+export function rows(host, status) {
+  const shards = Object.entries(status.page.figures.shards).sort();
+  const stacks = [...new Set(shards.flatMap(([, shard]) => Object.keys(shard.rows)))].sort();
+  const sum = (shard) => Object.values(shard.rows).reduce((a, b) => a + b, 0);
+  const all = shards.reduce((total, [, shard]) => total + sum(shard), 0);
+  const most = Math.max(...shards.map(([, shard]) => sum(shard)), 1);
+  const lines = shards.map(([name, shard]) => [
+    name, ...stacks.map((stack) => count(shard.rows[stack] ?? 0)), count(sum(shard)),
+    { text: all ? `${((100 * sum(shard)) / all).toFixed(1)} %` : "–", share: sum(shard) / most },
+    bytes(shard.bytes), count(shard.pulls),
+  ]);
+  if (shards.length > 1) {
+    const total = (of) => shards.reduce((a, [, shard]) => a + (of(shard) ?? 0), 0);
+    const balance = ratio(most, all / shards.length);
+    lines.push(["all", ...stacks.map((stack) => count(total((s) => s.rows[stack]))), count(all), `fullest ${fixed(balance, 2)} × the mean`, bytes(total((s) => s.bytes)), count(total((s) => s.pulls))]);
+  }
+  const columns = [{ name: "shard" }, ...stacks.map((name) => ({ name })), { name: "rows" }, { name: "share" }, { name: "memory" }, { name: "pulls" }];
+  table(host, "Rows in memory, by table stack", columns, lines, "Unknown: no shard tells how many rows it has.");
+}
+
+/** By partition; where no worker watches, what is exported at least. */
+export function partitions(host, status) {
+  const { training, figures } = status.page;
+  const exported = () => Object.entries(figures.partition_lag_records).map(([name, lag]) => ({ name, lag_records: lag }));
+  const found = training.partitions.length ? training.partitions.map((row) => ({ ...row, name: `${row.topic}-${row.partition}` })) : exported();
+  const lines = found.sort((a, b) => byNumber(a.name, b.name)).map((it) => [
+    it.name, it.reason ? `${plain(it.state)}: ${it.reason}` : plain(it.state), it.worker ?? UNKNOWN, count(it.lag_records), count(it.hidden_records),
+    duration(it.lag_ms), it.consumption_per_s ? count(it.consumption_per_s[0], 1) : UNKNOWN, until(it.eta_s),
+  ]);
+  const columns = [{ name: "partition" }, { name: "state", words: true }, { name: "worker" }, { name: "samples behind" }, { name: "hidden" }, { name: "lag" }, { name: "samples/s" }, { name: "caught up in" }];
+  table(host, "Partitions of the training input", columns, lines, "Unknown: no worker tells about its partitions.");
+}
+
+const byNumber = (a, b) => a.localeCompare(b, "en", { numeric: true });
+
+export function changesTable(host, status) {
+  const lines = [...status.page.changes].reverse().map(({ time_ms: ms, what, was, now: is }) => [clock(ms), plain(what), was ? `${plain(is)}, was ${plain(was)}` : is]);
+  const columns = [{ name: "when" }, { name: "what", words: true }, { name: "became", words: true }];
+  table(host, "Newest first, since the controller started", columns, lines, "Nothing has changed since the controller started.");
+}
