@@ -29,6 +29,11 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
+STILL_FILLING_MB = {
+    "redis": 64,  # 500 users of at most 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice with the largest question and answer
+    "auditor": 128,  # the ids of the newest 30 minutes
+}
+"""Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
 
@@ -113,15 +118,20 @@ class Faults:
 
 
 def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → median memory of the last third of the run over that of the second one."""
+    """Program → memory of the last third of the run over that of the second one: the lowest deciles, since a program that has
+    just been restored, or reads anew what a killed Redis held, takes more for a while, and kills don't fall evenly."""
     found = {}
     for name, seen in memory.items():
         thirds: list[list[int]] = [[], [], []]
         for at_s, rss in seen:
             thirds[min(int(3 * at_s / seconds), 2)].append(rss)
         if thirds[1] and thirds[2]:
-            found[name] = round(statistics.median(thirds[2]) / statistics.median(thirds[1]), 3)
+            found[name] = round(_usual(thirds[2]) / _usual(thirds[1]), 3)
     return found
+
+
+def _usual(rss: list[int]) -> float:
+    return statistics.quantiles(rss, n=10)[0] if len(rss) > 1 else rss[0]
 
 
 def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Path) -> None:
@@ -140,10 +150,12 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
         if path := os.environ.get("SOAK_REPORT"):
             Path(path).write_text(json.dumps(report, indent=1))
         wait_until("every program is ready again", lambda: ready(stack), 240)
-        check_nothing_lost_or_twice(stack)
+        check_nothing_lost_or_twice(stack, within_s=300)
         assert len(faults.kills) >= SECONDS / 30 and faults.num_garbage, report
         if SECONDS >= 900:  # shorter runs are still warming up
-            assert max(report["growth"].values()) < 1.1, report["growth"]
+            assert max(r for name, r in report["growth"].items() if name not in STILL_FILLING_MB) < 1.1, report["growth"]
+            for name, most_mb in STILL_FILLING_MB.items():
+                assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (name, report["memory_mb"][name])
 
 
 def ready(stack: Stack) -> bool:
