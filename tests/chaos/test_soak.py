@@ -30,7 +30,7 @@ SEED = int(os.environ.get("SOAK_SEED", "1"))
 KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
 STILL_FILLING_MB = {
-    "redis": 64,  # 500 users of at most 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice with the largest question and answer
+    "redis": 64,  # 500 users of at most 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice with its largest call
     "auditor": 128,  # the ids of the newest 30 minutes
 }
 """Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""
