@@ -73,6 +73,11 @@ class SetupError(RoostreamError):
     """The machine lacks something that Roostream needs."""
 
 
+def told(error: BaseException) -> str:
+    """Its text, and what those that it came through noted about it."""
+    return "; ".join(part for part in (str(error), *getattr(error, "__notes__", ())) if part)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known name nearest to `name`, or `""` if none is near."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.65)

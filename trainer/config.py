@@ -55,6 +55,12 @@ class WorkerConfig(LoopConfig, Deployment):
     controller: str = setting(help="the controller's host:port")
     shards: tuple[str, ...] = setting(help="host:port of shards 0..N-1, in order")
     index: int = setting(0, "which worker this is, from 0", least=0)
+    read_ahead: int = setting(
+        2, "chunks read and decoded ahead of training, pushes made behind it, in threads; 0 = one thread", least=0, most=16
+    )
+    staleness: int = setting(
+        0, "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread", least=0, most=8
+    )
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", least=0)
     caught_up_hold_ms: int = setting(10_000, "for how long the lag must have been below it to count as live", least=0)
     controller_timeout_ms: int = setting(
@@ -66,6 +72,10 @@ class WorkerConfig(LoopConfig, Deployment):
         self.require("shards")
         check_addresses("shards", *self.shards)
         check_addresses("controller", self.controller)
+        if self.staleness and self.exact:
+            raise refusal("staleness", "0 with exact = true", self.staleness, "what is repeated would see other rows")
+        if self.staleness and not self.read_ahead:
+            raise refusal("staleness", "0 with read_ahead = 0", self.staleness, "no row is pulled ahead in one thread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 from runtime.event_time import RecentTimes
 
 
-class _Claim(NamedTuple):
+class _Unsettled(NamedTuple):
     """What a claim that isn't settled has changed, so that a cut leaves it out."""
 
     num_new: int
@@ -38,7 +38,7 @@ class Dedupe:
         self.horizon_ms = horizon_ms
         self.num_skipped = 0
         self._close_ms: dict[int, int] = {}  # in the order of claims, which is nearly that of close times
-        self._claims: deque[_Claim] = deque()  # oldest first
+        self._claims: deque[_Unsettled] = deque()  # oldest first
         self._recent = RecentTimes()
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Dedupe:
                 new_R[r] = True
         recent_ms = self._recent.times_ms
         self._recent.add(close_ms_R.tolist())
-        self._claims.append(_Claim(int(new_R.sum()), self._forget(), recent_ms))
+        self._claims.append(_Unsettled(int(new_R.sum()), self._forget(), recent_ms))
         return new_R
 
     def settle(self, new_R: np.ndarray) -> None:

@@ -10,12 +10,16 @@ from runtime.clock import Clock
 from runtime.kafka.record_reader import PartitionLag, RecordReader
 from runtime.kafka.topics import Partition, Progress
 from trainer.batches import Chunk, Rejected
+from trainer.pipeline.stages import Stages
 
 
 class RecordBatches:
     """See `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
 
-    def __init__(self, reader: RecordReader, decoder: Decoder, clock: Clock, *, max_wait_ms: int) -> None:
+    def __init__(
+        self, reader: RecordReader, decoder: Decoder, clock: Clock, *, max_wait_ms: int, stages: Stages | None = None
+    ) -> None:
+        self.stages = stages or Stages(clock)
         self.reader, self.decoder, self.clock, self.max_wait_ms = reader, decoder, clock, max_wait_ms
         self._waiting: list[Record] = []
         self._since_s = 0.0
@@ -36,7 +40,8 @@ class RecordBatches:
         records, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
         if not records:
             return None
-        chunk = chunk_of(records, self.decoder, self.clock.now_ms())
+        with self.stages("decode"):
+            chunk = chunk_of(records, self.decoder, self.clock.now_ms())
         self._given |= chunk.after
         return chunk
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from models.build import model_config_from_dict
-from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
+from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError, told
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
@@ -52,6 +52,7 @@ class Worker:
         self.committed_step = 0
         self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
+        self._cut_s: float | None = None  # since when training waits for a commit
         self._aborted = 0  # seq; a cut that comes after its abort is refused
         self._refusal: ConfigError | None = None
         self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
@@ -98,7 +99,7 @@ class Worker:
         try:
             return self.loop.step()
         except (UnavailableError, FencedError) as error:
-            self._break(str(error) or "a shard is away")
+            self._break(told(error) or "a shard is away")
             return False
 
     @property
@@ -188,6 +189,7 @@ class Worker:
             raise FencedError(f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted")
         if self.broken or not self.training:
             raise RoostreamError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
+        self._cut_s = self.loop.clock.monotonic_s()
         try:
             self.outputs.flush()
         except UnavailableError:
@@ -195,7 +197,11 @@ class Worker:
                 self._break(refused)
             raise
         self.training = False
-        at = self.loop.snapshot()
+        try:
+            at = self.loop.snapshot()
+        except (UnavailableError, FencedError) as error:
+            self._break(told(error))
+            raise
         self._snapshot = int(command["seq"]), at
         return {
             "offsets": nested(at.progress),
@@ -207,7 +213,7 @@ class Worker:
 
     def _resume(self, command: Command) -> dict[str, Any]:
         self._cut_of(command)
-        self.training = not self.broken
+        self._go_on()
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
@@ -244,8 +250,14 @@ class Worker:
         self._aborted = max(self._aborted, int(command["seq"]))
         if self._snapshot is not None and self._snapshot[0] <= self._aborted:
             self._snapshot = None
-            self.training = not self.broken
+            self._go_on()
         return {}
+
+    def _go_on(self) -> None:
+        self.training = not self.broken
+        if self._cut_s is not None:
+            self.loop.stages.add("commit", self.loop.clock.monotonic_s() - self._cut_s)
+            self._cut_s = None
 
     def _cut_of(self, command: Command) -> tuple[int, Snapshot]:
         snapshot = self._snapshot

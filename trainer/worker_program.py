@@ -31,6 +31,8 @@ from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, set_numerics
 from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
+from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.stages import Stages
 from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
@@ -69,24 +71,35 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     )
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
-        source = open_source(config, Decoder(schema, identity.registry), clock)
-        opened.callback(source.close)
+        stages = Stages(clock)
         shards = [SocketTransport(address) for address in config.shards]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
+        source, rows, feed = connected(
+            lambda: open_source(config, Decoder(schema, identity.registry), clock, stages),
+            ShardRows(client),
+            stages,
+            staleness=config.staleness,
+            read_ahead=config.read_ahead,
+        )
+        opened.callback(source.close)
         outputs = KafkaOutputs(
             lambda: clients.producer(config.broker), config.prefix, clock, lambda: ending.left_s() < _CLOSING_S
         )
         wiring = Wiring(
             source=source,
-            rows=ShardRows(client),
+            rows=rows,
             outputs=outputs,
             clock=clock,
+            feed=feed,
+            stages=stages,
             on_freshness=metrics.freshness().observe,
         )
-        worker = Worker(TrainLoop(config, schema, model_config, wiring), outputs, store, identity, config.index)
+        loop = TrainLoop(config, schema, model_config, wiring)
+        opened.callback(loop.feed.close)
+        worker = Worker(loop, outputs, store, identity, config.index)
         monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000))
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
@@ -98,7 +111,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
 
 
-def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordBatches:
+def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:
     """All partitions of the samples; `seek` must follow."""
     reading = Reading(
         partitions=tuple((SAMPLES, p) for p in range(config.partitions)),
@@ -108,7 +121,7 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock) -> RecordB
         skips_lost=config.skip_lost,
     )
     reader = KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
-    return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms)
+    return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms, stages=stages)
 
 
 def train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from roo import roo_pb2 as pb
@@ -101,7 +101,14 @@ class Built:
         return {i: row.pushes for (t, i), row in self.shard.rows.items() if t == id_}
 
 
-def build(records: Sequence[Record], *, partitions: tuple[Partition, ...] = PARTITIONS, **settings: Any) -> Built:
+def build(
+    records: Sequence[Record],
+    *,
+    partitions: tuple[Partition, ...] = PARTITIONS,
+    rewire: Callable[[Wiring], Wiring] = lambda wiring: wiring,
+    **settings: Any,
+) -> Built:
+    """`rewire`: what is to be connected otherwise."""
     schema, clock = samples.schema(), FakeClock(samples.T0)
     shard = FakeShard(0, schema, MemoryStore(), {})
     shard.restored = True
@@ -118,5 +125,5 @@ def build(records: Sequence[Record], *, partitions: tuple[Partition, ...] = PART
         clock=clock,
         on_freshness=lambda stage, ms: stages.append((stage, ms)),
     )
-    loop = TrainLoop(config, schema, samples.MODEL, wiring)
+    loop = TrainLoop(config, schema, samples.MODEL, rewire(wiring))
     return Built(loop, reader, shard, transport, clock, outputs, stages)

@@ -38,6 +38,8 @@ from trainer.loop import TrainLoop, Wiring
 from trainer.monitoring.caught_up import Liveness
 from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
+from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.stages import Stages
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.worker import Worker
@@ -102,18 +104,21 @@ class Together:
         self.stops.append(kill)
         return kill
 
-    def worker(self, source: MemoryReader) -> Trainer:
+    def worker(self, source: MemoryReader, staleness: int = 0) -> Trainer:
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
         decoder = Decoder(samples.schema(), {}.get)
         outputs = MemoryOutputs()
-        wiring = Wiring(
-            source=RecordBatches(source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms),
-            rows=ShardRows(client),
-            outputs=outputs,
-            clock=self.clock,
+        stages = Stages(self.clock)
+        batches, rows, feed = connected(
+            lambda: RecordBatches(source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages),
+            ShardRows(client),
+            stages,
+            staleness=staleness,
+            read_ahead=2,
         )
+        wiring = Wiring(source=batches, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
         identity = Identity(
             schema=samples.schema(),
             registry={}.get,
@@ -136,6 +141,8 @@ class Together:
             left.set()
             worker.close()
             member.join()
+            worker.loop.feed.close()
+            batches.close()
             client.close()
             for transport in shards:
                 transport.close()
@@ -177,11 +184,12 @@ def together(tmp_path: Path) -> Iterator[Together]:
     stage.stop_all()
 
 
-def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_g3_training_goes_on_by_itself_after_a_shard_was_killed(together: Together, staleness: int) -> None:
     source = MemoryReader(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
-    monitor = together.worker(source).monitor
+    monitor = together.worker(source, staleness).monitor
     together.wait_for(lambda: together.committed(20))
     kill()
     together.shard(0)
@@ -202,7 +210,7 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)
-    worker = trainer.monitoring.monitor.worker
+    worker = trainer.monitor.worker
     together.wait_for(lambda: worker.loop.num_steps >= 1)
     trainer.stop.set()
     trainer.thread.join(LONG_S)

@@ -222,7 +222,7 @@ def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
     told = threading.Thread(target=stage.worker.submit, args=(restore,))
     told.start()
     trainer.join(10)
-    assert stage.worker.report()["broken"] == "the queue is full"
+    assert stage.worker.report()["broken"].startswith("the queue is full")
     stage.outputs.full = False
     while told.is_alive():
         stage.worker.serve_inbox()
@@ -272,6 +272,30 @@ def test_a_worker_whose_shard_is_away_says_so_and_waits_for_a_restore() -> None:
     assert not stage.worker.turn()
     stage.started()
     assert stage.worker.turn() and not stage.worker.report()["broken"]
+
+
+def test_a_push_that_failed_late_allows_no_cut_and_breaks_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage().started()
+
+    def drain() -> None:
+        error = UnavailableError("shard 0 is away")
+        error.add_note("in the push of samples-0 0..1")
+        raise error
+
+    monkeypatch.setattr(stage.worker.loop.feed, "drain", drain)
+    assert stage.do("cut", seq=1)["error"] == "shard 0 is away"
+    assert stage.worker.broken == "shard 0 is away; in the push of samples-0 0..1" and not stage.worker.is_cut
+
+
+def test_the_time_from_a_cut_until_training_goes_on_is_of_the_commit() -> None:
+    stage = Stage().started()
+    for seq, kind in ((1, "resume"), (2, "abort")):
+        assert stage.do("cut", seq=seq)["ok"]
+        stage.built.clock.advance(2)
+        assert stage.do(kind, seq=seq)["ok"]
+        assert stage.do("commit" if kind == "resume" else "start", seq=seq)["ok"]
+        stage.built.clock.advance(100)
+    assert stage.worker.loop.stages.of_loop("commit") == 4
 
 
 def test_an_unknown_command_is_refused() -> None:

@@ -22,19 +22,25 @@ class Stages:
         self._seconds = {(stage, where): 0.0 for stage in STAGES for where in (LOOP, BESIDE)}
         self._lock, self._here = threading.Lock(), threading.local()
 
+    def add(self, stage: str, seconds: float) -> None:
+        """What was measured otherwise, of the calling thread."""
+        where = LOOP if threading.get_ident() == self._loop else BESIDE
+        with self._lock:
+            self._seconds[stage, where] += seconds
+
     @contextlib.contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """What follows is of this stage."""
         began: list[tuple[str, float]] = self._here.__dict__.setdefault("began", [])
         now_s = self.clock.monotonic_s()
         if began:
-            self._add(began[-1][0], now_s - began[-1][1])
+            self.add(began[-1][0], now_s - began[-1][1])
         began.append((stage, now_s))
         try:
             yield
         finally:
             now_s = self.clock.monotonic_s()
-            self._add(stage, now_s - began.pop()[1])
+            self.add(stage, now_s - began.pop()[1])
             if began:
                 began[-1] = began[-1][0], now_s
 
@@ -45,8 +51,3 @@ class Stages:
     def seconds(self) -> Mapping[tuple[str, str], float]:
         """(stage, LOOP or BESIDE) → seconds since the start; in Prometheus the labels `stage` and `thread`."""
         return dict(self._seconds)
-
-    def _add(self, stage: str, seconds: float) -> None:
-        where = LOOP if threading.get_ident() == self._loop else BESIDE
-        with self._lock:
-            self._seconds[stage, where] += seconds

@@ -1,0 +1,66 @@
+"""A training loop of which reading, pulling and pushing have threads, over records in memory and one fake shard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from roo.decode import Decoder
+from roo.wire import Record
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from tests.trainer.pipeline.pace import Pace, PacedBatches, PacedRows
+from trainer.loop import Wiring
+from trainer.pipeline.late_rows import LateRows
+from trainer.pipeline.pipelined_feed import PipelinedFeed
+from trainer.pipeline.source_thread import SourceThread
+from trainer.pipeline.stages import Stages
+
+
+@dataclasses.dataclass
+class Piped:
+    built: Built
+    feed: PipelinedFeed
+    rows: PacedRows
+    pace: Pace
+
+
+@contextlib.contextmanager
+def pipelined(
+    records: Sequence[Record], *, staleness: int = 0, read_ahead: int = 2, seed: int | None = None, **settings: Any
+) -> Iterator[Piped]:
+    """Without a `seed` every thread goes at its own pace."""
+    pace = Pace(seed or 0)
+    pace.free = seed is None
+    made: list[Any] = []
+
+    def rewire(wiring: Wiring) -> Wiring:
+        stages = Stages(wiring.clock)
+        rows = PacedRows(wiring.rows, pace)
+        late = LateRows(rows, stages)
+
+        def open_source() -> PacedBatches:
+            old: Any = wiring.source
+            source = PacedBatches(old.reader, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms)
+            source.pace = pace
+            return source
+
+        source = SourceThread(open_source)
+        made.extend((source, rows))
+
+        def feed(acts: Any) -> PipelinedFeed:
+            made.append(PipelinedFeed(acts, source, late, staleness=staleness, read_ahead=read_ahead, stages=stages))
+            return made[-1]
+
+        return dataclasses.replace(wiring, source=source, rows=late, feed=feed, stages=stages)
+
+    built = build(records, rewire=rewire, **settings)
+    source, rows, feed = made
+    try:
+        yield Piped(built, feed, rows, pace)
+    finally:
+        pace.close()
+        feed.close()
+        source.close()

@@ -1,0 +1,237 @@
+"""What is read, pulled and pushed beside training is trained as if one thing had been done after the other."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roo.errors import UnavailableError
+from roo.wire import Record
+from tests.trainer import samples
+from tests.trainer.fake_shard import Row
+from tests.trainer.loops import Built, build
+from tests.trainer.pipeline.pipelines import Piped, pipelined
+from trainer.loop import Snapshot
+
+N40 = samples.records(list(range(1, 41)))
+RAMP = {"first_batch_requests": 1, "batch_growth_requests": 3, "batch_requests": 4}
+
+
+def state(built: Built) -> dict[str, Any]:
+    """Everything that training has changed."""
+    at = built.loop.snapshot()
+    own = {f"{p} {name}": value for p, cut in at.own.items() for name, value in cut.tensors.items()}
+    bits = {name: value.tobytes() for name, value in (at.shared | own).items()}
+    return {**bits, **built.shard.bits(), "step": at.step, "watermark": at.watermark_ms, "progress": at.progress}
+
+
+def mixed(seed: int, count: int = 60) -> list[Record]:
+    """Samples, some of them twice, and a few that can't be read."""
+    draw = random.Random(seed)
+    numbers = list(range(1, count + 1))
+    for _ in range(count // 6):
+        numbers.insert(draw.randrange(len(numbers)), draw.choice(numbers))
+    records = samples.records(numbers)
+    return [r._replace(value=b"\x03") if draw.random() < 0.05 else r for r in records]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("sizes", [{}, RAMP, {"batch_requests": 3, "freeze_at_ms": samples.T0 + 30_000}])
+def test_without_staleness_every_array_is_that_of_the_serial_loop(sizes: dict[str, int], exact: bool) -> None:
+    records = mixed(3)
+    serial = build(records, exact=exact, **sizes).train_all()
+    with pipelined(records, exact=exact, **sizes) as piped:
+        assert state(piped.built.train_all()) == state(serial)
+        assert [p.SerializeToString() for p in piped.built.predicted] == [p.SerializeToString() for p in serial.predicted]
+        assert [x.offset for x in piped.built.letters] == [x.offset for x in serial.letters]
+        assert piped.feed.most_staleness == piped.feed.num_shared == 0 and set(piped.rows.staleness) == {0}
+
+
+class Run:
+    """One drawn run: steps, cuts, failures and restores, until everything is trained."""
+
+    def __init__(self, piped: Piped, seed: int) -> None:
+        self.piped, self.built, self.draw = piped, piped.built, random.Random(seed)
+        self.failures = 6
+        self.cut: tuple[Snapshot, dict[tuple[int, int], Row]] = self._taken()
+
+    def to_the_end(self) -> Run:
+        while self._advance():
+            pass
+        return self
+
+    def _advance(self) -> bool:
+        built, chance = self.built, self.draw.random()
+        try:
+            if chance < 0.2:
+                self.cut = self._taken()
+            elif chance < 0.3 and self.failures:
+                self.failures -= 1
+                self.piped.pace.fail_next(self.draw.choice(["poll", "pull", "push"]))
+            self.piped.pace.here("train")
+            if built.loop.step() or built.loop.finish():
+                return True
+            built.loop.feed.drain()  # the last push can still fail
+            return False
+        except UnavailableError:
+            self._restore()
+            return True
+
+    def _taken(self) -> tuple[Snapshot, dict[tuple[int, int], Row]]:
+        at = self.built.loop.snapshot()
+        return at, {k: row.copy() for k, row in self.built.shard.rows.items()}
+
+    def _restore(self) -> None:
+        at, rows = self.cut
+        self.built.loop.feed.forget()
+        self.built.shard.rows = {k: row.copy() for k, row in rows.items()}
+        self.built.loop.restore(at)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 1 << 30), st.booleans(), st.integers(1, 3))
+def test_cuts_failures_and_restores_at_any_pace_leave_what_the_serial_loop_leaves(
+    seed: int, exact: bool, read_ahead: int
+) -> None:
+    records, sizes = mixed(seed, 40), RAMP if seed % 2 else {"batch_requests": 3}
+    serial = build(records, exact=exact, **sizes).train_all()
+    with pipelined(records, seed=seed, exact=exact, read_ahead=read_ahead, **sizes) as piped:
+        Run(piped, seed).to_the_end()
+        assert state(piped.built) == state(serial)
+        assert set(piped.rows.staleness) == {0}
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 1 << 30), st.integers(1, 3))
+def test_with_staleness_all_is_applied_once_and_no_row_is_older_than_agreed(seed: int, staleness: int) -> None:
+    records = mixed(seed, 40)
+    serial = build(records, batch_requests=3).train_all()
+    with pipelined(records, seed=seed, staleness=staleness, batch_requests=3) as piped:
+        Run(piped, seed).to_the_end()
+        assert piped.built.pushes() == serial.pushes() and piped.built.offsets() == serial.offsets()
+        assert max(piped.rows.staleness) <= piped.feed.most_staleness <= staleness
+
+
+def test_a_pull_ahead_is_told_with_the_rows_that_were_changed_behind_it() -> None:
+    """The second chunk is pulled while the first one's push is held back: the item rows that both have are older."""
+    with pipelined(N40[:8], staleness=1) as piped:
+        held, push = threading.Event(), piped.rows.rows.push
+
+        def late(*given: Any) -> None:
+            assert held.wait(30)
+            push(*given)
+
+        piped.rows.rows.push = late  # type: ignore[method-assign]
+        assert piped.built.loop.step()
+        (ahead,) = piped.feed._ahead
+        assert ahead.early is not None and ahead.early.result(30) is not None
+        held.set()
+        assert piped.built.loop.step()
+        piped.feed.drain()
+        items = [{int(i) for p in piped.built.predicted[at : at + 4] for i in p.item_ids} for at in (0, 4)]
+        assert piped.feed.most_staleness == 1 and piped.feed.num_shared == len(items[0] & items[1]) > 0
+
+
+@pytest.mark.parametrize("where", ["poll", "pull", "push"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_error_reaches_the_caller_with_the_offsets_it_is_of(where: str, staleness: int) -> None:
+    with pipelined(N40, staleness=staleness, read_ahead=1) as piped:
+        loop = piped.built.loop
+        assert loop.step()
+        piped.feed.drain()
+        piped.pace.fail_next(where)
+        with pytest.raises(UnavailableError, match=f"{where} failed") as raised:
+            for _ in range(5):
+                loop.step()
+        told = " ".join(raised.value.__notes__)
+        assert "samples-0 " in told and "samples-1 " in told and (".." in told or where == "poll")
+
+
+@pytest.mark.parametrize("where", ["poll", "push"])
+def test_what_failed_beside_the_loop_fails_until_a_restore(where: str) -> None:
+    with pipelined(N40, read_ahead=1) as piped:
+        loop, at = piped.built.loop, piped.built.loop.snapshot()
+        piped.pace.fail_next(where)
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match=f"{where} failed"):
+                for _ in range(5):
+                    loop.step()
+        loop.restore(at)
+        assert piped.built.train_all().pushes().keys() == set(range(1, 41))
+
+
+def test_a_push_that_fails_allows_no_cut_and_a_restore_begins_anew() -> None:
+    with pipelined(N40) as piped:
+        built = piped.built
+        at = built.loop.snapshot()
+        piped.pace.fail_next("push")
+        assert built.loop.step(), "the push is made later"
+        with pytest.raises(UnavailableError, match="push failed") as raised:
+            built.loop.snapshot()
+        assert raised.value.__notes__ == ["in the push of samples-0 0..1, samples-1 0..1"]
+        built.loop.restore(at)
+        assert built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_cut_drains_and_what_was_read_ahead_goes_on_behind_it(staleness: int) -> None:
+    with pipelined(N40, staleness=staleness) as piped:
+        assert piped.built.loop.step()
+        at = piped.built.loop.snapshot()
+        assert sum(at.progress.values()) == 4 and sum(len(cut.tensors["dedupe.id"]) for cut in at.own.values()) == 4
+        assert piped.rows.num_pushed == 1 and all(item.early is None for item in piped.feed._ahead)
+        assert piped.built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
+
+
+@pytest.mark.parametrize("again", [lambda built: built.loop.restore(built.loop.snapshot()), lambda built: built.loop.reset()])
+def test_a_restore_and_a_reset_empty_it(again: Callable[[Built], None]) -> None:
+    with pipelined(N40, staleness=1) as piped:
+        for _ in range(2):
+            assert piped.built.loop.step()
+        again(piped.built)
+        assert not piped.feed._asked and not piped.feed._ahead and not piped.feed._given
+        assert piped.built.loop.own.num_skipped == 0
+
+
+def test_an_idle_stream_is_trained_after_the_wait() -> None:
+    with pipelined(N40[:3], max_batch_wait_ms=500) as piped:
+        assert not piped.built.loop.step(), "three of four requests"
+        piped.built.clock.advance(0.6)
+        assert piped.built.loop.step() and piped.built.loop.counts.requests == 3
+        assert not piped.built.loop.step()
+
+
+def test_a_chunk_that_is_not_full_is_trained_at_the_end_of_the_input_but_in_exact_mode() -> None:
+    for exact, trained in ((False, 7), (True, 6)):
+        with pipelined(N40[:7], exact=exact, batch_requests=3) as piped:
+            assert sum(piped.built.train_all().offsets()) == trained
+
+
+def test_no_thread_is_left_also_behind_a_failure_and_an_interruption() -> None:
+    before = set(threading.enumerate())
+    for error in (UnavailableError("away"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), pipelined(N40, staleness=1) as piped:
+            assert piped.built.loop.step()
+            raise error
+    with pipelined(N40, staleness=1) as piped:
+        piped.pace.fail_next("push")
+        with pytest.raises(UnavailableError):
+            piped.built.train_all()
+        piped.feed.close()
+        piped.feed.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_loop_waits_for_its_data_and_rows_in_stages_of_its_own() -> None:
+    with pipelined(N40) as piped:
+        clock, stages = piped.built.clock, piped.built.loop.stages
+        pull = piped.rows.rows.pull
+        piped.rows.rows.pull = lambda lookup: (clock.advance(0.25), pull(lookup))[1]  # type: ignore[method-assign]
+        piped.built.train_all()
+        assert stages.of_loop("pull") == 0.25 * 10 and stages.of_loop("forward") == 0

@@ -1,0 +1,77 @@
+"""A source is asked in one thread, whoever asks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from roo.errors import UnavailableError
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import Partition, Progress
+from trainer.batches import Chunk
+from trainer.pipeline.source_thread import SourceThread
+
+
+class Noting:
+    """A source that notes from which threads it is opened, called and closed."""
+
+    num_lost = 3
+
+    def __init__(self) -> None:
+        self.calls = [("open", threading.get_ident())]
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        return self._note("poll")
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        return self._note("rest")
+
+    def seek(self, at: Progress) -> None:
+        self._note("seek")
+
+    def positions(self) -> Progress:
+        return {("samples", 0): 7}
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return {}
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, what: str) -> None:
+        self.calls.append((what, threading.get_ident()))
+
+
+def test_everything_is_called_from_the_sources_own_thread() -> None:
+    source = SourceThread(Noting)
+    noting = source.source
+    assert isinstance(noting, Noting)
+    source.seek({})
+    assert source.submit(lambda: source.poll(1, 0.0)).result() is None, "from within it too"
+    source.rest(1)
+    source.close()
+    source.close()
+    assert [what for what, _ in noting.calls] == ["open", "seek", "poll", "rest", "close"]
+    (thread,) = {ident for _, ident in noting.calls}
+    assert thread != threading.get_ident()
+
+
+def test_what_is_only_read_waits_for_nobody() -> None:
+    source, busy = SourceThread(Noting), threading.Event()
+    reading = source.submit(busy.wait)
+    assert source.positions() == {("samples", 0): 7} and source.lag() == {} and source.num_lost == 3
+    busy.set()
+    assert reading.result()
+    source.close()
+
+
+def test_a_source_that_can_not_be_opened_leaves_no_thread() -> None:
+    before = threading.active_count()
+
+    def away() -> Noting:
+        raise UnavailableError("Kafka is away")
+
+    with pytest.raises(UnavailableError, match="Kafka is away"):
+        SourceThread(away)
+    assert threading.active_count() == before
