@@ -22,6 +22,7 @@ from infra.stack import Stack
 from infra.stopping import MOST_S
 from roo.errors import SetupError, printable
 from runtime.program import MaskingFormatter
+from runtime.rpc_client import SocketTransport
 
 
 def serve(home: Path, options: StackOptions) -> int:
@@ -108,6 +109,27 @@ def wipe(home: Path) -> int:
     shutil.rmtree(place.root)
     print(f"deleted {place.root}")
     return 0
+
+
+def scale(home: Path, controller: str, count: int, wait_s: float) -> int:
+    """Train with `count` workers; 0 once they do, 1 if the wait ended before.
+
+    Raises:
+        ConfigError: there can't be so many. TransportError: no controller answers.
+    """
+    transport = SocketTransport(controller or str(Home(home).running_stack()["controller"]))
+    try:
+        answer, _ = transport.call("scale", {"workers": count, "timeout_s": wait_s}, timeout_s=wait_s + 5)
+    finally:
+        transport.close()
+    if answer["running"]:
+        print(f"training with workers={count}")
+        return 0
+    print(
+        f"workers={count} is wanted, {answer['workers']} are in use: {printable(str(answer['why']))}; the wish stands",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def about(stack: dict[str, Any]) -> list[str]:

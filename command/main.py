@@ -16,17 +16,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from command.operate import home_option, scale, topics
 from command.replay.cli import Duration, check, replay
 from infra.kept_options import kept
 from infra.kinds import KINDS, SIMULATE, Kind
-from infra.options import DEFAULT_HOME, StackOptions, demo
+from infra.options import StackOptions, demo
 from roo.config import check_environment, load
 from roo.errors import ConfigError, RoostreamError, SetupError
-
-home_option = click.option(
-    "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
-)
-
 
 _ALWAYS = ("ports", "sets", "schema")
 
@@ -80,6 +76,9 @@ def stack_options(command: Any) -> Any:
             home_option,
             click.option("--schema", type=click.Path(path_type=Path), help="schema TOML; default: the demo's"),
             click.option("--shards", "num_shards", type=int, default=2, show_default=True, help="shard processes"),
+            click.option(
+                "--workers", "num_workers", type=int, default=1, show_default=True, help="trainer workers to begin with"
+            ),
             click.option("--task-managers", "num_task_managers", type=int, default=1, show_default=True, help="of Flink"),
             click.option("--port", "ports", multiple=True, metavar="NAME=PORT", help="fix a port, such as serving=8080"),
             click.option("--java", default="", help="a java of 17 or later instead of the installed runtime"),
@@ -275,62 +274,10 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-@cli.group()
-def topics() -> None:
-    """A deployment's topics on a Kafka of one's own; a local stack makes its own.
-
-    \b
-    Example:
-      roostream topics create --bootstrap kafka:9092 --config topics.toml
-    """
-
-
-def topics_options(command: Any) -> Any:
-    """The options of `topics create` and `topics check`."""
-    for option in reversed(
-        (
-            click.option("--bootstrap", metavar="HOST:PORT", help="Kafka; several with commas"),
-            click.option("--config", "file", type=click.Path(path_type=Path), help="TOML; an unknown key is refused"),
-            click.option("--prefix", help="of topic names"),
-            click.option("--partitions", type=int, help="of each topic; dead_letters has one"),
-            click.option("--replication", type=int, help="copies of each partition"),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _topics(what: str, file: Path | None, flags: dict[str, Any]) -> None:
-    module = importlib.import_module("command.topics_command")
-    sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags)))
-
-
-@topics.command("create")
-@topics_options
-def topics_create(file: Path | None, **flags: Any) -> None:
-    """Make the topics that are absent; exit 2 if one exists with other settings.
-
-    \b
-    Example:
-      roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
-    """
-    _topics("create", file, flags)
-
-
-@topics.command("check")
-@topics_options
-def topics_check(file: Path | None, **flags: Any) -> None:
-    """Exit 2, with one sentence, unless every topic exists as the settings say.
-
-    \b
-    Example:
-      roostream topics check --bootstrap kafka:9092 --config topics.toml
-    """
-    _topics("check", file, flags)
-
-
 cli.add_command(replay)
 cli.add_command(check)
+cli.add_command(topics)
+cli.add_command(scale)
 
 
 @cli.command()

@@ -6,7 +6,7 @@ Whatever does not answer is None: a table is wanted most when something is down.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Watcher:
             "topics": ends,
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
             "trainer": trainer_state(worker, control),
+            "workers": workers_state(control),
             "rows": rows_by_stack(scraped),
             "commit": commit_state(control),
             "freshness": freshness(scraped),
@@ -127,15 +128,41 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, An
 
 
 def trainer_state(worker: Scraped, control: Mapping[str, Any]) -> dict[str, Any]:
-    """Lag, watermark, caught-up state and ETA of worker 0."""
+    """Lag, watermark, caught-up state and ETA of worker 0; counts of all that train."""
     report = _worker_report(control)
     exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite", "lost_records")
-    reported = ("watermark_ms", "step", "requests", "candidates", "duplicates", "dead_letters")
+    reported, counted = ("watermark_ms", "step"), ("requests", "candidates", "duplicates", "dead_letters")
+    training = [r for name, r in _worker_reports(control).items() if _is_training(name, control)]
     return {
         "state": worker.state("roostream_worker_state", "state") or ("unknown" if report else None),
         **{k: worker.value(f"roostream_worker_{k}") for k in exported},
         **{k: report.get(k) for k in reported},
+        **{k: _sum(r.get(k) for r in training) for k in counted},
     }
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    told = [count for count in counts if count is not None]
+    return sum(told) if told else None
+
+
+def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    """How many train and how many are wanted (None = no controller), and each one that beats."""
+    members: Mapping[str, Any] = control.get("members", {})
+    each = {
+        name: {
+            "trains": _is_training(name, control),
+            "silent_ms": members.get(name, {}).get("silent_ms"),
+            **{k: report.get(k) for k in ("step", "requests", "broken")},
+        }
+        for name, report in _worker_reports(control).items()
+    }
+    return {"number": control.get("workers"), "wanted": control.get("wanted_workers"), "each": each}
+
+
+def _is_training(name: str, control: Mapping[str, Any]) -> bool:
+    """Workers from the controller's number on stand by."""
+    return int(name.rpartition(" ")[2]) < int(control.get("workers", 1))
 
 
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,5 +177,12 @@ def quality(worker: Scraped, control: Mapping[str, Any]) -> dict[str, float | No
 
 
 def _worker_report(control: Mapping[str, Any]) -> dict[str, Any]:
+    """That of worker 0."""
+    return next(iter(_worker_reports(control).values()), {})
+
+
+def _worker_reports(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`worker 0` … → what each told last, in their order."""
     reports: Mapping[str, Any] = control.get("reports", {})
-    return next((dict(r) for key, r in reports.items() if str(key).startswith("worker")), {})
+    names = sorted((str(k) for k in reports if str(k).startswith("worker ")), key=lambda name: int(name.rpartition(" ")[2]))
+    return {name: dict(reports[name]) for name in names}

@@ -23,6 +23,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         ("rates /s", _rates(status["rates"])),
         ("joiner", _joiner(status["joiner"])),
         ("trainer", _trainer(status["trainer"])),
+        *_workers(status["workers"]),
         ("rows", ", ".join(f"{k} {v:,}" for k, v in status["rows"].items()) or NONE),
         ("commit", _commit(status["commit"])),
         ("freshness", _freshness(status["freshness"])),
@@ -123,6 +124,18 @@ def _trainer(t: Mapping[str, Any]) -> str:
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
     state = "unknown, Kafka does not tell where the samples end" if t["state"] == "unknown" else t["state"] or NONE
     return f"{state}{eta}, {where}, {counts}"
+
+
+def _workers(workers: Mapping[str, Any]) -> list[Row]:
+    """Nothing where one worker trains and one is wanted, as in most stacks."""
+    if workers["number"] == workers["wanted"] and len(workers["each"]) < 2:
+        return []
+    wish = "" if workers["wanted"] == workers["number"] else f", {number(workers['wanted'])} are wanted"
+    rows = [f"{number(workers['number'])} train{wish}"]
+    for name, its in workers["each"].items():
+        does = its["broken"] or (f"trained {number(its['requests'])}" if its["trains"] else "stands by")
+        rows.append(f"{name}: {does}, step {number(its['step'])}, last heard of {duration(its['silent_ms'])} ago")
+    return [("workers", "\n".join(rows))]
 
 
 def _commit(c: Mapping[str, Any]) -> str:

@@ -13,7 +13,18 @@ from roo.config import build, from_dict
 from roo.errors import ConfigError
 
 FILE = "options.json"
-_KEPT = ("schema", "prefix", "replay", "num_shards", "num_task_managers", "partitions", "buckets", "seed", "overrides")
+_KEPT = (
+    "schema",
+    "prefix",
+    "replay",
+    "num_shards",
+    "num_workers",
+    "num_task_managers",
+    "partitions",
+    "buckets",
+    "seed",
+    "overrides",
+)
 
 
 def keep(home: Path, options: StackOptions) -> None:

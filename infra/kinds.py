@@ -59,12 +59,17 @@ class Kind:
     needs: Callable[[StackOptions], tuple[str, ...]] = _kafka  # are wanted with it; it waits for them by itself
     after: tuple[str, ...] = ()  # are ready before it is started
     count: Callable[[StackOptions], int] | None = None  # how many; None = one, without a number in its name
+    first_plain: bool = False  # the first has no number in its name, since most stacks have one only
     shared: bool = True  # reads what all programs share (Kafka, prefix, schema)
     restarted: bool = True  # False: it ends by itself
 
     def names(self, options: StackOptions) -> list[str]:
         """The programs of this kind in a stack."""
-        return [self.name] if self.count is None else [f"{self.name}-{i}" for i in range(self.count(options))]
+        return [self.name] if self.count is None else [self.name_of(i) for i in range(self.count(options))]
+
+    def name_of(self, index: int) -> str:
+        """Of the program with this number, of a kind that can be many."""
+        return self.name if self.first_plain and index == 0 else f"{self.name}-{index}"
 
     def settings(self) -> type[Any]:
         """The class of its settings."""
@@ -91,11 +96,12 @@ def _shard(site: Site) -> dict[str, Any]:
 
 def _controller(site: Site) -> dict[str, Any]:
     others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name]
-    return _seeded(site, listen=site.at.controller, num_shards=site.options.num_shards, neighbours=others)
+    own = {"num_shards": site.options.num_shards, "num_workers": site.options.num_workers, "neighbours": others}
+    return _seeded(site, listen=site.at.controller, **own)
 
 
 def _worker(site: Site) -> dict[str, Any]:
-    return _seeded(site, controller=site.at.controller, shards=site.at.shards)
+    return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index)
 
 
 def _serving(site: Site) -> dict[str, Any]:
@@ -185,6 +191,8 @@ KINDS = (  # in order of starting
         config="trainer.config:WorkerConfig",
         run="trainer.main:run_worker",
         own=_worker,
+        count=lambda options: options.num_workers,
+        first_plain=True,
         stop_rank=StopRank.WORKER,
     ),
     Kind(
@@ -235,7 +243,7 @@ KINDS = (  # in order of starting
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-SIMULATE = "simulate"
+SIMULATE, WORKER = "simulate", "worker"
 
 
 def kind_of(name: str) -> Kind:
@@ -246,9 +254,13 @@ def kind_of(name: str) -> Kind:
     """
     stem, _, number = name.rpartition("-")
     kind = BY_NAME.get(stem if stem and number.isdecimal() else name)
-    if kind is None or (kind.count is None and kind.name != name):
+    if kind is None or (kind.count is None and kind.name != name) or (kind.first_plain and name == f"{kind.name}-0"):
         raise ConfigError(f"no program {name!r}{nearest(name, BY_NAME)}")
     return kind
+
+
+def is_worker(name: str) -> bool:
+    return name == WORKER or name.startswith(f"{WORKER}-")
 
 
 def names(options: StackOptions) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roo.config import MAX_SEED, Settings, refusal, setting
+from runtime.deployment import MAX_WORKERS
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,9 @@ class StackOptions(Settings):
     prefix: str = setting("", "of topic names and Redis keys")
     replay: bool = setting(False, "topics keep and accept old event times")
     num_shards: int = setting(2, "shard processes", least=1)
+    num_workers: int = setting(
+        1, "trainer workers to begin with, partitions at most; `roostream scale` changes it", least=1, most=MAX_WORKERS
+    )
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
@@ -45,6 +49,10 @@ class StackOptions(Settings):
         super().__post_init__()
         if not _PREFIX.match(self.prefix):
             raise refusal("prefix", "up to 31 of a-z 0-9 . _ -", self.prefix)
+        if self.num_workers > self.partitions:
+            raise refusal(
+                "num_workers", f"at most partitions = {self.partitions}", self.num_workers, "each worker trains one at least"
+            )
 
     @property
     def settle_ms(self) -> int:

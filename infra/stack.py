@@ -14,7 +14,7 @@
     with Stack(home, options) as stack:                # leaving the block stops everything in the written order
         stack.start(["kafka", "redis", "flink"])       # and what they need; returns at once, the supervisor does the work
         stack.wait_ready("flink", timeout_s=60)        # raises UnavailableError with the last lines of its log
-        stack.start(["joiner", "shards", "controller", "worker", "serving", "features"])
+        stack.start(["joiner", "shards", "controller", "workers", "serving", "features"])
         stack.endpoints.kafka                          # "127.0.0.1:port"; .redis .controller .shards; .flink .serving (URLs)
         stack.endpoints.metrics["worker"]              # URL of its /metrics
         stack.kill("shard-0")                          # kill -9, returns the pid that was; the supervisor restarts it
@@ -22,8 +22,9 @@
         stack.stop_program("worker")                   # in order, not restarted; `start(["worker"])` brings it back
         stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, serving, features, auditor, joiner, simulate; the
-words "flink" (jm + all tms), "shards" and "all" (everything but simulate) name several. Topics are created by the stack as soon
+Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, features, auditor, joiner,
+simulate; the words "flink" (jm + all tms), "shards", "workers" and "all" (everything but simulate) name several. How many workers
+run follows the controller's wish (`infra/scaling.py`). Topics are created by the stack as soon
 as Kafka answers; our programs start beside it and wait for them.
 
 What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
@@ -39,6 +40,7 @@ savepoints: `{home}/flink/savepoints`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -57,8 +59,10 @@ from infra.options import ROOT, StackOptions
 from infra.places import Endpoints
 from infra.ports import Ports
 from infra.restart import RestartPolicy
+from infra.scaling import Scaling
 from infra.supervisor import Slot, Supervisor
 from roo.errors import ConfigError, UnavailableError, nearest
+from runtime.deployment import MAX_WORKERS
 
 log = logging.getLogger("roostream.stack")
 
@@ -93,11 +97,13 @@ class Stack:
             self._places = places.draw(self._ports, self.options, kinds.names(self.options))
             self._endpoints = self._places.endpoints(self.options)
             self._programs = {p.name: p for p in self._build(java)}
+            self._scaling = Scaling(self, self._endpoints.controller)
         except BaseException:
             self._ports.release()
             self.home.unlock()
             raise
         self.supervisor.open()
+        self._scaling.open()
         self._opened = True
         self._write()
         return self
@@ -146,6 +152,25 @@ class Stack:
         """End these programs within their time limits and keep them ended; the names of those that had to be killed."""
         return self.supervisor.stop(self.expand([name]))
 
+    def workers(self) -> dict[int, str]:
+        slots = list(self.supervisor.slots.values())
+        by_name = {kinds.BY_NAME[kinds.WORKER].name_of(n): n for n in range(MAX_WORKERS)}
+        return {by_name[s.program.name]: s.state for s in slots if s.program.name in by_name}
+
+    def start_worker(self, number: int) -> None:
+        """Have it run; beyond those of the options it gets its settings and a port of its own now."""
+        name = kinds.BY_NAME[kinds.WORKER].name_of(number)
+        if name not in self._programs:
+            options = dataclasses.replace(self.options, num_workers=max(self.options.num_workers, number + 1))
+            at = dataclasses.replace(self._places, metrics={**self._places.metrics, name: self._ports.draw()})
+            made = programs.program(programs.site_of(name, self.home, options, at), self._env)
+            self._places, self._endpoints = at, at.endpoints(self.options)
+            self._programs = {**self._programs, name: made}
+        self.supervisor.want([self._programs[name]])
+
+    def stop_worker(self, number: int) -> None:
+        self.supervisor.stop([kinds.BY_NAME[kinds.WORKER].name_of(number)])
+
     def run_to_end(self, name: str, timeout_s: float) -> int:
         """Run a program that ends by itself; its exit code.
 
@@ -163,6 +188,7 @@ class Stack:
         if not self._opened or self._stopped:
             return stopping.Stopped()
         self._stopped = True
+        self._scaling.close()
         try:
             return stopping.stop(self.supervisor, self._endpoints, self.home)
         finally:
@@ -219,6 +245,7 @@ class Stack:
             "all": [n for n in self._programs if n != kinds.SIMULATE],
             "flink": [n for n in self._programs if n.startswith("flink-")],
             "shards": [n for n in self._programs if n.startswith("shard-")],
+            "workers": [n for n in self._programs if kinds.is_worker(n)],
         }
         wanted: set[str] = set()
         for name in names:
@@ -242,7 +269,7 @@ class Stack:
     def _build(self, java: Path) -> list[Program]:
         at, options = self._places, self.options
         cluster = Cluster(self.home, options, java, at.flink_rpc, at.flink_rest)
-        env = environment(self.home, java, cluster)
+        env = self._env = environment(self.home, java, cluster)
         built: list[Program] = []
         if not options.kafka:
             built.append(kafka_broker.program(self.home, options, env, java, at.kafka, at.kafka_controller))

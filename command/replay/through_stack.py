@@ -49,7 +49,7 @@ log = logging.getLogger("roostream.replay")
 _RECORDS_A_TRANSACTION, _SECONDS_A_TRANSACTION = 2000, 1.0
 _TRANSACTIONS = {"linger_ms": 20, "delivery_timeout_ms": 300_000, "transaction_timeout_ms": 600_000}
 _STALLED_S = 180.0
-_PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "worker")
+_PROGRAMS = ("kafka", "flink", "joiner", "shards", "controller", "workers")
 
 
 def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable[Record], stage: Stage, stop: Stop) -> Outcome:

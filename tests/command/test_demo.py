@@ -28,6 +28,7 @@ def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
         "rates": {"impressions": None, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
         "trainer": status.trainer_state(Scraped(), control),
+        "workers": status.workers_state(control),
         "rows": {},
         "commit": status.commit_state(control),
         "freshness": neighbours.freshness({}),

@@ -58,6 +58,7 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "rates": {"impressions": 25.04, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
         "trainer": status.trainer_state(worker, control),
+        "workers": status.workers_state(control),
         "rows": neighbours.rows_by_stack(scraped),
         "commit": status.commit_state(control),
         "freshness": neighbours.freshness(scraped),
@@ -96,6 +97,29 @@ def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     assert rows["trainer"].startswith("–, watermark –")
     assert rows["accounted"] == "unknown, the auditor does not answer"
     assert rows["click rate"] == "served –, random –, best –; served is – × random now, – × since the start"
+
+
+def several(number: int, wanted: int) -> dict[str, object]:
+    """What a controller tells of three workers."""
+    reports = {f"worker {n}": {"step": 9, "requests": 100 + n, "broken": "shard 0 is away" if n == 1 else ""} for n in (2, 0, 1)}
+    members = {name: {"incarnation": 3, "silent_ms": 200.0} for name in reports}
+    return {**CONTROL, "workers": number, "wanted_workers": wanted, "reports": reports, "members": members}
+
+
+def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() -> None:
+    found = whole(Scraped(), Scraped(), several(2, 3))
+    assert found["trainer"]["requests"] == 201  # type: ignore[index]
+    assert dict(table.rows(found))["workers"].split("\n") == [
+        "2 train, 3 are wanted",
+        "worker 0: trained 100, step 9, last heard of 200 ms ago",
+        "worker 1: shard 0 is away, step 9, last heard of 200 ms ago",
+        "worker 2: stands by, step 9, last heard of 200 ms ago",
+    ]
+
+
+def test_one_worker_is_the_trainer() -> None:
+    assert "workers" not in dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))
+    assert "workers" not in dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "workers": 1, "wanted_workers": 1})))
 
 
 def test_the_table_names_what_is_down_and_what_holds() -> None:

@@ -22,6 +22,11 @@ def test_a_row_names_settings_and_a_body_that_exist(kind: kinds.Kind) -> None:
 def test_programs_that_are_many_are_numbered() -> None:
     options = StackOptions(num_shards=3)
     assert [n for n in kinds.names(options) if kind_of(n).name == "shard"] == ["shard-0", "shard-1", "shard-2"]
+    assert [n for n in kinds.names(StackOptions(num_workers=3)) if kind_of(n).name == "worker"] == [
+        "worker",
+        "worker-1",
+        "worker-2",
+    ]
     assert kind_of("shard-12") is kind_of("shard-0") is kinds.BY_NAME["shard"]
 
 

@@ -1,0 +1,92 @@
+"""Sub-commands for who runs a deployment: its topics, and how many workers train."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infra.options import DEFAULT_HOME
+from roo.config import load
+from roo.errors import ConfigError
+
+home_option = click.option(
+    "--home", type=click.Path(path_type=Path), default=DEFAULT_HOME, show_default=True, help="data, logs and generated files"
+)
+
+
+@click.group()
+def topics() -> None:
+    """A deployment's topics on a Kafka of one's own; a local stack makes its own.
+
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --config topics.toml
+    """
+
+
+def topics_options(command: Any) -> Any:
+    """The options of `topics create` and `topics check`."""
+    for option in reversed(
+        (
+            click.option("--bootstrap", metavar="HOST:PORT", help="Kafka; several with commas"),
+            click.option("--config", "file", type=click.Path(path_type=Path), help="TOML; an unknown key is refused"),
+            click.option("--prefix", help="of topic names"),
+            click.option("--partitions", type=int, help="of each topic; dead_letters has one"),
+            click.option("--replication", type=int, help="copies of each partition"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _topics(what: str, file: Path | None, flags: dict[str, Any]) -> None:
+    module = importlib.import_module("command.topics_command")
+    sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags)))
+
+
+@topics.command("create")
+@topics_options
+def topics_create(file: Path | None, **flags: Any) -> None:
+    """Make the topics that are absent; exit 2 if one exists with other settings.
+
+    \b
+    Example:
+      roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
+    """
+    _topics("create", file, flags)
+
+
+@topics.command("check")
+@topics_options
+def topics_check(file: Path | None, **flags: Any) -> None:
+    """Exit 2, with one sentence, unless every topic exists as the settings say.
+
+    \b
+    Example:
+      roostream topics check --bootstrap kafka:9092 --config topics.toml
+    """
+    _topics("check", file, flags)
+
+
+@click.command()
+@click.argument("wish", metavar="workers=N")
+@home_option
+@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
+@click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until that many train")
+def scale(wish: str, home: Path, controller: str, wait_s: float) -> None:
+    """Train with another number of workers from the next commit on; exit 1 if they don't yet when the wait ends.
+
+    A stack starts those that are missing and ends the others. The number holds until it is changed here or in the settings.
+
+    \b
+    Example:
+      roostream scale workers=2 --home .roostream
+    """
+    name, _, number = wish.partition("=")
+    if name != "workers" or not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"expected workers=N with N from 1 on, got {wish!r}")
+    sys.exit(importlib.import_module("command.control").scale(home, controller, int(number), wait_s))

@@ -1,0 +1,82 @@
+"""A stack follows how many workers the controller wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from infra.scaling import Scaling, steps
+
+READY = {0: "ready", 1: "ready", 2: "ready"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "training", "state", "workers", "stopped_here", "start", "stop", "why"),
+    [
+        (2, 1, "running", {0: "ready"}, set(), [1], [], "the missing one is started before it can be trained with"),
+        (3, 1, "running", {0: "ready", 1: "starting"}, set(), [2], [], "one that starts is there"),
+        (1, 2, "running", {0: "ready", 1: "ready"}, set(), [], [], "its work is not committed yet"),
+        (1, 1, "restoring", READY, set(), [], [], "the next incarnation is not up yet"),
+        (1, 1, "running", READY, set(), [], [1, 2], "they stand by for nothing"),
+        (1, 1, "running", {0: "ready", 1: "stopped", 2: "failed"}, set(), [], [], "what doesn't run is not stopped"),
+        (2, 1, "running", {0: "ready", 1: "stopped"}, {1}, [1], [], "what was stopped here is started again"),
+        (2, 2, "gathering", {0: "ready", 1: "stopped"}, set(), [], [], "what a person stopped stays stopped"),
+        (2, 2, "gathering", {0: "ready", 1: "failed"}, set(), [], [], "so does what died too often"),
+        (2, 1, "running", {}, set(), [], [], "a stack without training"),
+        (2, 1, "running", {0: "stopped"}, set(), [], [], "training was stopped"),
+        (1, 1, "running", {0: "ready"}, set(), [], [], "nothing to do"),
+    ],
+)
+def test_what_is_started_and_stopped(
+    wanted: int,
+    training: int,
+    state: str,
+    workers: Mapping[int, str],
+    stopped_here: set[int],
+    start: list[int],
+    stop: list[int],
+    why: str,
+) -> None:
+    assert steps(wanted, training, state, workers, stopped_here) == (start, stop), why
+
+
+class Started:
+    """Programs that are ready as soon as they are started."""
+
+    def __init__(self) -> None:
+        self.states = {0: "ready"}
+
+    def workers(self) -> dict[int, str]:
+        return dict(self.states)
+
+    def start_worker(self, number: int) -> None:
+        self.states[number] = "ready"
+
+    def stop_worker(self, number: int) -> None:
+        self.states[number] = "stopped"
+
+
+def test_a_number_goes_up_and_down_and_up_again() -> None:
+    programs = Started()
+    scaling = Scaling(programs, "127.0.0.1:1")
+
+    def look(**status: Any) -> dict[int, str]:
+        scaling.look({"state": "running", **status})
+        return programs.states
+
+    assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
+    assert look(wanted_workers=1, workers=2) == {0: "ready", 1: "ready"}
+    assert look(wanted_workers=1, workers=1) == {0: "ready", 1: "stopped"}
+    assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
+    programs.stop_worker(1)
+    assert look(wanted_workers=2, workers=2) == {0: "ready", 1: "stopped"}
+    scaling.close()
+
+
+def test_a_controller_that_tells_no_number_changes_nothing() -> None:
+    programs = Started()
+    scaling = Scaling(programs, "127.0.0.1:1")
+    assert scaling.look({"state": "running"}) == ([], []) and programs.states == {0: "ready"}
+    scaling.close()
