@@ -14,6 +14,7 @@ import numpy as np
 from roo.jagged import Jagged
 from roo.schema import Schema
 
+TEXT = "S64"
 _BY_REQUEST = ("_R", "_RF")  # arrays whose names end so have a row for each request, all others one for each candidate
 
 
@@ -41,6 +42,7 @@ class Batch:
     close_ms_R: np.ndarray  # int64
     oldest_engagement_ms_R: np.ndarray  # int64: 0 = no engagement
     sample_id_R: np.ndarray  # int64 (uint64 bits)
+    surface_R: np.ndarray  # S64: where it was shown, UTF-8, empty where nobody said
     correction_R: np.ndarray  # bool: train loss(label) - loss(label_before)
     partition_R: np.ndarray  # int32
     offset_R: np.ndarray  # int64: of the sample's own record

@@ -202,7 +202,7 @@ def rewritten(value: bytes) -> bytes:
     except DecodeError as error:
         raise WireError("undecodable", f"expected a Sample: {error}") from None
     sample.DiscardUnknownFields()  # type: ignore[attr-defined]
-    for text in ("request_id", "surface", "model_version"):
+    for text in ("request_id", "model_version"):
         sample.header.ClearField(text)
     sample.actions[:] = [""] * len(sample.actions)
     if sample.HasField("ro"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from roo import roo_pb2 as pb
 from roo import wire_kernels as w
-from roo.batch import Batch
+from roo.batch import TEXT, Batch
 from roo.columns import Side
 from roo.decode_kernels import Blocks, Candidates, Lists, Plan, check_parts, fill_candidates, fill_lists, fill_rows, oldest_i64
 from roo.errors import SchemaError
@@ -134,6 +134,7 @@ class Scan:
     ok_N: np.ndarray  # bool: in our writers' form; otherwise nothing else here is said of it
     schema_N: np.ndarray  # int64 bits: fingerprint of the writer
     time_ms_N: np.ndarray  # int64
+    surface_N: np.ndarray  # int64 [N, 2]: spans
     ro_spans_N: np.ndarray  # int64 [N, 7, 2]: fields of the RO block
     sample_P: np.ndarray  # int64: the sample of each part
     nro_spans_P: np.ndarray  # int64 [P, 7, 2]
@@ -174,6 +175,7 @@ def scan(buf: np.ndarray, starts: np.ndarray, index_N: np.ndarray, max_rows: int
         ok_N=ok_N,
         schema_N=schema_N,
         time_ms_N=time_ms_N,
+        surface_N=field(headers_N, HEADER.surface),
         ro_spans_N=ro_N,
         sample_P=sample_P,
         nro_spans_P=nro_P,
@@ -244,7 +246,14 @@ def fill(plans: Plans, scan: Scan, plan_N: np.ndarray, kept_R: np.ndarray) -> di
         "close_ms_R": w.read_i64(scan.buf, field(spans_R, SAMPLE.close_ms)),
         "oldest_engagement_ms_R": oldest_i64(scan.buf, field(spans_R, SAMPLE.event_times)),
         "sample_id_R": w.read_i64(scan.buf, field(spans_R, SAMPLE.sample_id)),
+        "surface_R": _texts(scan.buf, scan.surface_N[kept_R]),
     }
+
+
+def _texts(buf: np.ndarray, spans_R: np.ndarray) -> np.ndarray:
+    """bytes S64 [R]; what is longer is cut."""
+    starts, ends = spans_R.T.tolist() if len(spans_R) else ([], [])
+    return np.array([buf[start:end].tobytes() for start, end in zip(starts, ends, strict=True)], dtype=TEXT)
 
 
 def scan_blocks(ro: bytes, nro: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -279,6 +288,7 @@ def fill_request(plans: Plans, buf: np.ndarray, ro: Blocks, nro: Blocks, item_B:
         close_ms_R=none_R,
         oldest_engagement_ms_R=none_R,
         sample_id_R=none_R,
+        surface_R=np.zeros(1, dtype=TEXT),
         correction_R=np.zeros(1, dtype=np.bool_),
         partition_R=np.zeros(1, dtype=np.int32),
         offset_R=np.full(1, -1),

@@ -29,6 +29,8 @@ class LoopConfig(Settings):
     exact: bool = setting(False, "bit-equal parameters whatever is killed: whole batches of one partition after the other")
     freeze_at_ms: int = setting(0, "requests from this event time on are scored, not trained; 0 = never", least=0)
 
+    slices: tuple[str, ...] = setting(("surface",), "progressive metrics by these, too: surface, candidate_age, features")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
@@ -62,6 +64,8 @@ class WorkerConfig(LoopConfig, Deployment):
         0, "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread", least=0, most=8
     )
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", least=0)
+    shadow: str = setting("", "a committed version (incarnation-seq) whose dense weights score beside those in training")
+    shadow_every: int = setting(4, "steps of which one is scored by the shadow", least=1)
     caught_up_hold_ms: int = setting(10_000, "for how long the lag must have been below it to count as live", least=0)
     controller_timeout_ms: int = setting(
         30_000, "without the controller for this long training stops: 3 x commit_interval_ms", least=1

@@ -34,6 +34,8 @@ from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.config import LoopConfig
 from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted
 from trainer.monitoring.quality import Report
+from trainer.monitoring.shadow import FrozenCopy
+from trainer.monitoring.slices import slicers
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.pipeline.stages import Stages
 from trainer.predictions import Outputs, dead_letter, predictions_of
@@ -68,8 +70,10 @@ class Wiring:
     outputs: Outputs
     clock: Clock
     feed: Callable[[Acts], Feed] = SerialFeed
+    shadow: FrozenCopy | None = None
     stages: Stages | None = None  # None = of the loop alone
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
+    on_scored: Callable[[ChunkPart], None] = lambda part: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +98,9 @@ class TrainLoop:
     def __init__(self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: Wiring) -> None:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
-        self.clock, self.on_freshness = wiring.clock, wiring.on_freshness
+        self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
+        self._slicers, self.shadow = slicers(schema, config.slices), wiring.shadow
         self._build()
         self.feed = wiring.feed(self)
 
@@ -165,7 +170,7 @@ class TrainLoop:
         self._own_at(self.source.positions())
 
     def _own_at(self, at: Progress) -> None:
-        self.own = Partitions(at, self.schema.tasks, self.config.dedupe_horizon_ms)
+        self.own = Partitions(at, self.schema.tasks, self.config.dedupe_horizon_ms, self._slicers)
 
     # One chunk
 
@@ -271,7 +276,8 @@ class TrainLoop:
         trains = part.trains and bool(part.batch.weight_BT.any())
         if not torch.isfinite(logits_BT).all() or (trains and not self._descend(pulled, logits_BT)):
             return self._halves(part, chunk)
-        self._score(part.batch, torch.sigmoid(logits_BT.detach()).cpu().numpy())
+        shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
+        self._score(part, torch.sigmoid(logits_BT.detach()).cpu().numpy(), shadow_BT)
         if trains:
             self._push(pulled)
         self.counts.frozen += 0 if part.trains else part.batch.num_requests
@@ -296,9 +302,11 @@ class TrainLoop:
         self.counts.dead_letters += 1
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
-    def _score(self, batch: Batch, score_BT: np.ndarray) -> None:
+    def _score(self, part: ChunkPart, score_BT: np.ndarray, shadow_BT: np.ndarray | None) -> None:
         """What the model says before it has seen these labels."""
-        self.own.count(batch, score_BT)
+        batch = part.batch
+        self.own.count(batch, score_BT, self.watermark_ms, shadow_BT)
+        self.on_scored(part)
         for prediction in predictions_of(batch, score_BT, self.num_steps):
             self.outputs.prediction(prediction)
         self.counts.requests += batch.num_requests

@@ -17,6 +17,8 @@ from roo.batch import Batch
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from trainer.dedupe import Dedupe
 from trainer.monitoring.quality import Metrics, Report
+from trainer.monitoring.slices import Slicer
+from trainer.monitoring.windowed import Windowed
 
 MAX_SCORES = 1 << 14  # a partition and task, 20 bytes each in every commit and several times that in memory; AUC ± 8e-5
 
@@ -26,7 +28,7 @@ class PartitionCut:
     """One partition at one moment between two chunks."""
 
     offset: int  # next to train
-    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>
+    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>
 
 
 class _PartitionState:
@@ -65,9 +67,10 @@ def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Report:
 class Partitions:
     """The partitions of one worker, each at an offset."""
 
-    def __init__(self, at: Progress, tasks: Sequence[str], horizon_ms: int) -> None:
+    def __init__(self, at: Progress, tasks: Sequence[str], horizon_ms: int, slicers: Sequence[Slicer] = ()) -> None:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
+        self.windowed = Windowed(tasks, slicers)
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
@@ -84,8 +87,10 @@ class Partitions:
             self._states[partition].dedupe.settle(new_R[row_M])
         self.progress |= after
 
-    def count(self, batch: Batch, score_BT: np.ndarray) -> None:
-        """`score_BT`: probabilities, of before these labels were used."""
+    def count(self, batch: Batch, score_BT: np.ndarray, watermark_ms: int = 0, shadow_BT: np.ndarray | None = None) -> None:
+        """`score_BT`: probabilities, of before these labels were used; `shadow_BT`: those of a frozen copy."""
+        place_R = np.where(batch.correction_R, -1, batch.partition_R)
+        self.windowed.count(batch, place_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
         for partition, row_M in rows_by_partition(batch).items():
             of_R = np.zeros(batch.num_requests, dtype=np.bool_)
             of_R[row_M] = True
@@ -109,13 +114,19 @@ class Partitions:
 
     def cut(self) -> dict[Partition, PartitionCut]:
         """Copies: later chunks don't change them. What is only claimed isn't in them."""
-        return {p: PartitionCut(offset=self.progress[p], tensors=state.tensors()) for p, state in self._states.items()}
+        return {p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states}
 
     def load(self, cuts: Mapping[Partition, PartitionCut]) -> None:
         """Become what `cut` gave, also where other workers gave it; offsets are those that the source was put to. Partitions
         without a cut stay as they are."""
         for partition in self._states.keys() & cuts.keys():
             self._states[partition].load(cuts[partition].tensors)
+            if partition[0] == SAMPLES and (windows := _part(cuts[partition].tensors, "windows.")):
+                self.windowed.load(partition[1], windows)
+
+    def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
+        windows = self.windowed.state(partition[1]) if partition[0] == SAMPLES else {}
+        return self._states[partition].tensors() | {f"windows.{name}": value for name, value in windows.items()}
 
 
 def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:

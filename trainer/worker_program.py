@@ -10,11 +10,12 @@ from models.build import load_model_config
 from param_server.client import Client
 from roo.decode import Decoder
 from roo.errors import UnavailableError
+from roo.schema import Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
 from runtime.backoff import Backoff
-from runtime.checkpoint_store import open_store
+from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.crew import StopBudget
 from runtime.exports import Exports
@@ -31,6 +32,7 @@ from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, set_numerics
 from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
+from trainer.monitoring.shadow import FrozenCopy, frozen_copy
 from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stages import Stages
 from trainer.predictions import KafkaOutputs
@@ -96,6 +98,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             feed=feed,
             stages=stages,
             on_freshness=metrics.freshness().observe,
+            shadow=open_shadow(config, store, schema),
         )
         loop = TrainLoop(config, schema, model_config, wiring)
         opened.callback(loop.feed.close)
@@ -109,6 +112,11 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(left.set)
         member.start()
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
+
+
+def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:
+    """The frozen copy to score beside; None where none is asked for."""
+    return frozen_copy(store, config.shadow, schema, config.device, config.shadow_every) if config.shadow else None
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from roo.batch import Batch
+from roo.batch import TEXT, Batch
 from roo.jagged import Jagged
 from roo.lookup import Lookup
 from roo.schema import Schema
@@ -87,6 +87,7 @@ def make_batch(schema: Schema, counts: list[int], seed: int = 0, *, longest: int
         close_ms_R=NOW_MS + 1000 * ids_R,
         oldest_engagement_ms_R=0 * ids_R,
         sample_id_R=ids_R,
+        surface_R=np.array([b"front", b"mail", b""], dtype=TEXT)[ids_R % 3],
         correction_R=np.zeros(r, dtype=np.bool_),
         partition_R=np.zeros(r, dtype=np.int32),
         offset_R=ids_R,

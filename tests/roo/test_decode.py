@@ -87,6 +87,17 @@ def test_every_form_that_protobuf_reads_is_read_alike(schema: Schema, samples: S
         assert batch.item_B.tolist() == plain.item_B.tolist(), form
 
 
+@pytest.mark.parametrize(
+    ("surface", "expected"), [("home", b"home"), ("", b""), ("größe", "größe".encode()), ("x" * 99, b"x" * 64)]
+)
+def test_a_batch_knows_where_a_request_was_shown(schema: Schema, samples: Samples, surface: str, expected: bytes) -> None:
+    sample, other = samples(2)
+    sample.header.surface = surface
+    records = [Record("", 0, n, s.close_ms, None, wire.encode(wire.SAMPLE, s)) for n, s in enumerate((other, sample))]
+    batch, rejects = decoder(schema).decode(records)
+    assert rejects == [] and batch.surface_R.tolist() == [b"home", expected]
+
+
 def test_unknown_fields_behind_the_known_ones_are_stepped_over(schema: Schema, samples: Samples) -> None:
     sample = samples(1)[0]
     body = (

@@ -10,7 +10,8 @@ from runtime.exports import one_of
 from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.quality import QUALITY, summary
-from trainer.monitoring.watch import watch_of
+from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges
+from trainer.monitoring.watch import quality_of, watch_of
 from trainer.worker import Worker
 
 _EVERY_S = 1.0
@@ -24,6 +25,7 @@ LABELS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(_BY_PARTITION, "partition"),
     "stage_seconds": ("stage", "thread"),
     **{name.replace("@", "_"): "task" for name in QUALITY},
+    **QUALITY_LABELS,
 }
 """Label of each gauge that has one."""
 
@@ -38,6 +40,7 @@ class Monitor:
         self._observed_s = clock.monotonic_s()
         self._progress = self.caught_up.observe({}, self._observed_s)
         self._metrics: dict[str, Any] = {}
+        self._quality: dict[str, Any] = {"windows": {}, "slices": {}, "shadow": None}
 
     def observe(self) -> None:
         """In the loop's thread; does nothing until its second is over."""
@@ -52,7 +55,9 @@ class Monitor:
         self._observed_s = now_s
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
-            self._metrics = summary(self.worker.loop.report())
+            loop = self.worker.loop
+            self._metrics = summary(loop.report())
+            self._quality = quality_of(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
 
     @property
     def progress(self) -> Observation:
@@ -74,7 +79,7 @@ class Monitor:
 
     def report(self) -> dict[str, Any]:
         """What a beat carries: the worker's own report and how live it is."""
-        return {**self.worker.report(), "metrics": self._metrics, "watch": watch_of(self.progress)}
+        return {**self.worker.report(), "metrics": self._metrics, "watch": watch_of(self.progress) | self._quality}
 
     def gauges(self) -> dict[str, Any]:
         """For `Exports`."""
@@ -110,4 +115,5 @@ class Monitor:
             "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
             "partition_lost_records": {name: standing.lost_records for name, standing in by_partition.items()},
             **by_task,
+            **quality_gauges(self._quality),
         }

@@ -5,8 +5,14 @@
     lag_records, hidden_records      to the last stable offset, and from there to the high watermark
     lag_ms                           event time
     lost_records                     deleted before they were read
-    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (about 95 %; low and high null = not known yet), or null
+    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (about 95 %; low and high null: not known), or null
     eta_s                            [value, low, high]; value null = not foreseeable, high null beside a value = no bound
+    windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time windows that
+                                     end at the watermark, at most MOST_TASKS tasks; numbers: candidates, base_rate, ne,
+                                     ne_online, auc, calibration (cells.py; `ne_online`: against the base rate known before)
+    slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
+    shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a frozen dense
+                                     part beside the model in training, on the same candidates and rows
     partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MOST_ROWS
 
 Numbers that aren't known are null. Everything is bounded, whatever the schema: see the constants.
@@ -14,11 +20,14 @@ Numbers that aren't known are null. Everything is bounded, whatever the schema: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.monitoring.caught_up import Observation, Standing
+from trainer.monitoring.shadow import FrozenCopy
 
 MOST_ROWS = 256
+MOST_TASKS = 4
 
 
 def watch_of(seen: Observation) -> dict[str, Any]:
@@ -29,6 +38,20 @@ def watch_of(seen: Observation) -> dict[str, Any]:
         "state_seconds": {str(state): seconds for state, seconds in seen.state_seconds.items()},
         "partitions": rows[:MOST_ROWS],
     }
+
+
+def quality_of(told: Mapping[str, Any], shadow: FrozenCopy | None) -> dict[str, Any]:
+    """The part that says how well it predicts; `told`: `Windowed.report`."""
+    copies = {name: _few(windows) for name, windows in told["shadow"].items()} if told.get("shadow") else {}
+    return {
+        "windows": _few(told["windows"]),
+        "slices": {slice_: {v: _few(windows) for v, windows in values.items()} for slice_, values in told["slices"].items()},
+        "shadow": {"version": shadow.version, "rows": "live", **copies} if shadow else None,
+    }
+
+
+def _few(windows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {window: dict(list(tasks.items())[:MOST_TASKS]) for window, tasks in windows.items()}
 
 
 def plain(at: Standing) -> dict[str, Any]:

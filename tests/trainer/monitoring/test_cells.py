@@ -1,0 +1,89 @@
+"""Cells count as the exact metrics do, and a commit's state brings them back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.monitoring.cells import Cells, Losses
+from trainer.monitoring.quality import Metrics
+
+
+def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scores, labels, weights), of a predictor that knows something."""
+    random = np.random.default_rng(seed)
+    score_BT = random.beta(1, 6, (n, tasks)).astype(np.float32)
+    label_BT = (random.random((n, tasks)) < score_BT).astype(np.float32)
+    return score_BT, label_BT, random.choice([0.0, 1.0, 2.0], (n, tasks)).astype(np.float32)
+
+
+def test_a_cell_says_what_the_exact_metrics_say() -> None:
+    score_BT, label_BT, weight_BT = outcomes(5000)
+    exact = Metrics(("click", "buy"))
+    exact.update(score_BT, label_BT, weight_BT, np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    cells = Cells(("click", "buy"))
+    cell = cells.number_of(("a",))
+    losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+    cells.add(np.full(5000, cell), losses, np.arange(5000))
+    told = cells.report([("a",), ("unknown",)])
+    for task, expected in exact.report()["tasks"].items():  # type: ignore[attr-defined]
+        for name in ("candidates", "base_rate", "ne", "calibration"):
+            assert told[task][name] == pytest.approx(expected[name], rel=1e-6), (task, name)
+        assert told[task]["auc"] == pytest.approx(expected["auc"], abs=4e-3)
+
+
+def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before() -> None:
+    cells, n = Cells(("click",)), 4000
+    label_BT, weight_BT = (np.arange(n) % 4 == 0).astype(np.float32)[:, None], np.ones((n, 1), dtype=np.float32)
+    for start in range(0, n, 50):
+        rows = slice(start, start + 50)
+        base_BT = np.broadcast_to(cells.rates_T(("a",)), (50, 1))
+        losses = Losses(base_BT, label_BT[rows], weight_BT[rows], base_BT)
+        cells.add(np.full(50, cells.number_of(("a",))), losses, np.arange(50))
+    told = cells.report([("a",)])["click"]
+    assert told["ne_online"] == pytest.approx(1.0), "it can't beat itself"
+    assert 1.0 < told["ne"] < 1.01, "and what knows the rate only afterwards is a little better"
+    assert cells.rates_T(("a",))[0] == pytest.approx(0.25, abs=1e-3)
+
+
+@pytest.mark.parametrize("labels", [0.0, 1.0])
+def test_what_is_not_defined_is_none(labels: float) -> None:
+    cells = Cells(("click",))
+    assert cells.report([])["click"] == {
+        "candidates": 0,
+        "base_rate": None,
+        "ne": None,
+        "ne_online": None,
+        "auc": None,
+        "calibration": None,
+    }
+    score_BT = np.array([[0.2], [0.0], [1.0]], dtype=np.float32)
+    cells.add(
+        np.full(3, cells.number_of(("a",))),
+        Losses(score_BT, np.full((3, 1), labels), np.ones((3, 1)), score_BT * 0 + 0.5),
+        np.arange(3),
+    )
+    told = cells.report([("a",)])["click"]
+    assert told["ne"] is None and told["auc"] is None and told["base_rate"] == labels
+    assert (told["calibration"] is None) == (labels == 0)
+
+
+def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
+    cells = Cells(("click",))
+    score_BT, label_BT, weight_BT = outcomes(300, tasks=1)
+    losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+    keys = [(0, "a"), (0, "b"), (1, "a")]
+    numbers = np.array([cells.number_of(key) for key in keys])
+    cells.add(numbers[np.arange(300) % 3], losses, np.arange(300))
+    whole = cells.report(keys)
+    other = Cells(("click",))
+    other.load(cells.state(lambda key: key[0] == 0))
+    assert other.keys == keys[:2] and other.report(keys[:2]) == cells.report(keys[:2])
+    other.load(cells.state(lambda key: key[0] == 1))
+    other.load(cells.state(lambda key: key[0] == 1))
+    assert other.report(keys) == whole, "what comes twice replaces"
+    other.drop(lambda key: key[1] == "a")
+    assert other.keys == [(0, "b")] and other.report([(0, "b")]) == cells.report([(0, "b")])
+    renamed = Cells(("buy",))
+    renamed.load(cells.state(lambda key: True))
+    assert renamed.keys == [], "another task's numbers are nobody's"

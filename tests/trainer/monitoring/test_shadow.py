@@ -1,0 +1,92 @@
+"""A frozen copy scores beside the model in training, and nothing of training changes by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.build import build_model
+from roo.errors import ConfigError
+from runtime import tensor_file
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from tests.trainer.memory_store import MemoryStore
+from trainer.monitoring.shadow import FrozenCopy, frozen_copy
+
+NUMBERS = list(range(1, 41))
+NAME = "shadows/1-3.safetensors"
+
+
+def with_copy(every: int) -> Built:
+    built = build(samples.records(NUMBERS))
+    schema = samples.schema()
+    built.loop.shadow = FrozenCopy(build_model(schema, samples.MODEL, built.loop.config.seed), "1-3", every)
+    return built
+
+
+def stored(schema: str = "") -> MemoryStore:
+    model = build_model(samples.schema(), samples.MODEL, 7)
+    tensors = {f"model.{name}": value.numpy() for name, value in model.state_dict().items()}
+    metadata = {
+        "schema": schema or f"{samples.schema().fingerprint:016x}",
+        "model": json.dumps(dataclasses.asdict(samples.MODEL)),
+    }
+    store = MemoryStore()
+    store.create(NAME, tensor_file.encode(tensors, metadata))
+    return store
+
+
+def test_training_is_bit_equal_with_and_without_a_copy_beside_it() -> None:
+    alone, beside = build(samples.records(NUMBERS)).train_all(), with_copy(1).train_all()
+    for name, value in alone.loop.snapshot().shared.items():
+        np.testing.assert_array_equal(value, beside.loop.snapshot().shared[name], err_msg=name)
+    assert beside.predicted == alone.predicted
+
+
+@pytest.mark.parametrize(("every", "candidates"), [(1, 120), (2, 60)])
+def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
+    loop = with_copy(every).train_all().loop
+    told = loop.own.windowed.report(loop.watermark_ms)["shadow"]
+    assert told["shadow"]["all"]["click"]["candidates"] == told["live"]["all"]["click"]["candidates"] == candidates
+    assert told["shadow"]["all"]["click"]["ne"] != told["live"]["all"]["click"]["ne"], "the copy stands still"
+
+
+def test_the_copy_has_the_weights_that_were_kept() -> None:
+    copy = frozen_copy(stored(), "1-3", samples.schema(), "cpu", 2)
+    expected = build_model(samples.schema(), samples.MODEL, 7).state_dict()
+    assert (copy.version, copy.every) == ("1-3", 2)
+    for name, value in copy.model.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), expected[name].numpy(), err_msg=name)
+
+
+def test_a_version_that_is_not_there_or_of_another_schema_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected shadow to name a committed version \(there is none\), got '9-9'"):
+        frozen_copy(MemoryStore(), "9-9", samples.schema(), "cpu", 1)
+    with pytest.raises(ConfigError, match="expected a shadow of schema"):
+        frozen_copy(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
+
+
+def test_windows_and_slices_come_back_with_a_rollback() -> None:
+    built = build(samples.records(NUMBERS), slices=("surface", "user"))
+    for _ in range(4):
+        built.loop.step()
+    at, before = built.loop.snapshot(), built.loop.own.windowed.report(built.loop.watermark_ms)
+    built.train_all()
+    whole = built.loop.own.windowed.report(built.loop.watermark_ms)
+    built.loop.restore(at)
+    assert built.loop.own.windowed.report(built.loop.watermark_ms) == before
+    built.train_all()
+    again = built.loop.own.windowed.report(built.loop.watermark_ms)
+    assert counts(again) == counts(whole), "nothing is counted twice"
+    assert whole["windows"]["all"]["click"]["candidates"] == 120 and len(counts(whole)["user"]) == 13
+
+
+def counts(told: dict[str, Any]) -> dict[str, Any]:
+    """Candidates and base rates, which don't depend on the rows (a fake shard doesn't roll back)."""
+    found = {slice_: {v: windows["all"]["click"] for v, windows in values.items()} for slice_, values in told["slices"].items()}
+    found["windows"] = {window: tasks["click"] for window, tasks in told["windows"].items()}
+    return {name: {v: (n["candidates"], n["base_rate"]) for v, n in values.items()} for name, values in found.items()}

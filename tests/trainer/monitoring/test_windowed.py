@@ -1,0 +1,163 @@
+"""Windows of event time and slices: what is counted where, and never twice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from roo.batch import TEXT, Batch
+from roo.errors import ConfigError
+from roo.schema_file import schema_from_dict
+from tests.models.model_cases import make_batch, make_schema
+from trainer.monitoring.slices import slicers
+from trainer.monitoring.windowed import MOST_VALUES, Windowed
+
+H = 3_600_000
+T0 = 1_700_000_000_000 // H * H
+
+
+def batch_of(seed: int = 0, *, close_ms: int = T0, requests: int = 8, partition: int = 0) -> Batch:
+    made = make_batch(make_schema("everything"), [5] * requests, seed)
+    return dataclasses.replace(
+        made,
+        close_ms_R=np.full(requests, close_ms),
+        partition_R=np.full(requests, partition, dtype=np.int32),
+        weight_BT=np.ones_like(made.weight_BT),
+    )
+
+
+def count(windowed: Windowed, batch: Batch, watermark_ms: int | None = None, shadow: float | None = None) -> None:
+    score_BT = np.full(batch.label_BT.shape, 0.3, dtype=np.float32)
+    at_B = batch.partition_R[batch.request_index_B].astype(np.int64)
+    shadow_BT = None if shadow is None else np.full_like(score_BT, shadow)
+    windowed.count(batch, at_B, score_BT, int(batch.close_ms_R.max()) if watermark_ms is None else watermark_ms, shadow_BT)
+
+
+def made(*names: str) -> Windowed:
+    schema = make_schema("everything")
+    return Windowed(schema.tasks, slicers(schema, names))
+
+
+def counted(windowed: Windowed, watermark_ms: int) -> dict[str, int]:
+    windows = windowed.report(watermark_ms)["windows"]
+    return {window: next(iter(tasks.values()))["candidates"] for window, tasks in windows.items()}
+
+
+def test_a_window_forgets_what_is_older_than_it_and_the_whole_keeps_it() -> None:
+    windowed = made()
+    for hour in range(30):
+        count(windowed, batch_of(hour, close_ms=T0 + hour * H))
+    found = counted(windowed, T0 + 29 * H)
+    assert (found["1h"], found["all"]) == (2 * 40, 30 * 40) and 24 * 40 < found["1d"] <= 30 * 40
+    assert counted(windowed, T0 + 60 * H) == {"all": 1200}, "nothing came in the last day"
+    assert len(windowed.cells.keys) <= 3 * 6, "and old buckets take no room"
+
+
+def test_what_is_of_another_time_than_the_watermark_is_in_no_window() -> None:
+    windowed = made()
+    count(windowed, batch_of(close_ms=T0 + 2 * H), watermark_ms=T0)
+    count(windowed, batch_of(close_ms=T0 - 50 * H), watermark_ms=T0)
+    assert counted(windowed, T0) == {"all": 80, "1d": 40}, "two hours ahead may still be of the running part of a day"
+
+
+def test_a_rollback_takes_back_what_was_counted_and_a_partition_can_move() -> None:
+    windowed, other = made("surface"), made("surface")
+    count(windowed, batch_of(1, partition=0))
+    count(windowed, batch_of(2, partition=1))
+    cut = {place: windowed.state(place) for place in (0, 1)}
+    before = windowed.report(T0)
+    count(windowed, batch_of(3, partition=1))
+    assert windowed.report(T0) != before
+    windowed.load(1, cut[1])
+    assert windowed.report(T0) == before, "and what comes again is counted once"
+    other.load(1, cut[1])
+    other.load(0, cut[0])
+    assert other.report(T0) == before
+
+
+def test_slices_say_how_each_value_does() -> None:
+    windowed, batch = made("surface"), batch_of(requests=9)
+    count(windowed, batch)
+    found = windowed.report(T0)["slices"]["surface"]
+    assert set(found) == {"front", "mail", "missing"}
+    task = batch.schema.tasks[0]
+    front_B = (batch.surface_R == b"front")[batch.request_index_B]
+    for window in ("1h", "all"):
+        assert found["front"][window][task]["candidates"] == front_B.sum()
+        assert found["front"][window][task]["base_rate"] == pytest.approx((batch.label_BT[front_B, 0] > 0).mean())
+
+
+def test_values_beyond_the_bound_are_other_however_many_come() -> None:
+    windowed = made("surface")
+    for n in range(5):
+        texts = np.array([f"s{n}-{r}".encode() for r in range(8)], dtype=TEXT)
+        count(windowed, dataclasses.replace(batch_of(n), surface_R=texts))
+    found = windowed.report(T0)["slices"]["surface"]
+    assert len(found) == MOST_VALUES + 1 and found["other"]["all"]["click"]["candidates"] == (40 - MOST_VALUES) * 5
+
+
+def test_a_frozen_copy_is_counted_beside_the_model_on_the_same_candidates() -> None:
+    windowed = made()
+    count(windowed, batch_of(1), shadow=0.9)
+    count(windowed, batch_of(2))
+    found = windowed.report(T0)["shadow"]
+    task = windowed.tasks[0]
+    assert found["shadow"]["all"][task]["candidates"] == found["live"]["all"][task]["candidates"] == 40
+    assert found["shadow"]["1h"][task]["ne"] > found["live"]["1h"][task]["ne"]
+    assert found["live"]["all"][task]["calibration"] == pytest.approx(found["shadow"]["all"][task]["calibration"] / 3)
+
+
+FEATURES = {
+    "tables": {"t": {"dim": 2}},
+    "ro": [{"name": "hour", "kind": "float"}, {"name": "country", "kind": "ids", "table": "t"}],
+    "nro": [{"name": "age", "kind": "float", "online": "age_s"}, {"name": "topic", "kind": "ids", "table": "t"}],
+    "label": [{"name": "click", "action": "click", "fold": "any"}],
+}
+
+
+@pytest.mark.parametrize("transforms", [[], [{"output": "age", "input": "age", "op": "log1p"}]])
+def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, str]]) -> None:
+    schema = schema_from_dict({**FEATURES, "transform": transforms})
+    batch = make_batch(schema, [6])
+    ages = np.array([[30.0], [700.0], [4000.0], [80_000.0], [1e6], [1.0]], dtype=np.float32)
+    present = np.array([[True]] * 5 + [[False]])
+    changed = dataclasses.replace(
+        batch,
+        nro_float_BF=np.log1p(ages) if transforms else ages,
+        nro_present_BF=present,
+        ro_float_RF=np.array([[-3.0]], dtype=np.float32),
+        ro_present_RF=np.ones((1, 1), dtype=np.bool_),
+    )
+    number_B, names = slicers(schema, ["candidate_age"])[0].values(changed)
+    assert [names[n] for n in number_B] == ["<10m", "<1h", "<6h", "<1d", ">=7d", "missing"]
+    number_B, names = slicers(schema, ["hour"])[0].values(changed)
+    assert [names[n] for n in number_B] == ["-2.."] * 6
+    for name, lists, rows in (("topic", batch.nro_lists, np.arange(6)), ("country", batch.ro_lists, np.zeros(6, dtype=int))):
+        number_B, names = slicers(schema, [name])[0].values(changed)
+        value, length = lists.values_of(name), lists.lengths_KN[0]
+        starts = np.cumsum(length) - length
+        first = [str(value[starts[r]]) if length[r] else "missing" for r in rows]
+        assert [names[n] for n in number_B] == first
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["surfac"], "surface"),
+        (["surface", "surface"], "at most 8 different"),
+        ([f"f{n}" for n in range(9)], "at most 8"),
+    ],
+)
+def test_a_slice_that_can_not_be_is_refused_with_what_can(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        slicers(make_schema("everything"), names)
+
+
+def test_the_age_needs_a_feature_that_still_tells_it() -> None:
+    with pytest.raises(ConfigError, match="the schema has none"):
+        slicers(schema_from_dict({**FEATURES, "nro": FEATURES["nro"][1:]}), ["candidate_age"])  # type: ignore[index]
+    clipped = [{"output": "age", "input": "age", "op": "clip"}]
+    with pytest.raises(ConfigError, match="give the transform an output"):
+        slicers(schema_from_dict({**FEATURES, "transform": clipped}), ["candidate_age"])

@@ -1,0 +1,77 @@
+"""A frozen copy beside the model in training: what would a committed version say of the same candidates?
+
+Its dense weights stand still; rows are those that training pulls, so they move on. What it tells is what training the dense
+part since then has brought, not the rows; reports name it `shadow`, with `rows: "live"`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from torch import nn
+
+from models.build import build_model, model_config_from_dict
+from models.inputs import Inputs
+from roo.errors import CheckpointError, ConfigError, UnavailableError
+from roo.schema import Schema
+from runtime import manifest as manifests
+from runtime import tensor_file
+from runtime.checkpoint_store import CheckpointStore
+
+_PREFIX = "model."
+
+
+class FrozenCopy:
+    """Scores every `every`-th step."""
+
+    def __init__(self, model: nn.Module, version: str, every: int = 1) -> None:
+        self.model, self.version, self.every = model.eval(), version, every
+
+    def scores(self, inputs: Inputs, step: int) -> np.ndarray | None:
+        """Probabilities [B, T] of what `inputs` hold; None where this step is left out."""
+        if step % self.every:
+            return None
+        with torch.no_grad():
+            score_BT: np.ndarray = torch.sigmoid(self.model(inputs)).cpu().numpy()
+        return score_BT if bool(np.isfinite(score_BT).all()) else None
+
+
+def frozen_copy(store: CheckpointStore, version: str, schema: Schema, device: str, every: int) -> FrozenCopy:
+    """The dense weights of a committed version, `<incarnation>-<seq>`. They are kept as `shadows/<version>.safetensors`, so
+    that a later start finds them when their commit is retired.
+
+    Raises:
+        ConfigError: no such version, or one of another schema; names those that are there.
+        CheckpointError: it is damaged.
+        UnavailableError: the store is away.
+    """
+    kept = f"shadows/{version}.safetensors"
+    try:
+        data = store.get(kept)
+    except CheckpointError:
+        data = _committed(store, version)
+        store.create(kept, data)
+    tensors, metadata = tensor_file.decode(data)
+    if metadata.get("schema") != f"{schema.fingerprint:016x}":
+        raise ConfigError(f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of {metadata.get('schema')}")
+    model = build_model(schema, model_config_from_dict(json.loads(metadata["model"])), 0).to(device)
+    weights = {n.removeprefix(_PREFIX): torch.from_numpy(a.copy()) for n, a in tensors.items() if n.startswith(_PREFIX)}
+    model.load_state_dict(weights)
+    return FrozenCopy(model, version, every)
+
+
+def _committed(store: CheckpointStore, version: str) -> bytes:
+    found = []
+    for name in store.list("manifests"):
+        try:
+            manifest = manifests.load(store, name).manifest
+        except (CheckpointError, UnavailableError):
+            continue
+        if manifest.version == version:
+            return manifests.read_file(store, manifest.dense)
+        found.append(manifest.version)
+    raise ConfigError(
+        f"expected shadow to name a committed version ({', '.join(sorted(found)) or 'there is none'}), got {version!r}"
+    )
