@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from command.checkpoint_command import checkpoint
 from command.operate import home_option, scale, topics
 from command.replay.cli import Duration, check, replay
 from infra.kept_options import kept
@@ -274,10 +275,8 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-cli.add_command(replay)
-cli.add_command(check)
-cli.add_command(topics)
-cli.add_command(scale)
+for _group in (replay, check, topics, scale, checkpoint):
+    cli.add_command(_group)
 
 
 @cli.command()

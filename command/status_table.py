@@ -39,6 +39,18 @@ def book_rows(sums: Mapping[str, Any]) -> list[Row]:
     return [("accounted", _g1(sums)), *_named(sums)]
 
 
+def commit_rows(commits: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Of `command.checkpoints.found`."""
+    return [(str(one["seq"]), f"can't be read: {one['problem']}" if "problem" in one else _commit_line(one)) for one in commits]
+
+
+def _commit_line(one: Mapping[str, Any]) -> str:
+    sizes = ", ".join(f"{what} {one[f'{what}_bytes'] / 1e6:,.1f} MB" for what in ("dense", "workers", "rows"))
+    quality = f"NE {number(one['quality']['ne'], 4)} AUC {number(one['quality']['auc'], 4)}"
+    when = f"{clock(one['time_ms'])}, step {one['step']:,}, trained up to {clock(one['watermark_ms'])}"
+    return f"{one['incarnation']}-{one['seq']} of {when}; {sizes}; {quality}"
+
+
 def render(status: Mapping[str, Any], title: str, footer: list[str]) -> Table:
     return render_rows(rows(status), title, footer)
 

@@ -23,6 +23,7 @@ log = logging.getLogger("roostream.manifest")
 
 FORMAT = 2
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
+DISCARDED = "discarded"  # manifests that somebody went back behind
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
 _PARTITIONS_1 = 4  # what every topic of format 1 had
 
@@ -248,8 +249,8 @@ def newest(store: CheckpointStore, passed_over: Collection[str] = ()) -> Restora
 
 
 def next_seq(store: CheckpointStore) -> int:
-    """One more than the highest name in use, damaged manifests included: their names stay taken."""
-    return 1 + max((seq_of(n) for n in store.list(MANIFESTS)), default=0)
+    """One more than the highest name in use, damaged and discarded manifests included: their names stay taken."""
+    return 1 + max((seq_of(n) for n in (*store.list(MANIFESTS), *store.list(DISCARDED))), default=0)
 
 
 def newest_incarnation(store: CheckpointStore) -> int:
@@ -284,11 +285,37 @@ def kept_wish(store: CheckpointStore) -> dict[str, Any]:
         return {}
 
 
+def numbers(store: CheckpointStore) -> list[int]:
+    """Of all manifests there, damaged ones included, ascending."""
+    return sorted(seq_of(name) for name in store.list(MANIFESTS) if seq_of(name))
+
+
+def discard_after(store: CheckpointStore, seq: int) -> list[int]:
+    """Make manifest `seq` the newest: those behind it are no longer among the manifests, but kept below `discarded/`. Fences
+    whichever controller runs, which may link one more until it finds out: that one is discarded too. Numbers of those.
+
+    Raises:
+        CheckpointError: manifest `seq` is absent or damaged; nothing was changed.
+        FencedError: a controller was started at this moment; stop it and call again.
+
+    **If it fails half-way:** some of the newest are discarded; the next call goes on.
+    """
+    load(store, manifest_name(seq))
+    claim_incarnation(store, 0, kept_wish(store))
+    gone: list[int] = []
+    while newer := [number for number in reversed(numbers(store)) if number > seq]:
+        for number in newer:  # the newest first, so that what is left is always a log without a gap
+            store.create(f"{DISCARDED}/{number:08d}", store.get(manifest_name(number)))
+            store.delete(manifest_name(number))
+            gone.append(number)
+    return sorted(gone)
+
+
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
     """Delete what no restart needs: manifests but the newest `keep`, files of trainers that none of those names and that are
     older than the newest of them, old incarnations. Interrupted anywhere, the next call goes on."""
-    names = sorted((n for n in store.list(MANIFESTS) if seq_of(n)), key=seq_of)
-    for name in names[:-keep]:
+    names = [manifest_name(number) for number in numbers(store)]
+    for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
         store.delete(name)
     needed, last = set(), 0
     for name in names[-keep:]:
