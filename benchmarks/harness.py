@@ -143,6 +143,10 @@ def _subject(subject: Subject, runs: Sequence[_Turns]) -> dict[str, Any]:
         return out | {"unavailable": missing[0]}
     for clock in ("wall", "cpu"):
         out[f"{clock}_us"] = spread([_median_us(run, subject.name, clock) for run in runs])
+    if figures := {
+        name: spread([_median(run, subject.name, name) for run in runs]) for name in runs[0].of[subject.name][0].figures
+    }:
+        out["figures"] = figures
     return out
 
 
@@ -156,9 +160,13 @@ def _median_us(run: _Turns, name: str, clock: str) -> float:
     return statistics.median(cost_us(turn, clock) for turn in run.of[name])
 
 
+def _median(run: _Turns, subject: str, figure: str) -> float:
+    return statistics.median(turn.figures[figure] for turn in run.of[subject])
+
+
 def cost_us(turn: Slice, clock: str) -> float:
     """Microseconds a unit."""
-    return (turn.wall_s if clock == "wall" else turn.cpu_s) * 1e6 / turn.units
+    return (turn.wall_s if clock == "wall" else turn.cpu_s) * 1e6 / max(turn.units, 1e-9)
 
 
 def spread(figures: Sequence[float]) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ manager of `Work`. What stands in the context manager is set-up and is not timed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,8 @@ class Work(NamedTuple):
     """One repeatable piece of work, and how many of the row's units it does."""
 
     step: Callable[[], object]
-    units: float = 1.0
+    units: float | Callable[[], float] = 1.0  # of a step; a function: those of the step before, which is then a whole turn
+    figures: Callable[[], Mapping[str, float]] = dict  # others of the step before, by their names
 
 
 @dataclass(frozen=True)

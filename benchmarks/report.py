@@ -89,7 +89,20 @@ def table(row: Mapping[str, Any]) -> str:
         lines.append(
             f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_figures(row)])
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """A second table where the subjects gave other figures: a line a subject, medians with least .. most."""
+    told = [subject for subject in row["subjects"] if "figures" in subject]
+    if not told:
+        return []
+    names = list(told[0]["figures"])
+    lines = ["", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for subject in told:
+        cells = (f"{_number(f['median'])} ({_number(f['least'])} .. {_number(f['most'])})" for f in subject["figures"].values())
+        lines.append(f"| {subject['name']} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _shown(cost_us: float, rate: bool) -> float:

@@ -14,7 +14,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.question import Work
@@ -28,6 +29,7 @@ class Slice(NamedTuple):
     units: float
     wall_s: float
     cpu_s: float  # of this process, all threads
+    figures: Mapping[str, float] = MappingProxyType({})  # others, by their names
 
 
 class Stand:
@@ -43,10 +45,10 @@ class Stand:
         module, _, function = opens.partition(":")
         work = self._opened.enter_context(getattr(importlib.import_module(module), function)(*arguments))
         work.step()  # compiles, fills caches
-        steps = 1
-        while (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS:
+        steps, is_turn = 1, callable(work.units)
+        while not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS:
             steps *= 4 if took_s < slice_s / 32 else 2
-        self._works.append((work, max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
+        self._works.append((work, 1 if is_turn else max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
         gc.collect()
         gc.freeze()  # collections in a slice look only at what the slice made
         return len(self._works) - 1
@@ -73,7 +75,8 @@ class Stand:
         for _ in range(count):
             step()
         wall_s, cpu_s = self._wall() - wall_s, self._cpu() - cpu_s
-        return Slice(work.units * count, wall_s, cpu_s)
+        units = work.units() if callable(work.units) else work.units * count
+        return Slice(units, wall_s, cpu_s, dict(work.figures()))
 
 
 def main() -> None:

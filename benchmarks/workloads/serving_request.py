@@ -73,7 +73,7 @@ class Case:
         self.replica = Replica(self.schema, 0)
         self.service = RankService(self.schema, Versions(self.version), self.replica, Online(self.schema, candidates))
         self.parser = JsonParser(self.schema)
-        self.body = _body(self.schema, candidates)
+        self.body = body_of(self.schema, candidates)
         request = self.parser.parse(self.body)
         self.blocks = self._blocks()
         self.batch = self.version.decoder.decode_request(*self.blocks, request.item_ids, NOW_MS)
@@ -182,7 +182,7 @@ def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
             replica.apply(delta)
 
 
-def _body(schema: Schema, candidates: int) -> bytes:
+def body_of(schema: Schema, candidates: int) -> bytes:
     """What a client of the demo sends: online features are left out."""
     rng = np.random.default_rng(1)
     items_n = _distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]

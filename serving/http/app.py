@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import time
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from serving.http.openapi import describe
 from serving.http.pages import front_page, interface_page
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
+from serving.http.shortcut import answer_of, is_whole_post
 
 LINKS = {
     "rank": "/v1/rank",
@@ -43,6 +45,7 @@ class HttpInterface:
         self.log_filter = SeldomFilter(seldom)
         self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
         rank = RankEndpoint(parts, self.intake, seldom)
+        self.gate = rank.gate
         self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
         self._others = _others(parts)
         helps = {
@@ -70,6 +73,19 @@ class HttpInterface:
             await endpoint(scope, receive, send)
         else:
             await refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+
+    def refuses(self, data: bytes) -> bytes | None:
+        """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is
+        read or parsed."""
+        begin_s = time.perf_counter()
+        try:
+            self.gate.check(self.parts.config.deadline_ms / 1000)
+        except RequestError as error:
+            if is_whole_post(data, b"/v1/rank"):
+                answer = answer_of(error)
+                self.parts.metrics.answered("rank", error.status, time.perf_counter() - begin_s)
+                return answer
+        return None
 
     def stop(self) -> None:
         """From the event loop, before connections are closed: nobody waits for the rest of a body any more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,9 +25,14 @@ LINGER_S = 5.0  # for the last answer to be taken
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One a connection. `max_connections` is set by a subclass (`limited_to`)."""
+    """One a connection. `max_connections` and `refuses` are set by a subclass (`limited_to`)."""
 
     max_connections = 1000
+
+    @staticmethod
+    def refuses(data: bytes) -> bytes | None:
+        """The answer to a request that need not be read (serving/http/shortcut.py)."""
+        return None
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -54,6 +60,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._active_s = time.monotonic()
+        if self.is_idle and not self.flow.write_paused and (answer := self.refuses(data)) is not None:
+            self._answer_at_once(answer)
+            return
         self._barren_bytes += len(data)
         if self._in_head and self._head_timer is None:
             self._time_head()
@@ -105,6 +114,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._close()
 
+    def _answer_at_once(self, answer: bytes) -> None:
+        """To what came as a whole, without the parser; then it is as after any other answer."""
+        self._head_is_here()
+        self._unset_keepalive_if_required()
+        self.transport.write(answer)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
     def _time_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
 
@@ -153,6 +169,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def limited_to(max_connections: int) -> type[LimitedProtocol]:
+def limited_to(max_connections: int, refuses: Callable[[bytes], bytes | None]) -> type[LimitedProtocol]:
     """The protocol with this limit, for uvicorn, which makes its objects itself."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections})
+    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections, "refuses": staticmethod(refuses)})

@@ -58,9 +58,10 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     most half of `budget`. `turned` is called from the event loop, over and over, until then."""
     config = uvicorn.Config(
         app,
-        http=limited_to(app.parts.config.max_connections),
+        http=limited_to(app.parts.config.max_connections, app.refuses),
         ws="none",
         lifespan="off",
+        proxy_headers=False,
         access_log=False,
         log_config=None,
         log_level="warning",

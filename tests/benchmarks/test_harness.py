@@ -53,6 +53,13 @@ def measured(asked: Question, runs: int = 3) -> tuple[dict[str, Any], list[list[
     return result, [stand.turns for stand in started]
 
 
+def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> None:
+    result, _ = measured(question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, 7, 1, 2, 3, 7)), rounds=3))
+    (subject,) = result["rows"][0]["subjects"]
+    assert subject["wall_us"]["median"] == 250_000, "of 1, 2 and 3 units in half a second; the first step is warming up"
+    assert subject["figures"]["twice"]["median"] == 4
+
+
 def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:
     result, _ = measured(question(Subject("a", TAKES, (0.002, 4))))
     (subject,) = result["rows"][0]["subjects"]

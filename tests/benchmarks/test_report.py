@@ -61,6 +61,12 @@ def result(**changes: Any) -> dict[str, Any]:
     }
 
 
+def test_other_figures_stand_in_a_second_table() -> None:
+    first, second = row()["subjects"]
+    text = table(row(subjects=[{**first, "figures": {"refused %": figures(12, 10, 15)}}, second]))
+    assert "| | refused % |\n|---|---:|\n| a | 12 (10 .. 15) |" in text and "refused" not in table(row())
+
+
 def test_the_published_pages_are_what_the_command_makes() -> None:
     folder = ROOT / RESULTS
     made = pages(questions(), folder / "json")

@@ -26,3 +26,15 @@ def takes(seconds: float, units: float = 1.0) -> Iterator[Work]:
 def fails(text: str) -> Iterator[Work]:
     raise ValueError(text)
     yield  # type: ignore[unreachable]
+
+
+@contextlib.contextmanager
+def tells(seconds: float, *units: float) -> Iterator[Work]:
+    """A step is a turn, and says afterwards what it did."""
+    left = list(units)
+
+    def step() -> None:
+        Clock.now_s += seconds
+        left.append(left.pop(0))
+
+    yield Work(step, lambda: left[-1], lambda: {"twice": 2 * left[-1]})

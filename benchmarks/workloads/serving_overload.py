@@ -1,0 +1,165 @@
+"""A serving program of its own under open-loop load, at so many times what it can answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.open_load import Answered, Clients, rank_request
+from benchmarks.workloads.serving_request import body_of
+
+DEADLINE_MS = 1000
+_MOST_CONNECTIONS = 900
+_CAPACITY_S, _WARM_S = 3.0, 2.0
+_NUM_BODIES = 64
+_LINES = 4  # in the closed loop that says the capacity: one is scored while others are parsed
+_BUSY = (429, 503)
+
+
+class Served:
+    """A running program and what it can answer a second, all of it within the deadline."""
+
+    def __init__(self, program: _Program, candidates: int) -> None:
+        self.cpu_s = program.cpu_s
+        self.clients = Clients(program.address, requests_of(candidates), _MOST_CONNECTIONS)
+        self.clients.closed_loop(_LINES, _WARM_S)
+        self.capacity = len(in_time(self.clients.closed_loop(_LINES, _CAPACITY_S))) / _CAPACITY_S
+
+
+class Load:
+    """Requests at random times (Poisson), `times` the capacity, for `seconds` a step."""
+
+    def __init__(self, served: Served, times: float, seconds: float) -> None:
+        self.served, self.seconds, self.rate = served, seconds, times * served.capacity
+        self.answered: list[Answered] = []
+        self._cpu_s = 1.0
+        self._random = random.Random(int(times * 100))
+
+    def step(self) -> None:
+        due_s, at_s = [], self._random.expovariate(self.rate)
+        while at_s < self.seconds:
+            due_s.append(at_s)
+            at_s += self._random.expovariate(self.rate)
+        before_s = self.served.cpu_s()
+        self.answered = self.served.clients.open_loop(due_s)
+        self._cpu_s = max(self.served.cpu_s() - before_s, 1e-3)
+
+    def units(self) -> float:
+        """Of the last step."""
+        return float(len(in_time(self.answered)))
+
+    def figures(self) -> dict[str, float]:
+        """Of the last step; shares are of all that was asked."""
+        asked = max(len(self.answered), 1)
+        took_ms = sorted(1e3 * a.took_s for a in self.answered if a.status == 200) or [0.0]
+        refused = [a for a in self.answered if a.status in _BUSY]
+        return {
+            "asked a second": asked / self.seconds,
+            "in time for a CPU second of serving": self.units() / self._cpu_s,
+            "refused %": 100 * len(refused) / asked,
+            "refused without Retry-After %": 100 * sum(not a.says_when for a in refused) / asked,
+            "late or failed %": 100 * (asked - len(in_time(self.answered)) - len(refused)) / asked,
+            "p50 of 200, ms": statistics.median(took_ms),
+            "p99 of 200, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
+            "most that a request was sent late, ms": 1e3 * max((a.late_s for a in self.answered), default=0.0),
+        }
+
+
+def in_time(answered: list[Answered]) -> list[Answered]:
+    return [a for a in answered if a.status == 200 and a.took_s <= DEADLINE_MS / 1000]
+
+
+def requests_of(candidates: int) -> list[bytes]:
+    """Of as many users, with a request id each."""
+    one = msgspec.json.decode(body_of(data.demo_schema(), candidates))
+    bodies = ({**one, "request_id": f"r-{n}", "user_id": 17 + n} for n in range(_NUM_BODIES))
+    return [rank_request(msgspec.json.encode(body)) for body in bodies]
+
+
+@contextlib.contextmanager
+def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
+    """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in turns."""
+    with _shared.of(candidates) as served:
+        load = Load(served, times, seconds)
+        yield Work(load.step, load.units, load.figures)
+
+
+class _Shared:
+    """One program for all that are open at once."""
+
+    def __init__(self) -> None:
+        self._served: Served | None = None
+        self._users, self._stack = 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def of(self, candidates: int) -> Iterator[Served]:
+        if self._served is None:
+            self._served = Served(self._stack.enter_context(_program()), candidates)
+            self._stack.callback(self._served.clients.close)
+        self._users += 1
+        try:
+            yield self._served
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._served = None
+                self._stack.close()
+
+
+_shared = _Shared()
+
+
+class _Program(NamedTuple):
+    address: tuple[str, int]
+    cpu_s: Callable[[], float]  # its own so far
+
+
+@contextlib.contextmanager
+def _program() -> Iterator[_Program]:
+    """`roostream serving` as the product starts it; Kafka, Redis and shards are away. With two cores it has one for itself, and
+    who loads it the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "serving.toml"
+        config.write_text(
+            f'listen = "127.0.0.1:0"\nschema = "{data.DEMO}"\nstore = "{folder}/store"\nhome = "{folder}"\n'
+            f'bootstrap = "127.0.0.1:1"\nmetrics_port = 0\nlog_bytes = {4 << 30}\nstop_ms = 1000\ndeadline_ms = {DEADLINE_MS}\n'
+        )
+        command = [sys.executable, "-m", "command.main", "serving", "--config", str(config)]
+        os.sched_setaffinity(0, cores[:1])
+        try:
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+                os.sched_setaffinity(0, cores[-1:])
+                try:
+                    process = psutil.Process(child.pid)
+                    yield _Program(_address(child), lambda: sum(process.cpu_times()[:2]))
+                finally:
+                    child.kill()
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
+    assert child.stderr is not None
+    told = []
+    for line in child.stderr:
+        told.append(line)
+        if found := re.search(r"serving on http://([^:]+):(\d+)", line):
+            threading.Thread(target=child.stderr.read, daemon=True).start()  # so that it can go on writing
+            return found[1], int(found[2])
+    raise RuntimeError("serving ended before it listened:\n" + "".join(told))
