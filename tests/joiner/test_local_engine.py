@@ -92,9 +92,9 @@ def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
         m = s.message
         close = (m.close_ms, pb.CloseReason.Name(m.close_reason))
         got[m.header.request_id] = (close, s.labels, m.num_duplicates)
-    corrections = [seen(o).message for o in outputs if o.topic == "corrections"]
+    corrections = [seen(o) for o in outputs if o.topic == "corrections"]
     assert got == expected_samples
-    assert {m.event_ids[0]: (list(m.labels_before), list(m.labels)) for m in corrections} == expected_corrections
+    assert {c.events[0]: (c.labels_before, c.labels) for c in corrections} == expected_corrections
     from_decoding = {"undecodable": 2, "unknown_type": 1, "unknown_schema": 1, "non_finite": 1}
     assert Counter(o.why for o in outputs if o.topic == "dead_letters") == dead + Counter(from_decoding)
     assert len({close[1] for close, _, _ in got.values()}) == 3, "all three triggers took part"
