@@ -30,6 +30,7 @@ from runtime.rpc_client import SocketTransport
 from trainer.config import WorkerConfig
 from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring, set_numerics
+from trainer.monitoring.drift import Drift
 from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.shadow import FrozenCopy, frozen_copy
@@ -90,6 +91,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         outputs = KafkaOutputs(
             lambda: clients.producer(config.broker), config.prefix, clock, lambda: ending.left_s() < _CLOSING_S
         )
+        drift = Drift(schema)
         wiring = Wiring(
             source=source,
             rows=rows,
@@ -99,11 +101,12 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             stages=stages,
             on_freshness=metrics.freshness().observe,
             shadow=open_shadow(config, store, schema),
+            on_scored=lambda part: drift.look(part.batch, part.lookup),
         )
         loop = TrainLoop(config, schema, model_config, wiring)
         opened.callback(loop.feed.close)
         worker = Worker(loop, outputs, store, identity, config.index)
-        monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000))
+        monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)

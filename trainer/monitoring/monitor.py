@@ -8,6 +8,8 @@ from typing import Any
 from runtime.clock import Clock
 from runtime.exports import one_of
 from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
+from trainer.monitoring.drift import LABELS as DRIFT_LABELS
+from trainer.monitoring.drift import Drift
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.quality import QUALITY, summary
 from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges
@@ -26,6 +28,7 @@ LABELS: dict[str, str | tuple[str, ...]] = {
     "stage_seconds": ("stage", "thread"),
     **{name.replace("@", "_"): "task" for name in QUALITY},
     **QUALITY_LABELS,
+    **{f"drift_{name}": label for name, label in DRIFT_LABELS.items()},
 }
 """Label of each gauge that has one."""
 
@@ -33,8 +36,9 @@ LABELS: dict[str, str | tuple[str, ...]] = {
 class Monitor:
     """`observe` when time allows; `report` and `gauges` are of the last observation, from any thread."""
 
-    def __init__(self, worker: Worker, clock: Clock, patience: Patience) -> None:
-        self.worker, self.clock = worker, clock
+    def __init__(self, worker: Worker, clock: Clock, patience: Patience, drift: Drift | None = None) -> None:
+        """`drift`: what looks at the batches that the worker scores, if anything does."""
+        self.worker, self.clock, self.drift = worker, clock, drift
         self.caught_up = CaughtUp(patience)
         self._due_s = self._metrics_due_s = 0.0
         self._observed_s = clock.monotonic_s()
@@ -79,7 +83,15 @@ class Monitor:
 
     def report(self) -> dict[str, Any]:
         """What a beat carries: the worker's own report and how live it is."""
-        return {**self.worker.report(), "metrics": self._metrics, "watch": watch_of(self.progress) | self._quality}
+        return {
+            **self.worker.report(),
+            "metrics": self._metrics,
+            "watch": watch_of(self.progress) | self._quality | {"drift": self._drift},
+        }
+
+    @property
+    def _drift(self) -> dict[str, Any]:
+        return self.drift.report() if self.drift else {}
 
     def gauges(self) -> dict[str, Any]:
         """For `Exports`."""
@@ -116,4 +128,5 @@ class Monitor:
             "partition_lost_records": {name: standing.lost_records for name, standing in by_partition.items()},
             **by_task,
             **quality_gauges(self._quality),
+            **{f"drift_{name}": values for name, values in self._drift.items()},
         }

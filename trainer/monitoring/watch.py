@@ -13,6 +13,8 @@
     slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
     shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a frozen dense
                                      part beside the model in training, on the same candidates and rows
+    drift                            {} or what `Drift.report` says (drift.py): coverage, psi, lengths {feature: number},
+                                     base_rate {task: number}, new_ids {table: share}, and coverage, base_rate …_before
     partitions                       [{topic, partition, and all of the above but state_seconds}], by name; the first MOST_ROWS
 
 Numbers that aren't known are null. Everything is bounded, whatever the schema: see the constants.

@@ -1,0 +1,122 @@
+"""What comes is held against what came before: in bounded sketches, of sampled batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from roo.batch import Batch
+from roo.lookup import build_lookup
+from roo.schema_file import schema_from_dict
+from tests.models.model_cases import make_batch, make_schema
+from trainer.monitoring.drift import BINS, MOST_FEATURES, Drift, Histograms, SeenIds
+
+
+def look(drift: Drift, batch: Batch, times: int = 1) -> None:
+    for _ in range(times):
+        drift.look(batch, build_lookup(batch))
+
+
+def batch_of(seed: int) -> Batch:
+    return make_batch(make_schema("everything"), [20] * 20, seed)
+
+
+def drifting() -> Drift:
+    return Drift(make_schema("everything"), sampled=1, window_candidates=2000)
+
+
+def steady() -> Drift:
+    drift = drifting()
+    for seed in range(10):
+        look(drift, batch_of(seed))
+    return drift
+
+
+def test_more_of_the_same_is_no_drift() -> None:
+    drift = steady()
+    told = drift.report()
+    assert set(told["psi"]) == {"user", "history", "topics", "gap_s", "hour", "item", "tags", "ctr", "age_s"}
+    assert max(told["psi"].values()) < 0.25 and max(told["lengths"].values()) < 0.25
+    assert told["coverage"]["ctr"] == pytest.approx(0.9, abs=0.05) == told["coverage_before"]["ctr"]
+    assert told["base_rate"]["click"] == pytest.approx(0.3, abs=0.05)
+
+
+def test_a_feature_of_other_values_moves_its_own_psi_alone() -> None:
+    drift = steady()
+    for seed in range(10, 15):
+        batch = batch_of(seed)
+        look(
+            drift,
+            dataclasses.replace(
+                batch,
+                nro_float_BF=batch.nro_float_BF * np.array([50, 1] + [1] * (batch.nro_float_BF.shape[1] - 2), dtype=np.float32),
+            ),
+        )
+    told = drift.report()["psi"]
+    assert told["ctr"] > 1 and told["age_s"] < 0.25
+
+
+def test_a_feature_that_is_no_longer_sent_loses_its_coverage() -> None:
+    drift = steady()
+    for seed in range(10, 15):
+        batch = batch_of(seed)
+        present = batch.nro_present_BF.copy()
+        present[:, 0] = False
+        look(drift, dataclasses.replace(batch, nro_present_BF=present))
+    told = drift.report()
+    assert told["coverage"]["ctr"] == 0 and told["coverage_before"]["ctr"] > 0.8 and told["psi"]["ctr"] > 0.25
+
+
+def test_another_base_rate_and_longer_lists_are_told() -> None:
+    drift = steady()
+    for seed in range(10, 15):
+        batch = make_batch(make_schema("everything"), [20] * 20, seed, longest=60)
+        look(drift, dataclasses.replace(batch, label_BT=np.ones_like(batch.label_BT)))
+    told = drift.report()
+    assert told["base_rate"]["click"] == 1.0 and told["base_rate_before"]["click"] < 0.5
+    assert told["lengths"]["history"] > 0.25
+
+
+def test_ids_that_were_never_there_are_new_once() -> None:
+    seen, ids = SeenIds(), np.arange(1000, dtype=np.int64)
+    assert seen.add(ids) > 990 and seen.add(ids) == 0
+    assert seen.add(ids + 1_000_000) > 980, "few bits are shared"
+    for start in range(0, 200_000, 1000):
+        seen.add(ids + start + 5_000_000)
+    assert seen.add(ids) > 500, "what was long ago is forgotten"
+
+
+def test_the_share_of_new_ids_falls_where_the_same_ones_come_again() -> None:
+    drift = drifting()
+    look(drift, batch_of(1), times=10)
+    told = drift.report()["new_ids"]
+    assert told and all(share == 0 for share in told.values())
+
+
+def test_psi_is_the_textbook_sum() -> None:
+    a, b = Histograms(1), Histograms(1)
+    a.add(np.repeat([0, 1], [600, 400])[:, None])
+    b.add(np.repeat([0, 1], [300, 700])[:, None])
+    expected = (0.6 - 0.3) * np.log(0.6 / 0.3) + (0.4 - 0.7) * np.log(0.4 / 0.7)
+    assert a.psi_F(b)[0] == pytest.approx(expected, rel=0.02) and a.psi_F(a)[0] == 0
+
+
+def test_what_is_not_sampled_is_not_looked_at() -> None:
+    drift = Drift(make_schema("everything"), sampled=8)
+    look(drift, batch_of(1), times=17)
+    assert drift.num_looked == 3
+
+
+def test_a_wide_schema_takes_bounded_room() -> None:
+    wide = schema_from_dict(
+        {
+            "nro": [{"name": f"x{n}", "kind": "float"} for n in range(300)],
+            "label": [{"name": "click", "action": "click", "fold": "any"}],
+        }
+    )
+    drift = Drift(wide, sampled=1, window_candidates=10)
+    look(drift, make_batch(wide, [20]), times=3)
+    assert len(drift.report()["psi"]) == len(drift.report()["coverage"]) == MOST_FEATURES
+    assert drift._window.values["nro"].counts_FH.shape == (MOST_FEATURES, BINS)

@@ -1,0 +1,230 @@
+"""Does what comes still look like what came before? Of sampled batches, in bounded sketches.
+
+A window is WINDOW_CANDIDATES sampled candidates. Each full window is held against the reference, the windows before it with
+weights that fade by a tenth each; then it joins them. The first one is the reference itself.
+
+    psi        Σ (p − q) ln(p / q) over the bins of a feature; above 0.25 the distribution has moved (Siddiqi 2006, §7.2).
+               Floats: signed powers of two; ids: 64 buckets of a hash. `missing` is a bin
+    lengths    the same over powers of two of a list's length
+    coverage   share of rows in which a feature is present
+    base_rate  share of positives of a task
+    new_ids    share of a table's distinct ids of a batch that were in no batch before, as far as two bitmaps remember
+
+Letters: R requests, B candidates, N rows of a side, F features, H bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from roo.batch import Batch
+from roo.jagged import Jagged
+from roo.lookup import Lookup
+from roo.schema import Schema
+
+SAMPLED = 8  # of so many batches one is looked at
+WINDOW_CANDIDATES = 4096
+MOST_FEATURES = 64  # the first of the schema; the others are not watched
+MOST_TABLES = 16
+BINS = 64
+LABELS = {
+    **dict.fromkeys(("coverage", "coverage_before", "psi", "lengths"), "feature"),
+    **dict.fromkeys(("base_rate", "base_rate_before"), "task"),
+    "new_ids": "table",
+}
+"""What each part of a report is by."""
+
+_FADE = 0.9
+_BITS = 19
+_FULL = 1 << (_BITS - 4)  # ids in a bitmap, at which a new one begins
+_HASH = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(id_U: np.ndarray) -> np.ndarray:
+    """uint64: ids whose neighbours are far apart (splitmix64's last steps)."""
+    x_U = id_U.astype(np.uint64) * _HASH
+    x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
+    return mixed_U
+
+
+class Histograms:
+    """F histograms of H bins."""
+
+    def __init__(self, num_features: int) -> None:
+        self.counts_FH = np.zeros((num_features, BINS))
+
+    def add(self, bin_NF: np.ndarray) -> None:
+        """int64 bins of N rows."""
+        at = bin_NF + BINS * np.arange(bin_NF.shape[1])
+        self.counts_FH += np.bincount(at.ravel(), minlength=self.counts_FH.size).reshape(self.counts_FH.shape)
+
+    def psi_F(self, reference: Histograms) -> np.ndarray:
+        """Against the reference; half a count is added to every bin that either has, and what two samples of one distribution
+        are expected to differ by (bins − 1) (1/n + 1/m) is taken off."""
+        used_FH = (self.counts_FH > 0) | (reference.counts_FH > 0)
+        p_FH, q_FH = ((h.counts_FH + 0.5) * used_FH for h in (self, reference))
+        noise_F = (used_FH.sum(axis=1) - 1) * sum(1 / np.maximum(h.counts_FH.sum(axis=1), 1) for h in (self, reference))
+        p_FH, q_FH = (x / np.maximum(x.sum(axis=1, keepdims=True), 1e-9) for x in (p_FH, q_FH))
+        ratio_FH = np.log(np.where(used_FH, p_FH, 1.0) / np.where(used_FH, q_FH, 1.0))
+        psi_F: np.ndarray = np.maximum(((p_FH - q_FH) * ratio_FH).sum(axis=1) - noise_F, 0.0)
+        return psi_F
+
+    def fold(self, window: Histograms) -> None:
+        """The window joins the reference, which fades."""
+        self.counts_FH = self.counts_FH * _FADE + window.counts_FH
+
+
+class SeenIds:
+    """Ids of one table in two bitmaps; the older one is dropped when the newer one is full. 1 MiB."""
+
+    def __init__(self) -> None:
+        self._now, self._before = (np.zeros(1 << _BITS, dtype=np.bool_) for _ in range(2))
+        self._count = 0
+
+    def add(self, id_U: np.ndarray) -> int:
+        """How many of the distinct ids are new; few more are taken as seen, since bits are shared."""
+        at_U = (_mixed(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
+        new = int((~(self._now[at_U] | self._before[at_U])).sum())
+        self._now[at_U] = True
+        self._count += new
+        if self._count > _FULL:
+            self._now, self._before, self._count = np.zeros_like(self._now), self._now, 0
+        return new
+
+
+class Drift:
+    """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, but for `report`."""
+
+    def __init__(self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES) -> None:
+        self.schema, self.sampled, self.window_candidates = schema, sampled, window_candidates
+        self.num_looked = self._num_offered = 0
+        self._names = {
+            "ro": [f.name for f in schema.floats("ro")][:MOST_FEATURES],
+            "nro": [f.name for f in schema.floats("nro")][:MOST_FEATURES],
+            "ro lists": [f.name for f in schema.lists("ro")][:MOST_FEATURES],
+            "nro lists": [f.name for f in schema.lists("nro")][:MOST_FEATURES],
+        }
+        self._tables = {table.id: table.name for table in schema.tables[:MOST_TABLES]}
+        self._seen = {name: SeenIds() for name in self._tables.values()}
+        self._reference: _Window | None = None
+        self._window = _Window(self._names, len(schema.tasks))
+        self._report: dict[str, Any] = {}
+
+    def look(self, batch: Batch, lookup: Lookup) -> None:
+        """What is not sampled costs nothing."""
+        self._num_offered += 1
+        if (self._num_offered - 1) % self.sampled or not batch.num_candidates:
+            return
+        self.num_looked += 1
+        window = self._window
+        window.floats("ro", batch.ro_float_RF, batch.ro_present_RF)
+        window.floats("nro", batch.nro_float_BF, batch.nro_present_BF)
+        window.lists("ro lists", batch.ro_lists)
+        window.lists("nro lists", batch.nro_lists)
+        window.weight_T += batch.weight_BT.sum(axis=0)
+        window.positive_T += (batch.weight_BT * (batch.label_BT > 0)).sum(axis=0)
+        window.candidates += batch.num_candidates
+        for part in lookup.stacks.values():
+            for id_, name in self._tables.items():
+                id_U = part.id_U[part.table_U == id_]
+                window.ids[name] = window.ids.get(name, 0) + len(id_U)
+                window.new[name] = window.new.get(name, 0) + self._seen[name].add(id_U)
+        if window.candidates >= self.window_candidates:
+            self._close(window)
+
+    def report(self) -> dict[str, Any]:
+        """`coverage`, `psi`, `lengths` {feature: number}, `coverage_before`, `base_rate`, `base_rate_before` {task: number},
+        `new_ids` {table: share}."""
+        return self._report
+
+    def _close(self, window: _Window) -> None:
+        if self._reference is None:
+            self._reference = window
+        else:
+            before = self._reference
+            self._report = {
+                "coverage": self._by_feature(window.coverage()),
+                "coverage_before": self._by_feature(before.coverage()),
+                "psi": self._by_feature(window.psi(before.values)),
+                "lengths": self._by_feature(window.lengths_psi(before)),
+                "base_rate": self._by_task(window),
+                "base_rate_before": self._by_task(before),
+                "new_ids": {name: window.new[name] / count for name, count in window.ids.items() if count},
+            }
+            before.fold(window)
+        self._window = _Window(self._names, len(self.schema.tasks))
+
+    def _by_feature(self, numbers: Mapping[str, np.ndarray]) -> dict[str, float]:
+        named = [pair for kind, values in numbers.items() for pair in zip(self._names[kind], values.tolist(), strict=True)]
+        return dict(named[:MOST_FEATURES])
+
+    def _by_task(self, window: _Window) -> dict[str, float | None]:
+        pairs = zip(self.schema.tasks, window.positive_T.tolist(), window.weight_T.tolist(), strict=True)
+        return {task: positive / weight if weight else None for task, positive, weight in pairs}
+
+
+class _Window:
+    """Everything of one window, by kind of feature."""
+
+    def __init__(self, names: Mapping[str, list[str]], num_tasks: int) -> None:
+        self.values = {kind: Histograms(len(found)) for kind, found in names.items()}
+        self.lengths = {kind: Histograms(len(found)) for kind, found in names.items() if kind.endswith("lists")}
+        self.present = {kind: np.zeros(len(found)) for kind, found in names.items()}
+        self.rows = dict.fromkeys(names, 0.0)
+        self.weight_T, self.positive_T = np.zeros(num_tasks), np.zeros(num_tasks)
+        self.candidates = 0
+        self.ids: dict[str, int] = {}
+        self.new: dict[str, int] = {}
+
+    def floats(self, kind: str, value_NF: np.ndarray, present_NF: np.ndarray) -> None:
+        """Bins: 0 missing, 32 zero, below negative, above positive powers of two from 2^-9 to 2^20."""
+        most = len(self.present[kind])
+        value_NF, present_NF = value_NF[:, :most], present_NF[:, :most]
+        exponent_NF = np.clip(np.frexp(value_NF)[1], -9, 20) + 10
+        bin_NF = np.where(present_NF, 32 + np.sign(value_NF).astype(np.int64) * exponent_NF, 0)
+        self._add(kind, bin_NF, present_NF.sum(axis=0), len(value_NF))
+
+    def lists(self, kind: str, lists: Jagged) -> None:
+        """Bins of values: 0 missing or empty, else of a hash of the first id."""
+        columns, lengths = [], []
+        for k in range(len(self.present[kind])):
+            length_N = lists.lengths_KN[k]
+            starts_N = np.cumsum(length_N, dtype=np.int64) - length_N
+            first_N, has_N = np.zeros(len(length_N), dtype=np.int64), length_N > 0
+            first = _mixed(lists.values_of(lists.keys[k])[starts_N[has_N]])
+            first_N[has_N] = 1 + (first % np.uint64(BINS - 1)).astype(np.int64)
+            columns.append(first_N)
+            lengths.append(np.frexp(length_N.astype(np.float64))[1])
+        if columns:
+            present = lists.present_KN[: len(columns)].sum(axis=1)
+            self._add(kind, np.stack(columns, axis=1), present, lists.num_rows)
+            self.lengths[kind].add(np.stack(lengths, axis=1).astype(np.int64))
+
+    def coverage(self) -> dict[str, np.ndarray]:
+        return {kind: present / max(self.rows[kind], 1) for kind, present in self.present.items()}
+
+    def psi(self, reference: Mapping[str, Histograms]) -> dict[str, np.ndarray]:
+        return {kind: histograms.psi_F(reference[kind]) for kind, histograms in self.values.items()}
+
+    def lengths_psi(self, reference: _Window) -> dict[str, np.ndarray]:
+        return {kind: histograms.psi_F(reference.lengths[kind]) for kind, histograms in self.lengths.items()}
+
+    def fold(self, window: _Window) -> None:
+        """As the reference: take the window in."""
+        for mine, its in ((self.values, window.values), (self.lengths, window.lengths)):
+            for kind, histograms in mine.items():
+                histograms.fold(its[kind])
+        for kind in self.present:
+            self.present[kind] = self.present[kind] * _FADE + window.present[kind]
+            self.rows[kind] = self.rows[kind] * _FADE + window.rows[kind]
+        self.weight_T = self.weight_T * _FADE + window.weight_T
+        self.positive_T = self.positive_T * _FADE + window.positive_T
+
+    def _add(self, kind: str, bin_NF: np.ndarray, present_F: np.ndarray, rows: int) -> None:
+        self.values[kind].add(bin_NF)
+        self.present[kind] += present_F
+        self.rows[kind] += rows
