@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from roo.errors import CheckpointError, ConfigError, UnavailableError, nearest
-
-NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
+from runtime.object_store import ObjectStore
+from runtime.store_names import checked
 
 
 class CheckpointStore(Protocol):
@@ -55,9 +54,7 @@ class FileStore:
         self.root, self._fsync = Path(root), fsync
 
     def path(self, name: str) -> Path:
-        if not NAME.fullmatch(name):
-            raise CheckpointError(f"expected a name like 'manifests/00000012', got {name!r}")
-        return self.root / name
+        return self.root / checked(name)
 
     def create(self, name: str, data: bytes) -> bool:
         target = self.path(name)
@@ -142,15 +139,22 @@ def _unavailable(what: str) -> Iterator[None]:
         raise UnavailableError(f"{what} ({error.strerror or error}); free space there or bring it back") from None
 
 
-STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": FileStore}
+def _file_store(place: str) -> FileStore:
+    if not place.startswith("/"):
+        raise ConfigError(f"expected a store like file:///a/directory, got {'file://' + place!r}; add the third slash")
+    return FileStore(place)
+
+
+STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": _file_store, "s3": ObjectStore}
 """Scheme of a URL → what opens the rest of it; a new kind of store is one class and one entry."""
 
 
 def open_store(url: str | Path) -> CheckpointStore:
-    """`/a/directory`, `a/directory` or `file:///a/directory`. Reads and writes nothing yet.
+    """`/a/directory`, `a/directory`, `file:///a/directory` or `s3://bucket/prefix`. Reads and writes nothing yet.
 
     Raises:
-        ConfigError: a scheme that is not known; names those that are.
+        ConfigError: a scheme that is not known; names those that are. Or what comes behind it is no place of that kind.
+        SetupError: the kind needs a package that isn't installed.
     """
     scheme, is_url, place = str(url).partition("://")
     if not is_url:
@@ -158,6 +162,4 @@ def open_store(url: str | Path) -> CheckpointStore:
     if scheme not in STORES:
         known = ", ".join(f"{name}://" for name in STORES)
         raise ConfigError(f"expected a store that is a path or begins with {known}, got {str(url)!r}{nearest(scheme, STORES)}")
-    if not place.startswith("/"):
-        raise ConfigError(f"expected a store like {scheme}:///a/directory, got {str(url)!r}; add the third slash")
     return STORES[scheme](place)

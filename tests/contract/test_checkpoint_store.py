@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,14 @@ import pytest
 from roo.errors import CheckpointError
 from runtime.checkpoint_store import STORES as SCHEMES
 from runtime.checkpoint_store import CheckpointStore, FileStore, open_store
+from tests.runtime import s3_server
 from tests.trainer.memory_store import MemoryStore
 
 STORES: dict[str, Callable[[Path], CheckpointStore]] = {
     "path": open_store,
     "file": lambda path: open_store(f"file://{path}"),
     "memory": lambda path: MemoryStore(),
+    "s3": lambda path: open_store(f"s3://{s3_server.BUCKET}/{path.name.lower().replace('_', '-').strip('-')}"),
 }
 
 
@@ -24,8 +26,16 @@ def test_every_kind_of_store_that_can_be_opened_is_held_to_the_contract() -> Non
     assert set(SCHEMES) <= set(STORES)
 
 
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server.running():
+        yield
+
+
 @pytest.fixture(params=list(STORES))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
     return STORES[request.param](tmp_path)
 
 
@@ -77,9 +87,12 @@ def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStor
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../up", "manifests/../../up", "Manifests/1", "a//b", ".hidden"])
-def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match="expected a name like"):
-        FileStore(tmp_path).put(name, b"")
+def test_names_that_could_leave_the_store_are_refused(store: CheckpointStore, name: str) -> None:
+    if isinstance(store, MemoryStore):
+        pytest.skip("it has nowhere to leave to")
+    for call in (lambda: store.put(name, b""), lambda: store.create(name, b""), lambda: store.get(name)):
+        with pytest.raises(CheckpointError, match="expected a name like"):
+            call()
 
 
 def test_unfinished_files_are_never_listed_and_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_store_is_opened_by_its_path_or_url(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s3://bucket/store", "expected a store that is a path or begins with file://, got 's3://bucket/store'"),
+        ("gs://bucket/store", "expected a store that is a path or begins with file://, s3://, got 'gs://bucket/store'"),
         ("fiel:///a", "did you mean 'file'"),
         ("file://a/b", "expected a store like file:///a/directory, got 'file://a/b'; add the third slash"),
     ],

@@ -1,0 +1,16 @@
+"""What the names of committed things look like, in every kind of store."""
+
+from __future__ import annotations
+
+import re
+
+from roo.errors import CheckpointError
+
+NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
+
+
+def checked(name: str) -> str:
+    """`name`. Raises CheckpointError: it could lead out of the store, or mean another thing elsewhere."""
+    if not NAME.fullmatch(name):
+        raise CheckpointError(f"expected a name like 'manifests/00000012', got {name!r}")
+    return name

@@ -1,0 +1,132 @@
+"""A store in a bucket, where it is more than what every store promises (tests/contract/test_checkpoint_store.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from roo.errors import CheckpointError, ConfigError, SetupError, UnavailableError
+from runtime import manifest as manifests
+from runtime.checkpoint_store import open_store
+from tests.runtime import s3_server
+from tests.runtime.manifest_cases import a_manifest
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server.running() as url:
+        yield url
+
+
+def test_the_commit_log_lives_in_a_bucket(s3: str) -> None:
+    store, other = (open_store(f"s3://{s3_server.BUCKET}/log") for _ in range(2))
+    assert manifests.claim_incarnation(store, 0) == 1 and manifests.claim_incarnation(other, 0) == 2
+    for seq in (1, 2, 3):
+        assert store.create(manifests.manifest_name(seq), a_manifest(seq).encode())
+    assert not other.create(manifests.manifest_name(3), b"late")
+    newest = manifests.newest(other)
+    assert newest is not None and newest.manifest.seq == 3
+    manifests.retire(store, keep=2)
+    assert manifests.numbers(other) == [2, 3]
+    assert manifests.discard_after(store, 2) == [3] and manifests.next_seq(other) == 4
+
+
+def test_a_prefix_is_a_store_of_its_own(s3: str) -> None:
+    one, two = (open_store(f"s3://{s3_server.BUCKET}/{name}") for name in ("one", "two"))
+    one.put("dense/1", b"a")
+    assert two.list("dense") == [] and one.list("dense") == ["dense/1"]
+
+
+def test_large_objects_are_whole_or_not_there(s3: str) -> None:
+    store = open_store(f"s3://{s3_server.BUCKET}/large")
+    data = bytes(range(256)) * (1 << 16)
+    store.put("dense/1", data)
+    assert store.create("dense/2", data) and store.get("dense/1") == store.get("dense/2") == data
+
+
+def test_what_proves_the_store_is_swept_away(s3: str) -> None:
+    store = open_store(f"s3://{s3_server.BUCKET}/proof")
+    store.put("probes/left", b"by one that was killed")
+    store.create("manifests/1", b"x")
+    assert store.list("probes") == ["probes/left"]
+    store.sweep()
+    assert store.list("probes") == [] and store.list("manifests") == ["manifests/1"]
+
+
+@contextlib.contextmanager
+def answering(monkeypatch: pytest.MonkeyPatch, status: int, body: bytes = b"") -> Iterator[list[tuple[str, str]]]:
+    """A server that answers all the same; what it was asked: (method, If-None-Match)."""
+    pytest.importorskip("obstore", reason="obstore, the client of S3 stores, is not installed")
+    asked: list[tuple[str, str]] = []
+
+    class Always(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            asked.append((self.command, self.headers.get("If-None-Match", "")))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            for name, value in (
+                ("ETag", '"e"'),
+                ("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT"),
+                ("Content-Length", str(len(body))),
+            ):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_DELETE = answer
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Always)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-mine",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(monkeypatch, 200, b"second") as asked, pytest.raises(SetupError, match="got it created twice"):
+        open_store("s3://bucket").create("manifests/1", b"x")
+    assert asked[:2] == [("PUT", "*"), ("PUT", "*")], "the condition is asked for"
+
+
+def test_a_create_whose_outcome_is_not_known_is_told_and_never_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(monkeypatch, 503) as asked, pytest.raises(UnavailableError, match=r"s3://bucket/\S+ can't be written") as told:
+        open_store("s3://bucket").create("manifests/1", b"x")
+    assert [method for method, _ in asked] == ["PUT"]
+    assert "secret-of-mine" not in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_store_that_is_away_is_not_one_that_lacks_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(monkeypatch, 500), pytest.raises(UnavailableError, match="can't be read"):
+        open_store("s3://bucket").get("manifests/1")
+    with answering(monkeypatch, 404), pytest.raises(CheckpointError, match="is absent from s3://bucket"):
+        open_store("s3://bucket").get("manifests/1")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://bucket/Upper", "s3://bucket/../x"])
+def test_a_place_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected a store like s3://bucket/prefix"):
+        open_store(url)
+
+
+def test_without_its_package_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(SetupError, match=r"install roostream\[s3\]"):
+        open_store("s3://bucket")
