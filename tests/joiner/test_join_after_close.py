@@ -254,6 +254,16 @@ def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
     assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
 
 
+def test_what_was_too_late_takes_no_room_from_what_follows() -> None:
+    driver = Driver(rules(max_engagements=2))
+    driver.send(impression(T))
+    driver.at(T + 1_100)
+    for event in range(1, 6):
+        driver.send(engagement(T + 1_101 + event, event=event))
+        driver.at(T + 1_101 + event)
+    assert reasons(driver.outputs) == ["too_late"] * 5
+
+
 def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
     """Of the one in the sample, of one that came too late, and of one that came when only the name was left."""
     driver = Driver(rules())
