@@ -12,9 +12,9 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 
 
-def begun_shard(schema: Schema, folder: str, *, publishing: bool = True) -> Shard:
-    """The only shard of its deployment, in incarnation 1. `folder` is its checkpoint store."""
-    identity = ShardIdentity(schema=schema, publishing=publishing)
+def begun_shard(schema: Schema, folder: str, *, publishing: bool = True, index: int = 0, num_shards: int = 1) -> Shard:
+    """A shard, the only one unless told otherwise, in incarnation 1. `folder` is its checkpoint store."""
+    identity = ShardIdentity(schema=schema, publishing=publishing, index=index, num_shards=num_shards)
     segments = Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets)
     shard = Shard(identity, segments, FileStore(folder), SystemClock())
     shard.restore(1, "")

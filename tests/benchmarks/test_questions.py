@@ -24,6 +24,12 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("one_event", [3, 2]),
         ("read_one", []),
     ],
+    "pipeline": [
+        ("steps", [4, 3, 2, 1]),
+        ("dense", [4, 3, 2]),
+        ("sparse", [4, 3]),
+    ],
+    "poll_decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
     "rpc_ours": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "serving_request": [

@@ -1,0 +1,127 @@
+"""Training steps with shards in processes of their own, one thing after the other and side by side; and each side alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.server import serving
+from benchmarks.workloads.training_step import Endless, Silent
+from models.config import RankerConfig
+from param_server.client import Client
+from roo.decode import Decoder
+from roo.lookup import Lookup, build_lookup
+from roo.schema import Schema
+from runtime.clock import SystemClock
+from runtime.rpc_client import SocketTransport
+from trainer.config import LoopConfig
+from trainer.loop import TrainLoop, Wiring
+from trainer.pipeline.pipelined_feed import connected
+from trainer.pipeline.stages import Stages
+from trainer.rows import PushTimes, Rows, ShardRows
+
+NUM_SHARDS = 2
+_BATCHES = 8
+
+
+class ReadyRows:
+    """`Rows` that are there at once and take gradients at once."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.width = {stack: tables[0].dim for stack, tables in schema.stacks.items()}
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """Nothing is kept."""
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        return {stack: torch.zeros(len(of.id_U), self.width[stack]) for stack, of in lookup.stacks.items()}
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        """They are dropped."""
+
+
+@contextlib.contextmanager
+def client_of_shards(schema: Schema) -> Iterator[Client]:
+    """A client of shards over loopback, in incarnation 1."""
+    with contextlib.ExitStack() as opened:
+        transports = []
+        for index in range(NUM_SHARDS):
+            address = opened.enter_context(serving("benchmarks.workloads.train_shard", str(index), str(NUM_SHARDS)))
+            transports.append(SocketTransport(address))
+            opened.callback(transports[-1].close)
+        client = Client(schema, transports, worker=0)
+        opened.callback(client.close)
+        client.set_incarnation(1)
+        yield client
+
+
+@contextlib.contextmanager
+def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> Iterator[Work]:
+    """Whole steps; `read_ahead` 0 is the serial loop."""
+    schema = data.demo_schema()
+    with (
+        client_of_shards(schema) as client,
+        _loop(schema, ShardRows(client), (requests, candidates), read_ahead, staleness) as loop,
+    ):
+        yield Work(lambda: _step(loop))
+
+
+@contextlib.contextmanager
+def dense(requests: int, candidates: int, read_ahead: int) -> Iterator[Work]:
+    """The same steps where no row is waited for: with `read_ahead`, what the loop's thread has to do in any case."""
+    schema = data.demo_schema()
+    with _loop(schema, ReadyRows(schema), (requests, candidates), read_ahead, 0) as loop:
+        yield Work(lambda: _step(loop))
+
+
+@contextlib.contextmanager
+def sparse(requests: int, candidates: int) -> Iterator[Work]:
+    """Pull and push alone."""
+    schema = data.demo_schema()
+    records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)
+    decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+    lookups = [build_lookup(decoder.decode(records[at : at + requests])[0]) for at in range(0, len(records), requests)]
+    with client_of_shards(schema) as client:
+        at = [0]
+
+        def step() -> None:
+            at[0] = (at[0] + 1) % len(lookups)
+            rows = client.pull(lookups[at[0]])
+            client.push(lookups[at[0]], {n: np.full_like(r, 1e-6) for n, r in rows.items()}, step=1, time_ms=data.T0_MS)
+
+        yield Work(step)
+
+
+def _step(loop: TrainLoop) -> None:
+    assert loop.step()
+
+
+@contextlib.contextmanager
+def _loop(schema: Schema, rows: Rows, size: tuple[int, int], read_ahead: int, staleness: int) -> Iterator[TrainLoop]:
+    torch.set_num_threads(1)
+    requests, candidates = size
+    records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)
+    config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
+    clock = SystemClock()
+    stages = Stages(clock)
+    source, rows, feed = connected(
+        lambda: Endless(records, Decoder(schema, {schema.fingerprint: schema}.get)),
+        rows,
+        stages,
+        staleness=staleness,
+        read_ahead=read_ahead,
+    )
+    wiring = Wiring(source=source, rows=rows, outputs=Silent(), clock=clock)
+    loop = TrainLoop(config, schema, RankerConfig(), dataclasses.replace(wiring, feed=feed, stages=stages))
+    try:
+        yield loop
+    finally:
+        loop.feed.close()
+        source.close()

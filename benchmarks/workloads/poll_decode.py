@@ -1,0 +1,62 @@
+"""A poll's messages to a batch: records and the decoder, and protobuf message by message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.codec import plain_decode
+from roo.decode import Decoder
+from roo.schema import Schema
+from roo.wire import Record
+from trainer.record_batches import chunk_of
+
+
+class Message(NamedTuple):
+    """What a Kafka client gives, as far as a reader looks at it."""
+
+    partition: int
+    offset: int
+    time_ms: int
+    key: bytes
+    value: bytes
+
+
+def _messages(requests: int, candidates: int) -> tuple[Schema, list[Message]]:
+    schema = data.demo_schema()
+    records = data.sample_records(schema, requests, candidates=candidates)
+    return schema, [Message(r.partition, r.offset, r.timestamp_ms, r.key or b"", r.value or b"") for r in records]
+
+
+def _records(messages: list[Message]) -> list[Record]:
+    return [Record("samples", m.partition, m.offset, m.time_ms, m.key, m.value) for m in messages]
+
+
+@contextlib.contextmanager
+def ours(requests: int, candidates: int) -> Iterator[Work]:
+    """Messages → records → chunk: batch, rejects and progress, as the worker's source makes it."""
+    schema, messages = _messages(requests, candidates)
+    decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+    yield Work(lambda: chunk_of(_records(messages), decoder, 0), requests)
+
+
+@contextlib.contextmanager
+def protobuf(requests: int, candidates: int) -> Iterator[Work]:
+    """Messages → parsed one by one → the same columns by numpy; nothing is checked."""
+    schema, messages = _messages(requests, candidates)
+    yield Work(lambda: plain_decode(schema, _records(messages)), requests)
+
+
+@contextlib.contextmanager
+def memcpy(requests: int, candidates: int) -> Iterator[Work]:
+    _, messages = _messages(requests, candidates)
+
+    def step() -> None:
+        np.frombuffer(b"".join(m.value for m in messages), np.uint8).copy()
+
+    yield Work(step, requests)

@@ -1,0 +1,20 @@
+"""A shard of the demo schema in a process of its own: `python -m benchmarks.workloads.train_shard INDEX NUM_SHARDS`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+from benchmarks.workloads import data
+from benchmarks.workloads.server import listen_until_told
+from benchmarks.workloads.shard import begun_shard
+from param_server.calls import Calls
+from runtime.rpc_server import RpcServer
+
+if __name__ == "__main__":
+    index, num_shards = map(int, sys.argv[1:])
+    with tempfile.TemporaryDirectory() as home:
+        shard = begun_shard(data.demo_schema(), home, publishing=False, index=index, num_shards=num_shards)
+        server = RpcServer(Calls(shard).handle).start()
+        listen_until_told(server.address)
+        server.stop()
