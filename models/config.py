@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from roo.config import Settings, refusal, setting
 
 _WIDEST = 4096
+
+LossName = Literal["log", "fnw", "fnc", "dfm", "es_dfm"]
+"""How labels that come late are met: a row of models/loss.py."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

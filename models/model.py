@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from models.config import LossName
 from models.inputs import Inputs
 
 
@@ -18,6 +19,9 @@ class Targets(NamedTuple):
 
     label_BT: Tensor  # float32
     weight_BT: Tensor  # float32; 0 = the label is not there
+    before_BT: Tensor | None = None  # float32: of a correction's candidates, the label that it corrects; NaN = a sample's
+    known_BT: Tensor | None = None  # float32 in [0, 1]: share of positives known when the sample was made; None = 0
+    loss: LossName = "log"
 
 
 class Model(nn.Module, abc.ABC):

@@ -59,8 +59,8 @@ class Ranker(Model):
         return self.heads(self.deep(x_BD))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Pointwise: binary cross-entropy of every candidate, see models/loss.py."""
-        return loss(logits_BT, targets.label_BT, targets.weight_BT)
+        """Pointwise: of every candidate, see models/loss.py."""
+        return loss(logits_BT, targets)
 
     def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         """What all candidates of a request share, [R, D]."""

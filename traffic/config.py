@@ -52,7 +52,14 @@ class ReplayConfig(Settings):
     freeze_at: str = setting("", "requests from this time on are scored only: weights and counters stand still; '' = never")
     freeze_weights_at: str = setting("", "the same for weights only: counters go on")
     label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
+    engagement_delay_ms: int = setting(
+        0, "actions come later than the log says, by this much on average; 0 = they don't", least=0
+    )
     window_ms: int = setting(1_800_000, "the join window", least=1000)
+    early_close_ms: int = setting(
+        0, "requests are trained so long after their time, and put right by corrections to the window's end; 0 = off", least=0
+    )
+    as_served: bool = setting(False, "local: also score every request at its own time, by the weights of then")
     lateness_ms: int = setting(2000, "the joiner's bound on disorder", least=0)
     batch_requests: int = setting(0, "requests a training batch; 0 = the trainer's own", least=0)
     learning_rate: float = setting(0.0, "Adam's, of the dense weights; 0 = the trainer's own", least=0, most=10)
@@ -77,6 +84,8 @@ class ReplayConfig(Settings):
             raise refusal(
                 "home", "--engine stack, which alone keeps what it learns", self.home, "change the engine or leave it out"
             )
+        if self.as_served and self.engine != "local":
+            raise refusal("as_served", "--engine local, which alone knows when what was trained", True, "change the engine")
         if self.freeze_at and self.freeze_weights_at:
             raise ConfigError("expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too")
         for name in ("measure_from", "freeze_at", "freeze_weights_at"):

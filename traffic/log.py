@@ -13,8 +13,11 @@ from roo.wire import Record
 from traffic.config import ReplayConfig
 from traffic.datasets import Skipped, load_dataset
 from traffic.edge import Edge
-from traffic.replay import records
+from traffic.late import late
+from traffic.replay import HEARTBEAT_MS, records
 from traffic.survey import Survey
+
+_OFTEN_MS = 30_000  # between heartbeats where it matters when a request closes; servers beat more often still
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,9 @@ def open_log(config: ReplayConfig, schema: Schema) -> Log:
     edge = Edge(schema, label_delay_ms=config.label_delay_ms, freeze_at_ms=config.freeze_counters_at_ms, survey=survey)
     if source.clicks_before is not None:
         seed(edge.counters, *source.clicks_before)
-    stream = records(source.events, edge, settle_ms=settle_ms(config), refuse=source.refuse)
+    events = late(source.events, config.engagement_delay_ms, config.window_ms) if config.engagement_delay_ms else source.events
+    beat_ms = _OFTEN_MS if config.as_served else HEARTBEAT_MS
+    stream = records(events, edge, settle_ms=settle_ms(config), heartbeat_ms=beat_ms, refuse=source.refuse)
     return Log(records=_not_empty(stream, survey), num_requests=source.num_requests, skipped=source.skipped, survey=survey)
 
 

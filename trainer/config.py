@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
+from models.config import LossName
 from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import SetupError
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
+from runtime.kafka.topics import CORRECTIONS, SAMPLES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,13 @@ class LoopConfig(Settings):
     clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
     dedupe_horizon_ms: int = setting(3_600_000, "a sample id is trained once within this much close time", least=0)
     exact: bool = setting(False, "bit-equal parameters whatever is killed: whole batches of one partition after the other")
+    corrections: Literal["off", "on", "downgrades"] = setting(
+        "off", "what labels become behind the close is trained: all of it, or only what is no longer positive"
+    )
+    loss: LossName = setting("log", "how labels that come late are met: a row of models/loss.py")
+    label_delay_ms: int = setting(
+        0, "dfm, es_dfm: from a request to its engagements on average; delays are taken as exponential", least=0
+    )
     freeze_at_ms: int = setting(0, "requests from this event time on are scored, not trained; 0 = never", least=0)
 
     slices: tuple[str, ...] = setting(("surface",), "progressive metrics by these, too: surface, candidate_age, features")
@@ -35,6 +45,15 @@ class LoopConfig(Settings):
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise refusal("device", "cpu, cuda or cuda:N", self.device)
+        if self.loss in ("dfm", "es_dfm") and not self.label_delay_ms:
+            raise refusal("label_delay_ms", f"a duration above 0 with loss = {self.loss}", 0, "or choose fnw, which needs none")
+        if self.exact and self.corrections != "off":
+            error = "exact mode takes whole batches of one partition after the other, and corrections come unevenly"
+            raise refusal("corrections", "off with exact = true", self.corrections, error)
+
+    @property
+    def trained_topics(self) -> tuple[str, ...]:
+        return (SAMPLES,) if self.corrections == "off" else (SAMPLES, CORRECTIONS)
 
     def batch_after(self, num_requests: int) -> int:
         """Requests of the next batch when so many are trained. A small log learns from many steps, a large one from quiet

@@ -12,8 +12,10 @@ from roo.schema import Registry, Schema, reading_plan
 from runtime import manifest as manifests
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
-from runtime.kafka.topics import ROWS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, ROWS, SAMPLES
 from runtime.manifest import Manifest
+
+_TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 
 
 def kafka_identity(broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def kafka_identity(broker: Broker, prefix: str, partitions: int, stop: threading
         UnavailableError: `stop` was set meanwhile.
     """
     cluster_id = clients.wait_for_broker(broker, stop)
-    return {"cluster_id": cluster_id, "topics": clients.wait_for_topics(broker, prefix, (SAMPLES, ROWS), partitions, stop)}
+    return {"cluster_id": cluster_id, "topics": clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,9 @@ class Identity:
 
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
     """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing."""
-    if manifest.kafka != dict(kafka):
+    named = manifest.kafka.get("topics", {})  # a manifest of before corrections were trained doesn't name theirs
+    here = {name: kafka.get("topics", {}).get(name) for name in named}
+    if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or named != here:
         raise ConfigError(
             f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with {manifest.kafka.get('topics')}, "
             f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets mean nothing there; "

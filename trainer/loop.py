@@ -20,7 +20,6 @@ import torch
 from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
-from models.model import Targets
 from roo.batch import Batch
 from roo.errors import UnavailableError
 from roo.lookup import build_lookup
@@ -28,7 +27,7 @@ from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.event_time import RecentTimes
 from runtime.kafka.topics import Partition, Progress
-from trainer import dense
+from trainer import corrections, dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.config import LoopConfig
@@ -58,6 +57,7 @@ class Counts:
     frozen: int = 0  # scored, not trained
     non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
     dead_letters: int = 0
+    corrections: int = 0  # trained, beside the requests
     busy_s: float = 0.0  # pulling and training
 
 
@@ -115,6 +115,16 @@ class TrainLoop:
     def finish(self) -> bool:
         """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
         return self._train(self.feed.rest())
+
+    def scores(self, batch: Batch) -> np.ndarray:
+        """Probabilities [B, T] by the weights and rows of now. Nothing is counted or changed.
+
+        Raises:
+            UnavailableError: as `step`.
+        """
+        with torch.no_grad():
+            logits_BT = self.model(self._pull(_part(batch, trains=False), self.rows).inputs)
+        return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
         """Progressive metrics of everything since the beginning."""
@@ -200,6 +210,7 @@ class TrainLoop:
         with said_of("claim", chunk):
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
+            batch = corrections.without_idle(batch, self.config)
             return Claimed(chunk=chunk, new_R=new_R, parts=tuple(self._split(batch)))
 
     def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
@@ -221,7 +232,7 @@ class TrainLoop:
         claimed, chunk = prepared.claimed, prepared.claimed.chunk
         for rejected in chunk.rejects:
             self._bury(rejected)
-        self._move_watermark(chunk.batch.close_ms_R)
+        self._move_watermark(chunk.batch.close_ms_R[~chunk.batch.correction_R])
         waiting = deque(claimed.parts)
         pulled = prepared.first
         while waiting:
@@ -303,7 +314,15 @@ class TrainLoop:
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
     def _score(self, part: ChunkPart, score_BT: np.ndarray, shadow_BT: np.ndarray | None) -> None:
-        """What the model says before it has seen these labels."""
+        """What the model says before it has seen these labels; of a correction's request it has said it."""
+        sample_R = ~part.batch.correction_R
+        self.counts.corrections += int((~sample_R).sum())
+        if not sample_R.any():
+            return
+        if not sample_R.all():
+            sample_B = sample_R[part.batch.request_index_B]
+            part = _part(part.batch.take_requests(np.flatnonzero(sample_R)), trains=part.trains)
+            score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
         batch = part.batch
         self.own.count(batch, score_BT, self.watermark_ms, shadow_BT)
         self.on_scored(part)
@@ -316,8 +335,7 @@ class TrainLoop:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
         with self.stages("backward"):
             self.optimizer.zero_grad()
-            device, batch = self.config.device, pulled.part.batch
-            targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+            targets = corrections.targets_of(pulled.part.batch, self.config)
             self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
             return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
@@ -328,13 +346,14 @@ class TrainLoop:
             step=self.num_steps,
             time_ms=self.watermark_ms,
             oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
-            oldest_close_ms=int(batch.close_ms_R.min()),
+            oldest_close_ms=int(corrections.due_ms_of(batch).min()),
         )
         with self.stages("push"):
             self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
 
     def _note_freshness(self, chunk: Chunk, new_R: np.ndarray) -> None:
-        """Of the chunk's oldest new request; a replay of old data has no meaningful times between event and wall."""
+        """Of the chunk's oldest new sample; a replay of old data has no meaningful times between event and wall."""
+        new_R = new_R & ~chunk.batch.correction_R
         if not new_R.any():
             return
         close_ms_R, engaged_ms_R = chunk.batch.close_ms_R[new_R], chunk.batch.oldest_engagement_ms_R[new_R]

@@ -15,6 +15,7 @@ import numpy as np
 
 from roo.batch import Batch
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from trainer.corrections import due_ms_of
 from trainer.dedupe import Dedupe
 from trainer.monitoring.quality import Metrics, Report
 from trainer.monitoring.slices import Slicer
@@ -71,14 +72,15 @@ class Partitions:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
         self.windowed = Windowed(tasks, slicers)
+        self._parked: dict[Partition, PartitionCut] = {}  # of corrections while they aren't trained
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
         """bool [R]: which requests are trained; the others' ids were trained or claimed before. Chunks may be claimed ahead; they
         are settled in the same order. See `Dedupe`."""
-        new_R = np.zeros(batch.num_requests, dtype=np.bool_)
+        new_R, due_ms_R = np.zeros(batch.num_requests, dtype=np.bool_), due_ms_of(batch)
         for partition, row_M in rows_by_partition(batch).items():
-            new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], batch.close_ms_R[row_M])
+            new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], due_ms_R[row_M])
         return new_R
 
     def settle(self, batch: Batch, new_R: np.ndarray, after: Progress) -> None:
@@ -114,11 +116,13 @@ class Partitions:
 
     def cut(self) -> dict[Partition, PartitionCut]:
         """Copies: later chunks don't change them. What is only claimed isn't in them."""
-        return {p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states}
+        return self._parked | {p: PartitionCut(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states}
 
     def load(self, cuts: Mapping[Partition, PartitionCut]) -> None:
         """Become what `cut` gave, also where other workers gave it; offsets are those that the source was put to. Partitions
-        without a cut stay as they are."""
+        without a cut stay as they are. A cut of corrections that aren't read stays in later cuts as it is, so that whoever reads
+        them again goes on from there and trains none twice."""
+        self._parked = {p: cut for p, cut in cuts.items() if p not in self._states and p[0] == CORRECTIONS}
         for partition in self._states.keys() & cuts.keys():
             self._states[partition].load(cuts[partition].tensors)
             if partition[0] == SAMPLES and (windows := _part(cuts[partition].tensors, "windows.")):

@@ -8,7 +8,7 @@ from roo.decode import Decoder
 from roo.wire import Record
 from runtime.clock import Clock
 from runtime.kafka.record_reader import PartitionLag, RecordReader
-from runtime.kafka.topics import Partition, Progress
+from runtime.kafka.topics import CORRECTIONS, Partition, Progress
 from trainer.batches import Chunk, Rejected
 from trainer.pipeline.stages import Stages
 
@@ -41,7 +41,7 @@ class RecordBatches:
         if not records:
             return None
         with self.stages("decode"):
-            chunk = chunk_of(records, self.decoder, self.clock.now_ms())
+            chunk = chunk_of(records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given))
         self._given |= chunk.after
         return chunk
 
@@ -67,9 +67,14 @@ class RecordBatches:
         return self.clock.monotonic_s() - self._since_s
 
 
-def chunk_of(records: Sequence[Record], decoder: Decoder, read_ms: int) -> Chunk:
-    """`records` as one chunk, in their order; never raises for what they hold."""
-    batch, rejects = decoder.decode(records)
+def reads_corrections(positions: Progress) -> bool:
+    """Whether they are among the partitions of a source."""
+    return any(topic == CORRECTIONS for topic, _ in positions)
+
+
+def chunk_of(records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False) -> Chunk:
+    """`records` as one chunk, in their order; never raises for what they hold. `corrections`: with those that have features."""
+    batch, rejects = decoder.decode(records, corrections=corrections)
     return Chunk(
         batch=batch,
         rejects=[_rejected(records[reject.index], reject.reason, reject.error) for reject in rejects],

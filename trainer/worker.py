@@ -25,7 +25,7 @@ from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableErro
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
-from runtime.kafka.topics import Partition, nested
+from runtime.kafka.topics import CORRECTIONS, Partition, nested
 from runtime.manifest import Manifest
 from trainer import worker_file
 from trainer.identity import Identity
@@ -284,7 +284,8 @@ class Worker:
     def _read(self, manifest: Manifest) -> Snapshot:
         """The shared part, and of every worker's what is of this one's partitions now."""
         shared, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
-        mine = self.loop.source.positions().keys()
+        read = self.loop.source.positions()
+        mine = {*read, *((CORRECTIONS, number) for _, number in read)}  # also where they aren't read: see Partitions.load
         own: dict[Partition, PartitionCut] = {}
         for part in manifest.workers.values():
             if mine & part.offsets.keys():

@@ -23,7 +23,7 @@ from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
-from runtime.kafka.topics import SAMPLES
+from runtime.kafka.topics import all_partitions
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
@@ -123,9 +123,9 @@ def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) ->
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:
-    """All partitions of the samples; `seek` must follow."""
+    """All partitions of what is trained; `seek` must follow."""
     reading = Reading(
-        partitions=tuple((SAMPLES, p) for p in range(config.partitions)),
+        partitions=all_partitions(config.trained_topics, config.partitions),
         prefix=config.prefix,
         merged=True,
         follows_ends=True,

@@ -17,6 +17,7 @@ from models.build import build_model
 from models.config import RankerConfig
 from models.inputs import Inputs, build_inputs
 from models.loss import loss
+from models.model import Targets
 from param_server.calls import Calls
 from param_server.client import Client
 from roo.decode import Decoder
@@ -145,7 +146,7 @@ class Case:
     def forward_backward(self) -> None:
         """Also the limit: the dense arithmetic that no pipeline can avoid on this machine."""
         self.optimizer.zero_grad()
-        loss(self.model(self.inputs), self.label_BT, self.weight_BT).backward()  # type: ignore[no-untyped-call]
+        loss(self.model(self.inputs), Targets(self.label_BT, self.weight_BT)).backward()  # type: ignore[no-untyped-call]
 
     def count(self) -> None:
         """Progressive metrics, by partition."""

@@ -100,7 +100,7 @@ class Delays:
 def build_report(schema: Schema, log: Log, topics: LocalTopics, delays: Delays, errors: list[str]) -> dict[str, Any]:
     """Keys as of a replay's report, and `errors`, `engagement_delay_s`, `requests_in_pages`."""
     sums, skipped = topics.accounts.sums(ended=True), log.skipped()
-    positives = topics.findings.baselines.positives()
+    positives = topics.findings.positives()
     warnings = advice(schema, log.survey, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(f"{late} engagements come after the join window and are not learned; a longer --window takes them in")

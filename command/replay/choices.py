@@ -18,6 +18,7 @@ _MODEL = "model."
 _HAVE_FLAGS = {
     "joiner.window_ms": "--window",
     "joiner.lateness_ms": "--lateness",
+    "joiner.early_close_ms": "--early-close",
     "worker.freeze_at_ms": "--freeze-weights-at",
     "worker.model": "--model",
     "worker.seed": "--seed",
@@ -50,6 +51,7 @@ def choices_of(config: ReplayConfig) -> Choices:
         for key in table:
             _check_key(config, f"{program}.{key}")
     worker: dict[str, Any] = {"seed": config.seed, "freeze_at_ms": config.freeze_weights_at_ms, "threads": config.threads}
+    worker |= {"corrections": "on"} if config.early_close_ms else {}
     worker |= {name: getattr(config, name) for name in ("batch_requests", "learning_rate") if getattr(config, name)}
     chosen = Choices(
         joiner=joiner_settings(config) | sets.pop("joiner", {}),
@@ -66,7 +68,8 @@ def choices_of(config: ReplayConfig) -> Choices:
 def joiner_settings(config: ReplayConfig) -> dict[str, Any]:
     """Caps are out of the way: they are outside the claim that order doesn't matter."""
     wide = {"max_open_requests": 1 << 20, "max_requests": 1 << 20, "max_orphans": 1 << 20, "max_engagements": 1 << 20}
-    return {"window_ms": config.window_ms, "lateness_ms": config.lateness_ms, "replay": True, **wide}
+    early = {"early_close_ms": config.early_close_ms} if config.early_close_ms else {}
+    return {"window_ms": config.window_ms, "lateness_ms": config.lateness_ms, "replay": True, **early, **wide}
 
 
 def with_sets(base: Any, sets: dict[str, Any]) -> Any:

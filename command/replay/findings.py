@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError, printable
 from roo.wire import Record
-from runtime.kafka.topics import DEAD_LETTERS, SAMPLES
+from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
 
 
 class Findings:
@@ -21,12 +22,13 @@ class Findings:
         self.metrics = PredictionMetrics(tasks, measure_from_ms)
         self.baselines = Baselines(tasks, measure_from_ms)
         self._sampled: set[int] = set()
+        self._corrected: Counter[str] = Counter()
         self._letters: dict[str, pb.DeadLetter] = {}
 
     def add(self, record: Record) -> None:
         """A record of any topic; of a sample id the first counts, and what can't be read counts for nothing."""
         self.metrics.add(record)
-        if record.topic not in (SAMPLES, DEAD_LETTERS):
+        if record.topic not in (SAMPLES, CORRECTIONS, DEAD_LETTERS):
             return
         try:
             kind, message = wire.decode(record.value)
@@ -34,9 +36,22 @@ class Findings:
             return
         if isinstance(message, pb.DeadLetter):
             self._letters.setdefault(message.reason, message)
-        elif isinstance(message, pb.Sample) and kind == wire.SAMPLE and message.sample_id not in self._sampled:
+        elif isinstance(message, pb.Sample) and message.sample_id not in self._sampled:
             self._sampled.add(message.sample_id)
-            self.baselines.add(message)
+            if kind == wire.SAMPLE:
+                self.baselines.add(message)
+            else:
+                self._correct(message)
+
+    def positives(self) -> dict[str, int]:
+        """Candidates by label for which it was above 0 in the end."""
+        found = self.baselines.positives()
+        return {task: n + self._corrected[task] for task, n in found.items()}
+
+    def _correct(self, message: pb.Sample) -> None:
+        tasks = self.baselines.tasks
+        for n, (before, after) in enumerate(zip(message.labels_before, message.labels, strict=False)):
+            self._corrected[tasks[n % len(tasks)]] += (after > 0) - (before > 0)
 
     def first_dead_letters(self, find: Callable[[pb.DeadLetter], str]) -> dict[str, dict[str, Any]]:
         """Reason → `where` in the log, as `find` tells, and `error`, of the first with this reason."""

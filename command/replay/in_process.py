@@ -10,8 +10,9 @@ import dataclasses
 import heapq
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from command.replay.as_served import AsServed
 from command.replay.choices import choices_of, with_sets
 from command.replay.local_topics import LocalTopics
 from command.replay.stage import Outcome, Stage, Training
@@ -36,6 +37,7 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import Clock, SystemClock
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import (
+    CORRECTIONS,
     DEAD_LETTERS,
     DEFAULT_PARTITIONS,
     PREDICTIONS,
@@ -62,19 +64,24 @@ def replay_in_process(config: ReplayConfig, schema: Schema, records: Iterable[Re
 
 
 class ReadySamples:
-    """A trainer's `BatchSource` that holds only what waits to be trained: oldest close first, as the worker's merge of
+    """A trainer's `BatchSource` that holds only what waits to be trained: oldest record first, as the worker's merge of
     partitions is. Offsets count samples; there is no way back, so only the beginning can be sought."""
 
-    def __init__(self, decoder: Decoder, clock: Clock) -> None:
-        self.decoder, self.clock = decoder, clock
+    def __init__(
+        self, decoder: Decoder, clock: Clock, topics: Sequence[str] = (SAMPLES,), before_chunk: Callable[[], None] = lambda: None
+    ) -> None:
+        """`topics` that are trained. `before_chunk` is called before a chunk is given, when its training hasn't begun."""
+        self.decoder, self.clock, self.topics, self.before_chunk = decoder, clock, tuple(topics), before_chunk
         self._waiting: list[tuple[int, int, int, Record]] = []
-        self._given: Progress = dict.fromkeys(all_partitions((SAMPLES,), DEFAULT_PARTITIONS), 0)
+        self._given: Progress = dict.fromkeys(all_partitions(self.topics, DEFAULT_PARTITIONS), 0)
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, record: Record) -> None:
+        if record.topic not in self.topics:
+            return
         self._count += 1
         heapq.heappush(self._waiting, (record.timestamp_ms, record.partition, self._count, record))
 
@@ -85,8 +92,9 @@ class ReadySamples:
     def rest(self, max_requests: int) -> Chunk | None:
         if not self._waiting:
             return None
+        self.before_chunk()
         taken = [heapq.heappop(self._waiting)[3] for _ in range(min(max_requests, len(self)))]
-        chunk = chunk_of(taken, self.decoder, self.clock.now_ms())
+        chunk = chunk_of(taken, self.decoder, self.clock.now_ms(), corrections=CORRECTIONS in self.topics)
         self._given |= chunk.after
         return chunk
 
@@ -112,16 +120,19 @@ class _Local:
 
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
+        self.measure_from_ms = config.measure_from_ms
         self.topics = LocalTopics(schema.tasks, config.measure_from_ms)
         self.accounts = self.topics.accounts
         choices = choices_of(config)
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()
-        self.samples = ReadySamples(Decoder(schema, registry), clock)
+        decoder = Decoder(schema, registry)
+        self.served = AsServed(schema.tasks, decoder, lambda batch: self.loop.scores(batch)) if config.as_served else None
+        settings = LoopConfig(**choices.worker)
+        self.samples = ReadySamples(decoder, clock, settings.trained_topics, self.served.score if self.served else lambda: None)
         self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
         self.shards = _shards(config, schema, store)
         client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in self.shards], worker=0)
         client.set_incarnation(1)
-        settings = LoopConfig(**choices.worker)
         set_numerics(settings)
         model = with_sets(load_model_config(config.model), choices.model)
         wiring = Wiring(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
@@ -131,14 +142,23 @@ class _Local:
         for record in records:
             if stop.is_set():
                 break
-            self._write(self.joiner.process(self.topics.place(record)))
+            placed = self.topics.place(record)
+            if self.served:
+                self.served.add(placed)
+            self._write(self.joiner.process(placed))
             self._train(stage)
         self._write(self.joiner.end_of_input())
         self._train(stage)
         while self.loop.finish():
             stage.at(trained=self.loop.counts.requests)
         untrained = self.accounts.untrained_below(self.accounts.sample_ends)
-        return Outcome(accounts=self.accounts, findings=self.topics.findings, untrained=untrained, training=self._training())
+        return Outcome(
+            accounts=self.accounts,
+            findings=self.topics.findings,
+            untrained=untrained,
+            training=self._training(),
+            served=self.served.report(self.measure_from_ms) if self.served else None,
+        )
 
     def _train(self, stage: Stage) -> None:
         """Whole batches, as many as there are."""
@@ -155,6 +175,7 @@ class _Local:
         return Training(
             steps=self.loop.num_steps,
             non_finite=self.loop.counts.non_finite,
+            corrections=self.loop.counts.corrections,
             model=dataclasses.asdict(self.loop.model_config),
             dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
             rows=dict(rows),
@@ -164,8 +185,9 @@ class _Local:
         for output in outputs:
             time_ms = output.timestamp_ms if output.timestamp_ms is not None else self.joiner.watermark_ms
             record = self.topics.write(output.topic, output.key, output.value, time_ms)
-            if record.topic == SAMPLES:
-                self.samples.put(record)
+            if self.served:
+                self.served.add(record)
+            self.samples.put(record)
 
     def prediction(self, prediction: Prediction) -> None:
         key = prediction.sample_id.to_bytes(8, "little")

@@ -85,6 +85,8 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
             yield f"{name}: {task}", _values({"requests": metrics[name]["requests"], **m})
             for baseline, both in report["baselines"].items() if k == 0 else ():
                 yield f"  by {baseline} alone", _values(both[name])
+        for task, m in report.get("metrics_as_served", metrics)[name]["tasks"].items() if "metrics_as_served" in report else ():
+            yield f"{name} as served: {task}", _values({"requests": report["metrics_as_served"][name]["requests"], **m})
 
 
 def _values(m: Mapping[str, Any]) -> str:

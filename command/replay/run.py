@@ -84,7 +84,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()
     findings, survey = outcome.findings, source.survey
-    positives, model = findings.baselines.positives(), outcome.training.model or {}
+    positives, model = findings.positives(), outcome.training.model or {}
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
@@ -92,6 +92,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))),
         "accounted": sums.accounted and outcome.untrained == 0,
         "metrics": findings.metrics.report(),
+        **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
         "baselines": findings.baselines.report(),
         "positives": positives,
         "log": survey.report(),

@@ -18,6 +18,7 @@ from roo.schema import Schema
 from roo.wire import Record
 from runtime.program import Stop
 from traffic.config import ReplayConfig
+from trainer.monitoring.quality import Report
 
 log = logging.getLogger("roostream.replay")
 
@@ -30,6 +31,7 @@ class Outcome:
     findings: Findings
     untrained: int  # samples before the committed offsets without a prediction; G2 says 0
     training: Training
+    served: Report | None = None  # metrics of the scores as a server would have given them; None = not asked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Training:
 
     steps: int | None = None
     non_finite: int | None = None
+    corrections: int | None = None  # beside the samples
     model: dict[str, Any] | None = None  # its configuration
     dense_parameters: int | None = None
     rows: dict[str, int] | None = None  # of the embedding tables, by stack

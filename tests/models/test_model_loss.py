@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from models.loss import loss
+from models.loss import each, loss
+from models.model import Targets
 
 
 def test_a_weighted_mean_for_each_task_summed_over_tasks() -> None:
@@ -17,28 +20,142 @@ def test_a_weighted_mean_for_each_task_summed_over_tasks() -> None:
         p = torch.sigmoid(logits[:, t])
         each = -(label[:, t] * p.log() + (1 - label[:, t]) * (1 - p).log())
         expected += float((each * weight[:, t]).sum() / weight[:, t].sum())
-    assert float(loss(logits, label, weight)) == pytest.approx(expected, rel=1e-6)
+    assert float(loss(logits, Targets(label, weight))) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("label", [1.0, 0.5, 30.0])
 def test_any_label_above_zero_is_a_positive(label: float) -> None:
     ones = torch.ones(1, 1)
-    assert float(loss(ones, label * ones, ones)) == float(loss(ones, ones, ones))
+    assert float(loss(ones, Targets(label * ones, ones))) == float(loss(ones, Targets(ones, ones)))
 
 
 def test_weight_zero_leaves_a_label_out_and_no_weight_at_all_is_zero() -> None:
     logits = torch.tensor([[3.0], [1.0]], requires_grad=True)
     label = torch.tensor([[0.0], [1.0]])
-    alone = loss(logits[1:], label[1:], torch.ones(1, 1))
-    torch.testing.assert_close(loss(logits, label, torch.tensor([[0.0], [1.0]])), alone)
-    nothing = loss(logits, label, torch.zeros(2, 1))
+    alone = loss(logits[1:], Targets(label[1:], torch.ones(1, 1)))
+    torch.testing.assert_close(loss(logits, Targets(label, torch.tensor([[0.0], [1.0]]))), alone)
+    nothing = loss(logits, Targets(label, torch.zeros(2, 1)))
     nothing.backward()
     assert nothing.item() == 0 and logits.grad is not None and (logits.grad == 0).all()
-    assert float(loss(torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(0, 2))) == 0
+    assert float(loss(torch.zeros(0, 2), Targets(torch.zeros(0, 2), torch.zeros(0, 2)))) == 0
 
 
 def test_gradients_are_right_in_float64() -> None:
     logits = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     label = (torch.arange(10).view(5, 2) % 3 == 0).double()
     weight = torch.arange(10).view(5, 2).double()
-    assert torch.autograd.gradcheck(lambda x: loss(x, label, weight), (logits,))
+    assert torch.autograd.gradcheck(lambda x: loss(x, Targets(label, weight)), (logits,))
+
+
+# Labels that come late: a stream has each request as its sample, and what wasn't known then as a correction
+
+TRUTHS = (0.03, 0.2, 0.7)
+KNOWN = {"log": 0.3, "fnw": 0.0, "fnc": 0.0, "dfm": 0.3, "es_dfm": 0.3}
+
+
+def of_one(name: str, logit: torch.Tensor, after: float, before: float | None = None, known: float | None = None) -> torch.Tensor:
+    """The loss of one candidate in float64: a sample's, or a correction's."""
+
+    def entry(value: float | None) -> torch.Tensor | None:
+        return None if value is None else torch.full((1, 1), value, dtype=torch.float64)
+
+    label, one = torch.full((1, 1), after, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    return loss(logit.view(1, 1), Targets(label, one, entry(before), entry(known), name))  # type: ignore[arg-type]
+
+
+def slope(name: str, logit: float, after: float, before: float | None = None, known: float | None = None) -> float:
+    z = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
+    of_one(name, z, after, before, known).backward()  # type: ignore[no-untyped-call]
+    assert z.grad is not None
+    return float(z.grad)
+
+
+def slope_of_stream(name: str, logit: float, truth: float, known: float) -> float:
+    """Expected, of a request whose candidate is positive with probability `truth`: known at once, later, or never."""
+    at_once, later = truth * known, truth * (1 - known)
+    return (
+        at_once * slope(name, logit, 1.0, None, known)
+        + (1 - at_once) * slope(name, logit, 0.0, None, known)
+        + later * slope(name, logit, 1.0, 0.0, known)
+    )
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_minimum_over_the_whole_stream_is_the_true_probability(name: str, truth: float) -> None:
+    """Where the slope changes its sign, found by halving."""
+    low, high = -10.0, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope_of_stream(name, middle, truth, KNOWN[name]) < 0 else (low, middle)
+    assert 1 / (1 + math.exp(-low)) == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_log_loss_over_early_samples_alone_calls_too_few_positive(truth: float) -> None:
+    known = 0.3
+    at_truth = math.log(truth / (1 - truth))
+    early = truth * known * slope("log", at_truth, 1.0) + (1 - truth * known) * slope("log", at_truth, 0.0)
+    assert early == pytest.approx(truth * (1 - known)), "downwards, by those that aren't known"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (2.0, 3.0)])
+@pytest.mark.parametrize("logit", [-3.0, 0.2, 5.0])
+def test_of_the_log_loss_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(
+    logit: float, before: float, after: float
+) -> None:
+    both = slope("log", logit, before) + slope("log", logit, after, before)
+    assert both == pytest.approx(slope("log", logit, after), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("logit", [-3.0, 0.2, 5.0])
+def test_a_correction_to_negative_takes_the_positive_back_with_every_loss(name: str, logit: float) -> None:
+    known = KNOWN[name]
+    both = slope(name, logit, 1.0, None, known) + slope(name, logit, 0.0, 1.0, known)
+    assert both == pytest.approx(slope(name, logit, 0.0, None, known), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["fnw", "fnc", "es_dfm"])
+def test_a_correction_to_positive_counts_the_positive_once_more_and_of_dfm_not_at_all(name: str) -> None:
+    assert slope(name, 0.4, 1.0, 0.0, 0.3) == slope(name, 0.4, 1.0, None, 0.3)
+    assert slope("dfm", 0.4, 1.0, 0.0, 0.3) == 0.0
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_correction_that_changes_nothing_has_no_slope(name: str) -> None:
+    assert slope(name, 0.4, 1.0, 1.0, 0.3) == slope(name, 0.4, 0.0, 0.0, 0.3) == 0.0
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+@pytest.mark.parametrize("logit", [-4.0, 0.3, 6.0])
+def test_weights_are_those_of_the_papers(logit: float, label: float) -> None:
+    p, known = 1 / (1 + math.exp(-logit)), 0.3
+    plain = slope("log", logit, label)
+    later, real = p * (1 - known), (1 - p) / (1 - p * known)
+    assert slope("fnw", logit, label) == pytest.approx(plain * (1 + p if label else (1 - p) * (1 + p)))
+    assert slope("es_dfm", logit, label, None, known) == pytest.approx(plain * ((1 + later) if label else (1 + later) * real))
+    assert slope("es_dfm", logit, label, None, 0.0) == pytest.approx(slope("fnw", logit, label))
+
+
+@pytest.mark.parametrize("logit", [-4.0, 0.3, 6.0])
+def test_values_are_those_of_the_papers(logit: float) -> None:
+    z, p, known = torch.tensor(logit, dtype=torch.float64), 1 / (1 + math.exp(-logit)), 0.3
+    b = p / (1 + p)
+    assert float(of_one("fnc", z, 1.0)) == pytest.approx(-math.log(b))
+    assert float(of_one("fnc", z, 0.0)) == pytest.approx(-math.log(1 - b))
+    assert float(of_one("dfm", z, 1.0, None, known)) == pytest.approx(-math.log(p))
+    assert float(of_one("dfm", z, 0.0, None, known)) == pytest.approx(-math.log(1 - p * known))
+
+
+@pytest.mark.parametrize("name", ["dfm", "es_dfm"])
+@pytest.mark.parametrize(("logit", "label"), [(-50.0, 0.0), (0.3, 0.0), (0.3, 1.0), (50.0, 0.0), (50.0, 1.0)])
+def test_where_everything_is_known_they_are_the_log_loss_and_always_finite(name: str, logit: float, label: float) -> None:
+    assert slope(name, logit, label, None, 1.0) == pytest.approx(slope("log", logit, label), rel=1e-12)
+
+
+def test_samples_and_corrections_of_one_batch_are_each_treated_as_such() -> None:
+    logits = torch.tensor([[0.3], [0.3]], dtype=torch.float64)
+    label, before = torch.tensor([[1.0], [1.0]]), torch.tensor([[math.nan], [0.0]])
+    sample, correction = each(logits, Targets(label, torch.ones(2, 1), before)).flatten().tolist()
+    assert sample == pytest.approx(float(of_one("log", logits[0], 1.0))) and correction == pytest.approx(-0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -10,6 +11,7 @@ from models.config import RankerConfig
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
+from roo.ids import sample_id
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from roo.wire import Record
@@ -62,6 +64,33 @@ def sample(number: int, *, num_candidates: int = 3, close_ms: int | None = None,
         weight=1.0,
     )
     return wire.encode(wire.SAMPLE, message)
+
+
+def corrected(number: int, candidate: int, *, event: int = 1, after: float = 1.0, before: float | None = None) -> Record:
+    """What an engagement, 10 s behind the close, makes of one candidate's label. `before`: as in the sample unless given."""
+    message = pb.Sample.FromString(sample(number)[2:])
+    message.labels_before[:] = message.labels
+    if before is not None:
+        message.labels_before[candidate] = before
+    message.labels[:] = message.labels_before
+    message.labels[candidate] = after
+    message.sample_id = sample_id(number.to_bytes(8, "little"), f"r{number}", event)
+    engaged_ms = message.close_ms + 10_000
+    message.event_ids[:], message.event_candidates[:], message.event_times[:] = [event], [candidate], [engaged_ms]
+    message.event_actions[:], message.event_values[:], message.actions[:] = [0], [1.0], ["click"]
+    value = wire.encode(wire.CORRECTION, message)
+    return Record("corrections", number % 2, 0, engaged_ms, number.to_bytes(8, "little"), value)
+
+
+def placed(records: list[Record]) -> list[Record]:
+    """With the offsets that their order in each partition gives."""
+    ends: Counter[tuple[str, int]] = Counter()
+    out = []
+    for record in records:
+        at = record.topic, record.partition
+        out.append(record._replace(offset=ends[at]))
+        ends[at] += 1
+    return out
 
 
 def records(numbers: list[int], *, num_partitions: int = 2) -> list[Record]:

@@ -246,3 +246,42 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
 def test_a_missing_file_is_told_when_the_command_line_is_read() -> None:
     with pytest.raises(RoostreamError, match="no such file"):
         ebnerd.Options(behaviors=("nowhere.parquet",))
+
+
+# labels that come late
+
+
+def test_scores_as_served_know_less_than_those_of_training_and_cover_the_same(tmp_path: Path) -> None:
+    expected = week(tmp_path)
+    report = replay(tmp_path, as_served=True, measure_from="2023-05-19")
+    served, trained = report["metrics_as_served"], report["metrics"]
+    for when in ("overall", "measured"):
+        for name in ("requests", "candidates", "base_rate"):
+            assert served[when][name] == trained[when][name], "the same candidates and labels"
+    assert served["overall"]["candidates"] == expected["candidates"]
+    assert served["overall"]["ne"] != trained["overall"]["ne"] and "metrics_as_served" not in replay(tmp_path)
+
+
+def test_with_weights_that_stand_still_scores_as_served_are_those_of_training(tmp_path: Path) -> None:
+    week(tmp_path)
+    report = replay(tmp_path, as_served=True, freeze_weights_at="2023-05-01")
+    assert report["metrics_as_served"]["overall"] == report["metrics"]["overall"]
+
+
+def test_an_early_close_is_put_right_by_corrections_and_every_event_is_accounted_for(tmp_path: Path) -> None:
+    expected = week(tmp_path)
+    whole = replay(tmp_path, as_served=True, engagement_delay_ms=300_000)
+    early = replay(tmp_path, as_served=True, engagement_delay_ms=300_000, early_close_ms=60_000)
+    counts = early["counts"]
+    assert counts["closed_by"] == {"early": 120} and counts["samples"] == counts["predicted"] == 120
+    assert counts["folded"] + counts["corrected"] == counts["engagements"] == 2 * expected["clicks"] and counts["folded"] > 0
+    assert early["training"]["corrections"] > 0 == whole["training"]["corrections"]
+    assert early["positives"] == whole["positives"] and early["features_digest"] == whole["features_digest"]
+    labels = [r["metrics_as_served"]["overall"]["tasks"]["click"]["base_rate"] for r in (early, whole)]
+    assert labels[0] == labels[1] > early["metrics"]["overall"]["base_rate"], "in the end the labels are the same"
+
+
+def test_scores_as_served_are_of_the_local_engine(tmp_path: Path) -> None:
+    week(tmp_path)
+    with pytest.raises(RoostreamError, match="'as_served': expected --engine local"):
+        ReplayConfig(dataset="ebnerd", options=options_of(tmp_path), as_served=True)

@@ -1,0 +1,232 @@
+"""Labels that were put right behind the close: what of them is trained, once, and what they must not count for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.build import build_model
+from models.config import RankerConfig
+from models.inputs import build_inputs
+from models.model import Model
+from roo.batch import Batch
+from roo.decode import Decoder
+from roo.errors import ConfigError
+from roo.lookup import build_lookup
+from roo.wire import Record
+from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS, Built, build
+from trainer.config import LoopConfig
+from trainer.corrections import due_ms_of, targets_of
+
+BOTH = (*PARTITIONS, ("corrections", 0), ("corrections", 1))
+N8 = samples.records(list(range(1, 9)))
+
+
+def correcting(records: list[Record], **settings: Any) -> Built:
+    return build(samples.placed(records), partitions=BOTH, **{"corrections": "on", **settings})
+
+
+def unclicked(number: int) -> int:
+    """A candidate of the sample whose label is 0."""
+    return sample_labels(number).index(0.0)
+
+
+def sample_labels(number: int) -> list[float]:
+    return [float(x) for x in samples.pb.Sample.FromString(samples.sample(number)[2:]).labels]
+
+
+def state_of(built: Built) -> dict[str, np.ndarray]:
+    rows = {f"{table}/{id_}": row.value_D.copy() for (table, id_), row in built.shard.rows.items()}
+    return {**{k: v.detach().numpy().copy() for k, v in built.loop.model.state_dict().items()}, **rows}
+
+
+# gradients
+
+
+def as_correction(batch: Batch, before_BT: np.ndarray) -> Batch:
+    return dataclasses.replace(batch, label_before_BT=before_BT, correction_R=np.ones(batch.num_requests, np.bool_))
+
+
+def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
+    """Of dense parameters and rows, in float64."""
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
+    doubles = {
+        f.name: value.double()
+        for f in dataclasses.fields(inputs)
+        if isinstance(value := getattr(inputs, f.name), Tensor) and value.dtype == torch.float32
+    }
+    rows = {stack: rows_UD.double().requires_grad_() for stack, rows_UD in inputs.rows.items()}
+    bags = tuple(
+        dataclasses.replace(bag, weight_L=None if bag.weight_L is None else bag.weight_L.double()) for bag in inputs.bags
+    )
+    inputs = dataclasses.replace(inputs, **doubles, rows=rows, bags=bags)
+    model.zero_grad()
+    targets = targets_of(batch, config)
+    model.loss(inputs, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    leaves = [*(p.grad for p in model.parameters()), *(r.grad for r in rows.values())]
+    return [g.clone() for g in leaves if g is not None]
+
+
+def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row() -> None:
+    """With ranks and attention within the list: a correction has the whole list, so its features are the sample's."""
+    schema = make_schema("everything")
+    model = build_model(schema, RankerConfig(width=8, deep_layers=(8,), task_layers=(4,)), seed=1).double()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) + i).view(parameter.shape))
+    after, config = make_batch(schema, [4, 1, 6], seed=3), LoopConfig(corrections="on")
+    before_BT = np.where(np.arange(after.label_BT.size).reshape(after.label_BT.shape) % 3 == 0, 0, after.label_BT)
+    before_BT = before_BT.astype(np.float32)
+    assert (before_BT != after.label_BT).any()
+    sample = gradients(model, dataclasses.replace(after, label_BT=before_BT), config)
+    correction = gradients(model, as_correction(after, before_BT), config)
+    expected = gradients(model, after, config)
+    assert len(sample) == len(expected) > 20
+    for s, c, e in zip(sample, correction, expected, strict=True):
+        torch.testing.assert_close(s + c, e, rtol=1e-11, atol=1e-14)
+
+
+def test_every_schema_of_these_tests_can_be_corrected() -> None:
+    for case in CASES:
+        batch = make_batch(make_schema(case), [2, 3])
+        targets = targets_of(as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on"))
+        assert targets.before_BT is not None and (targets.before_BT == 0).all()
+
+
+# the loop
+
+
+def test_a_correction_moves_weights_and_rows_and_is_no_request_of_its_own() -> None:
+    plain = build(N8).train_all()
+    built = correcting([*N8, samples.corrected(3, unclicked(3))]).train_all()
+    assert (built.loop.counts.requests, built.loop.counts.corrections) == (8, 1)
+    assert [p.sample_id for p in built.predicted] == [p.sample_id for p in plain.predicted]
+    assert built.loop.own.num_requests == 8 and built.loop.report()["requests"] == 8
+    assert built.pushes()[3] == 2 and built.pushes()[4] == 1
+    assert built.loop.watermark_ms == plain.loop.watermark_ms, "its sample's close time, and its own, are no news"
+    assert any((state_of(plain)[k] != v).any() for k, v in state_of(built).items())
+
+
+def test_progress_is_by_topic_and_partition() -> None:
+    built = correcting([*N8, samples.corrected(3, unclicked(3)), samples.corrected(4, unclicked(4))]).train_all()
+    assert built.loop.own.progress == {
+        ("samples", 0): 4,
+        ("samples", 1): 4,
+        ("corrections", 0): 1,
+        ("corrections", 1): 1,
+    }
+
+
+def test_corrections_of_one_sample_are_all_trained_and_each_only_once() -> None:
+    first, second = samples.corrected(3, 0, before=0.0, event=1), samples.corrected(3, 1, before=0.0, event=2)
+    built = correcting([*N8, first, second, first, second]).train_all()
+    assert built.loop.counts.corrections == 2 and built.loop.own.num_skipped == 2
+
+
+def test_a_correction_may_come_before_its_sample() -> None:
+    correction = samples.corrected(8, unclicked(8))._replace(timestamp_ms=samples.T0)
+    built = correcting([*N8, correction], batch_requests=1).train_all()
+    assert built.loop.counts.corrections == 1 and built.pushes()[8] == 2
+    assert built.predicted[0].sample_id == 1 and len(built.predicted) == 8
+
+
+def test_a_correction_that_changes_nothing_costs_no_step_of_rows_and_is_passed_over() -> None:
+    built = correcting([*N8, samples.corrected(3, 0, before=1.0, after=1.0)]).train_all()
+    assert built.loop.counts.corrections == 0 and built.pushes()[3] == 1
+    assert built.loop.own.progress["corrections", 1] == 1
+
+
+@pytest.mark.parametrize(("before", "after", "trained"), [(1.0, 0.0, 1), (0.0, 1.0, 0), (2.0, 1.0, 0)])
+def test_downgrades_alone_are_trained_where_that_is_asked_for(before: float, after: float, trained: int) -> None:
+    built = correcting([*N8, samples.corrected(3, 0, before=before, after=after)], corrections="downgrades").train_all()
+    assert built.loop.counts.corrections == trained
+
+
+def test_of_a_correction_that_goes_both_ways_only_the_way_down_has_a_target() -> None:
+    batch = make_batch(make_schema("floats only"), [2])
+    before_BT = np.array([[1, 0], [0, 1]], np.float32)
+    batch = dataclasses.replace(as_correction(batch, before_BT), label_BT=1 - before_BT)
+    targets = targets_of(batch, LoopConfig(corrections="downgrades"))
+    assert targets.before_BT is not None and targets.before_BT.tolist() == [[1, 1], [1, 1]], "up: as it is now, so no change"
+
+
+def test_corrections_of_requests_that_are_only_scored_are_not_trained() -> None:
+    built = correcting([*N8, samples.corrected(3, unclicked(3))], freeze_at_ms=samples.T0 + 3_000).train_all()
+    assert built.loop.counts.corrections == 0 and built.loop.counts.frozen == 6
+
+
+def test_a_correction_is_due_with_its_engagement() -> None:
+    decoder = Decoder(samples.schema(), {}.get)
+    batch, _ = decoder.decode([N8[2], samples.corrected(3, unclicked(3))], corrections=True)
+    assert due_ms_of(batch).tolist() == [samples.T0 + 3_500, samples.T0 + 13_500]
+
+
+def test_nothing_is_lost_or_trained_twice_by_a_kill_at_any_step() -> None:
+    """Whatever the cut, going on from it gives the weights and rows of the run that nothing disturbed, bit by bit."""
+    corrections = [samples.corrected(n, unclicked(n), event=n) for n in (1, 2, 5, 6)]
+    log = samples.placed([*N8, *corrections, *corrections[:2]])
+    settings = {"partitions": BOTH, "corrections": "on", "batch_requests": 3, "max_batch_wait_ms": 0}
+    expected = build(log, **settings).train_all()
+    for steps in range(expected.loop.num_steps + 1):
+        built = build(log, **settings)
+        for _ in range(steps):
+            built.loop.step()
+        at, rows = built.loop.snapshot(), {k: v.copy() for k, v in built.shard.rows.items()}
+        built.loop.step()
+        built.shard.rows.clear()
+        built.shard.rows.update(rows)
+        built.loop.restore(at)
+        built.train_all()
+        assert built.loop.own.progress == expected.loop.own.progress
+        for name, value in state_of(expected).items():
+            np.testing.assert_array_equal(state_of(built)[name], value, err_msg=f"{name} after {steps} steps")
+
+
+def test_switched_off_and_on_again_they_go_on_where_they_were() -> None:
+    log = [*N8, *(samples.corrected(n, unclicked(n), event=n) for n in (3, 5))]
+    first = correcting(log).train_all()
+    off = build(samples.placed(log))
+    off.loop.restore(first.loop.snapshot())
+    assert off.loop.snapshot().progress == first.loop.own.progress, "offsets and ids are kept for later"
+    again = correcting([*log, samples.corrected(7, unclicked(7))])
+    again.loop.restore(off.loop.snapshot())
+    again.train_all()
+    assert again.loop.counts.corrections == 1 and list(again.pushes()) == [7]
+
+
+def test_switched_on_for_the_first_time_they_begin_at_the_beginning() -> None:
+    before = build(N8).train_all()
+    built = correcting([*N8, samples.corrected(3, unclicked(3))])
+    built.loop.restore(before.loop.snapshot())
+    built.train_all()
+    assert built.loop.counts.corrections == 1 and not built.predicted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"corrections": "on", "exact": True}, "'corrections': expected off with exact = true, got 'on'"),
+        ({"loss": "dfm"}, "'label_delay_ms': expected a duration above 0 with loss = dfm, got 0"),
+        ({"loss": "es_dfm"}, "'label_delay_ms': expected a duration above 0 with loss = es_dfm, got 0"),
+        ({"loss": "hinge"}, "'loss': expected"),
+    ],
+)
+def test_settings_that_can_not_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoopConfig(**settings)
+
+
+def test_what_is_known_at_the_close_follows_from_the_time_until_then() -> None:
+    batch = make_batch(make_schema("floats only"), [1, 1])
+    batch = dataclasses.replace(batch, close_ms_R=batch.time_ms_R + np.array([0, 60_000]))
+    targets = targets_of(batch, LoopConfig(loss="es_dfm", label_delay_ms=60_000))
+    assert targets.known_BT is not None and targets.known_BT[:, 0].tolist() == pytest.approx([0.0, 1 - np.exp(-1)])
+    assert targets_of(batch, LoopConfig(loss="fnw")).known_BT is None

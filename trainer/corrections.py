@@ -1,0 +1,70 @@
+"""What a correction changes, and what it must not count for.
+
+A correction is a request of the batch (`correction_R`) with the features of its sample and labels before and after. Samples and
+corrections come from two topics without an order between them: the sum of their gradients is the same in any order at the same
+weights, and differs by what one step changes otherwise. A correction is no request of its own: it is in no metric and no
+prediction, its sample's close time says nothing of the time by now, and its id, of the sample and the engagement, is trained
+once as a sample's is.
+
+Letters: R requests, B candidates, T tasks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from models.model import Targets
+from roo.batch import Batch
+from trainer.config import LoopConfig
+
+
+def due_ms_of(batch: Batch) -> np.ndarray:
+    """int64 [R]: when a request's record was due, its close or, of a correction, its engagement behind that."""
+    behind_R = np.maximum(batch.close_ms_R, batch.oldest_engagement_ms_R)
+    return np.where(batch.correction_R, behind_R, batch.close_ms_R)
+
+
+def without_idle(batch: Batch, config: LoopConfig) -> Batch:
+    """The batch without corrections that change nothing which is to be trained; itself if all do."""
+    if not batch.correction_R.any():
+        return batch
+    changes_B = ((_before(batch, config) > 0) != (batch.label_BT > 0)).any(axis=1, where=batch.weight_BT > 0)
+    num_changes_R = np.bincount(batch.request_index_B, changes_B, batch.num_requests)
+    kept_R = ~batch.correction_R | ((num_changes_R > 0) & _not_frozen(batch, config))
+    return batch if kept_R.all() else batch.take_requests(np.flatnonzero(kept_R))
+
+
+def targets_of(batch: Batch, config: LoopConfig) -> Targets:
+    """What the loss needs, on the loop's device."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(config.device)
+
+    before_BT = known_BT = None
+    if batch.correction_R.any():
+        before_BT = tensor(_before(batch, config))
+    if config.loss in ("dfm", "es_dfm"):
+        known_BT = tensor(_known(batch, config.label_delay_ms))
+    return Targets(tensor(batch.label_BT), tensor(batch.weight_BT), before_BT, known_BT, config.loss)
+
+
+def _before(batch: Batch, config: LoopConfig) -> np.ndarray:
+    """[B, T]: what was trained of a correction's candidates, NaN of a sample's. What isn't to be corrected is as it was."""
+    corrected_B1 = batch.correction_R[batch.request_index_B][:, None]
+    before_BT, after_BT = np.nan_to_num(batch.label_before_BT), batch.label_BT
+    if config.corrections == "downgrades":
+        before_BT = np.where((before_BT > 0) & ~(after_BT > 0), before_BT, after_BT)
+    return np.where(corrected_B1, before_BT, np.float32(np.nan)).astype(np.float32)
+
+
+def _known(batch: Batch, mean_delay_ms: int) -> np.ndarray:
+    """[B, T]: the share of engagements that come before the close."""
+    elapsed_ms_R = np.maximum(batch.close_ms_R - batch.time_ms_R, 0)
+    known_R = -np.expm1(-elapsed_ms_R / mean_delay_ms).astype(np.float32)
+    return np.repeat(known_R[batch.request_index_B][:, None], batch.label_BT.shape[1], axis=1)
+
+
+def _not_frozen(batch: Batch, config: LoopConfig) -> np.ndarray:
+    """bool [R]: weights stand still from `freeze_at_ms` on, for what is only scored."""
+    return (batch.time_ms_R < config.freeze_at_ms) | (config.freeze_at_ms == 0)
