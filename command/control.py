@@ -23,6 +23,7 @@ from infra.stopping import MOST_S
 from roo.errors import SetupError, printable
 from runtime.program import MaskingFormatter
 from runtime.rpc_client import SocketTransport
+from runtime.transport import Header
 
 
 def serve(home: Path, options: StackOptions) -> int:
@@ -117,11 +118,7 @@ def scale(home: Path, controller: str, count: int, wait_s: float) -> int:
     Raises:
         ConfigError: there can't be so many. TransportError: no controller answers.
     """
-    transport = SocketTransport(controller or str(Home(home).running_stack()["controller"]))
-    try:
-        answer, _ = transport.call("scale", {"workers": count, "timeout_s": wait_s}, timeout_s=wait_s + 5)
-    finally:
-        transport.close()
+    answer = _ask(home, controller, "scale", {"workers": count, "timeout_s": wait_s}, wait_s + 5)
     if answer["running"]:
         print(f"training with workers={count}")
         return 0
@@ -130,6 +127,21 @@ def scale(home: Path, controller: str, count: int, wait_s: float) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def release(home: Path, controller: str) -> int:
+    """End the hold of training; also where there is none. Raises TransportError: no controller answers."""
+    answer = _ask(home, controller, "release", {}, 5.0)
+    print(f"released; training was held: {printable(str(answer['reason']))}" if answer["held"] else "training is not held")
+    return 0
+
+
+def _ask(home: Path, controller: str, method: str, header: Header, timeout_s: float) -> Header:
+    transport = SocketTransport(controller or str(Home(home).running_stack()["controller"]))
+    try:
+        return transport.call(method, header, timeout_s=timeout_s)[0]
+    finally:
+        transport.close()
 
 
 def about(stack: dict[str, Any]) -> list[str]:

@@ -90,3 +90,26 @@ def scale(wish: str, home: Path, controller: str, wait_s: float) -> None:
     if name != "workers" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected workers=N with N from 1 on, got {wish!r}")
     sys.exit(importlib.import_module("command.control").scale(home, controller, int(number), wait_s))
+
+
+@click.group()
+def trainer() -> None:
+    """Training as a whole.
+
+    \b
+    Example:
+      roostream trainer release --home .roostream
+    """
+
+
+@trainer.command()
+@home_option
+@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
+def release(home: Path, controller: str) -> None:
+    """End a hold: what no restart could mend has been mended, workers may train again.
+
+    \b
+    Example:
+      roostream trainer release --home .roostream
+    """
+    sys.exit(importlib.import_module("command.control").release(home, controller))

@@ -112,7 +112,7 @@ def troubles(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     found = {}
     for name, p in programs.items():
         if p["state"] not in ("ready", "ended"):
-            said = last_lines(Path(p["log"]), 1) if p["restarts"] or p["state"] in ("starting", "failed") else []
+            said = last_lines(Path(p["log"]), 1) if p["restarts"] or p["state"] in ("starting", "failed", "held") else []
             found[name] = " ".join([p["state"], *(f"(its log ends: {line})" for line in said)])
     return found
 

@@ -125,7 +125,7 @@ class Stack:
         """
         names = [n for n in self.expand([name]) if n in self.supervisor.slots]
         slots = self.supervisor.slots
-        good, bad = ("ready", "ended"), ("failed", "stopped")
+        good, bad = ("ready", "ended"), ("failed", "stopped", "held")
         self.supervisor.wait(
             lambda: all(slots[n].state in good for n in names) or any(slots[n].state in bad for n in names), timeout_s
         )

@@ -1,7 +1,7 @@
 """The supervisor: keeps the wanted programs running. One thread starts, watches and restarts every child.
 
 waiting (for those that come before it, or for its next try) → starting → ready
-at its end: stopped (asked to) · ended (by itself, not one that is restarted) · failed (died too often)
+at its end: stopped (asked to) · ended (by itself, not one that is restarted) · failed (died too often) · held (training is held)
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from infra import child, logs
 from infra.child import Child, Program
 from infra.restart import RestartPolicy, Restarts
 from roo.errors import RoostreamError, UnavailableError
+from runtime.program import HELD_CODE
 
 log = logging.getLogger("roostream.stack")
 _TICK_S = 0.1
 _ROTATE_EVERY_S = 5.0
 _PROBE_EVERY_S = 0.25
 
-State = Literal["waiting", "starting", "ready", "stopping", "stopped", "ended", "failed"]
+State = Literal["waiting", "starting", "ready", "stopping", "stopped", "ended", "failed", "held"]
 RUNNING = ("starting", "ready", "stopping")
 
 
@@ -165,6 +166,9 @@ class Supervisor:
         slot.child, slot.exit_code = None, code
         if asked or self.halting:
             return self._set(slot, "stopped")
+        if code == HELD_CODE:
+            log.warning("%s rests: training is held; `roostream trainer release` ends the hold", name)
+            return self._set(slot, "held")
         if not slot.program.restarted:
             return self._set(slot, "ended")
         log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)

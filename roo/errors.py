@@ -69,6 +69,10 @@ class CheckpointError(RoostreamError):
     """What was committed is damaged, or absent while the store answers: trying again can't help, an older manifest may."""
 
 
+class HeldError(RoostreamError):
+    """Training is held, and this program is not needed until a person ends the hold."""
+
+
 class SetupError(RoostreamError):
     """The machine lacks something that Roostream needs."""
 

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
 from runtime.crew import Crew
@@ -41,10 +41,11 @@ _LEAST_BETWEEN_S = 0.05
 
 def refusal_of(error: Exception) -> Result:
     """How a command that failed is told. `damaged`: another manifest may do. `away`: something can't be read or written now,
-    and trying again can help."""
+    and trying again can help. `permanent`: it fails again however often it is tried."""
     text = str(error) if isinstance(error, RoostreamError) else f"a defect of Roostream: {error!r}"
     damaged, away = isinstance(error, CheckpointError), isinstance(error, UnavailableError)
-    return {"ok": False, "error": text, "damaged": damaged, "away": away}
+    permanent = isinstance(error, ConfigError | MemoryError)
+    return {"ok": False, "error": text, "damaged": damaged, "away": away, "permanent": permanent}
 
 
 def end_process(reason: str) -> None:
@@ -82,6 +83,7 @@ class Member:
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
         self.incarnation = 0  # of the last RESTORE that worked
+        self.hold = ""  # why training is held, as the controller last told
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[int, int], Result | None] = OrderedDict()  # None: not done yet
@@ -139,6 +141,7 @@ class Member:
         }
         answer, _ = transport.call("beat", header, timeout_s=_CALL_TIMEOUT_S)
         self._answered_s = self.clock.monotonic_s()
+        self.hold = str(answer.get("hold", ""))
         with self._lock:
             for key, result in telling.items():
                 if self._untold.get(key) is result:

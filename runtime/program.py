@@ -11,12 +11,16 @@ import sys
 import threading
 from collections.abc import Callable
 
-from roo.errors import ConfigError, RoostreamError, UnavailableError, nearest, shown
+from roo.errors import ConfigError, HeldError, RoostreamError, UnavailableError, nearest, shown
 
 log = logging.getLogger("roostream")
 
 STOP_S = 20.0
 """Within this a program of ours has ended after SIGTERM, whoever of its peers is away; whoever stops it waits a little longer."""
+
+
+HELD_CODE = 75
+"""What a program ends with that is not to be started again before the hold of training is over."""
 
 
 class Stop(threading.Event):
@@ -72,8 +76,8 @@ def _say_when_kernels_compile() -> None:
 def run(name: str, body: Callable[[Stop], None]) -> int:
     """Run `body` until it returns or raises; its exit code.
 
-    0 done or stopped by a signal, also while waiting for a peer · 2 a RoostreamError, told in one line ·
-    1 a defect of ours, with its traceback in the log.
+    0 done or stopped by a signal, also while waiting for a peer · 2 a RoostreamError, told in one line · 75 held: no restart
+    helps, whoever supervises lets it rest · 1 a defect of ours, with its traceback in the log.
     """
     faulthandler.enable()
     collect_rarely()
@@ -90,7 +94,7 @@ def run(name: str, body: Callable[[Stop], None]) -> int:
             log.info("%s stopped: %s", name, error)
             return 0
         log.error("%s: %s", name, error)
-        return 2
+        return HELD_CODE if isinstance(error, HeldError) else 2
     except Exception:
         log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
         return 1

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from models.build import model_config_from_dict
 from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError, told
 from runtime import manifest as manifests
@@ -49,6 +51,7 @@ class Worker:
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
+        self.fatal = ""  # why none can, however often everyone is restored
         self.committed_step = 0
         self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
@@ -101,6 +104,12 @@ class Worker:
         except (UnavailableError, FencedError) as error:
             self._break(told(error) or "a shard is away")
             return False
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.fatal = f"out of memory: {str(error) or 'no reason given':.300}; give it more, or lower batch_requests"
+            self._break(self.fatal)
+            return False
 
     @property
     def is_cut(self) -> bool:
@@ -122,6 +131,7 @@ class Worker:
             "watermark_ms": self.loop.watermark_ms,
             "training": self.training,
             "broken": self.broken,
+            "fatal": self.fatal,
             "leaving": self.leaving,
             **dataclasses.asdict(self.loop.counts),
             "duplicates": self.loop.own.num_skipped,
@@ -292,3 +302,8 @@ class Worker:
                 cuts = worker_file.decode(manifests.read_file(self.store, part.file), part.offsets)
                 own |= {partition: cuts[partition] for partition in mine & cuts.keys()}
         return Snapshot(shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, own=own)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the host or of a device: the same batch fails again after every restart."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

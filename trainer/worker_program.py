@@ -9,7 +9,7 @@ import threading
 from models.build import load_model_config
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import UnavailableError
+from roo.errors import HeldError, UnavailableError
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
@@ -141,12 +141,14 @@ def train(
     """Batches and commands in turn. When asked to stop: no more batches, and a last commit if one comes soon enough.
 
     Raises:
-        UnavailableError: no controller answers.
+        UnavailableError: no controller answers. HeldError: training is held; nothing is committed that was not before.
     """
     while True:
         worker.serve_inbox()
         worker.turn()
         monitor.observe()
+        if member.hold:
+            raise HeldError(f"training is held: {member.hold}; `roostream trainer release` ends the hold")
         health.turned(worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it"))
         if worker.training and member.silent_s > controller_timeout_s:
             raise UnavailableError(

@@ -16,6 +16,7 @@ from infra.child import Program, StopRank
 from infra.restart import RestartPolicy
 from infra.supervisor import Supervisor
 from roo.errors import UnavailableError
+from runtime.program import HELD_CODE
 
 WAIT_S = 20.0
 SLEEP = "import time; time.sleep(600)"
@@ -147,6 +148,14 @@ def test_a_program_that_ends_by_itself_is_not_restarted(bench: Bench) -> None:
     bench.start(bench.program("a", "raise SystemExit(7)", restarted=False))
     bench.wait_state("a", "ended")
     assert bench.supervisor.slots["a"].exit_code == 7
+
+
+def test_a_program_that_is_held_rests_until_it_is_asked_for(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.start(bench.program("a", f"import sys; sys.exit({HELD_CODE})"))
+    bench.wait_state("a", "held")
+    assert bench.supervisor.slots["a"].restarts.total == 0 and "a rests: training is held" in caplog.text
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
 
 
 def test_a_program_that_cannot_be_started_is_told_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roo.errors import CheckpointError, FencedError, TransportError, UnavailableError
+from roo.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
 from runtime.clock import FakeClock
 from runtime.member import Member
 from runtime.transport import Answer, Arrays, Header
@@ -61,6 +61,8 @@ class Doer:
             raise CheckpointError("a segment is damaged")
         if command["kind"] == "defect":
             raise ZeroDivisionError("oops")
+        if command["kind"] == "settings":
+            raise ConfigError("expected width 8, got 9")
         if command["kind"] == "away":
             raise UnavailableError("the disk is full")
         return {"rows": 7}
@@ -207,20 +209,21 @@ def test_a_restore_that_fails_leaves_the_incarnation() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("damaged", ("a segment is damaged", True, False)),
-        ("away", ("the disk is full", False, True)),
-        ("defect", ("a defect of Roostream: ZeroDivisionError('oops')", False, False)),
+        ("damaged", ("a segment is damaged", True, False, False)),
+        ("away", ("the disk is full", False, True, False)),
+        ("settings", ("expected width 8, got 9", False, False, True)),
+        ("defect", ("a defect of Roostream: ZeroDivisionError('oops')", False, False, False)),
     ],
 )
 def test_an_error_is_told_and_the_member_goes_on(
-    kind: str, expected: tuple[str, bool, bool], caplog: pytest.LogCaptureFixture
+    kind: str, expected: tuple[str, bool, bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     controller, doer = FakeController([command(1, kind), command(2)], []), Doer()
     member = make_member(controller, doer)
     member.beat(controller)
     do_all(member)
     member.beat(controller)
-    told = {"id": 1, "ok": False, **dict(zip(("error", "damaged", "away"), expected, strict=True))}
+    told = {"id": 1, "ok": False, **dict(zip(("error", "damaged", "away", "permanent"), expected, strict=True))}
     assert controller.beats[1]["results"] == [told, {"id": 2, "ok": True, "rows": 7}]
     assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
 

@@ -29,6 +29,7 @@ def started(body: str, **env: str) -> subprocess.Popen[str]:
         ("raise ConfigError('expected a, got b')", 2, "prog: expected a, got b"),
         ("stop.set(); raise UnavailableError('stopped while waiting for Kafka')", 0, "prog stopped: stopped while waiting"),
         ("stop.set(); raise CheckpointError('manifest is damaged')", 2, "prog: manifest is damaged"),
+        ("raise HeldError('training is held: out of memory')", 75, "prog: training is held"),
         ("raise ValueError('oops')", 1, "this is a defect of Roostream, not of your settings"),
     ],
 )

@@ -182,7 +182,13 @@ def test_offsets_are_reported_only_after_predictions_are_acknowledged() -> None:
     stage = Stage().started()
     stage.worker.turn()
     stage.outputs.unflushable = "Kafka has not acknowledged 4 predictions"
-    assert stage.do("cut", seq=1) == {"ok": False, "error": stage.outputs.unflushable, "damaged": False, "away": True}
+    assert stage.do("cut", seq=1) == {
+        "ok": False,
+        "error": stage.outputs.unflushable,
+        "damaged": False,
+        "away": True,
+        "permanent": False,
+    }
     assert stage.worker.turn(), "training goes on"
 
 
@@ -457,3 +463,34 @@ def test_a_dense_file_names_its_schema_and_step() -> None:
 
 def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
     return tensor_file.decode(stage.store.get(manifest.dense.name))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+    ],
+)
+def test_memory_that_is_not_enough_is_told_as_what_no_restart_mends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage().started()
+
+    def step() -> bool:
+        raise error
+
+    monkeypatch.setattr(stage.built.loop, "step", step)
+    assert stage.worker.turn() is False and not stage.worker.training
+    assert stage.worker.report()["fatal"].startswith("out of memory: ") and stage.worker.report()["broken"]
+
+
+def test_another_error_is_not_called_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage().started()
+
+    def step() -> bool:
+        raise RuntimeError("shapes don't match")
+
+    monkeypatch.setattr(stage.built.loop, "step", step)
+    with pytest.raises(RuntimeError, match="shapes don't match"):
+        stage.worker.turn()

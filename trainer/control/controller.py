@@ -6,6 +6,8 @@ beats are answered meanwhile. Only what is read and wrong, or absent while the s
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import threading
 from collections import deque
@@ -22,13 +24,16 @@ from runtime.clock import Clock
 from runtime.manifest import Manifest
 from runtime.transport import Header
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Claim, Effect, Key, Link, Retire, State, Wish
+from trainer.control.holds import Spent
+from trainer.control.protocol import Claim, Effect, Hold, Key, Link, Retire, State, Wish
 
 log = logging.getLogger("roostream.controller")
 
 HOLD_S = 0.5  # a beat is held this long when there is no command
 TURN_S = 0.1
 FENCE_CHECK_S = 1.0
+SPENT = "control/spent"
+"""What devices were used for, in seconds: plain JSON."""
 
 
 class Controller:
@@ -44,13 +49,14 @@ class Controller:
         hold_s: float = HOLD_S,
     ) -> None:
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
+        self.spent = Spent(clock.monotonic_s())
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
         self._fence_checked_s = 0.0
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
-        """`beat`, `status`, `commit` and `scale` of docs/protocols.md.
+        """`beat`, `status`, `commit`, `scale` and `release` of docs/protocols.md.
 
         Raises:
             RoostreamError: an unknown method or member; more workers than there can be.
@@ -65,7 +71,9 @@ class Controller:
                 return self._commit_now(float(header.get("timeout_s", 10.0))), ()
             case "scale":
                 return self._scale(int(header["workers"]), float(header.get("timeout_s", 60.0))), ()
-        raise RoostreamError(f"expected a call of beat, status, commit or scale, got {method!r}")
+            case "release":
+                return self._release(), ()
+        raise RoostreamError(f"expected a call of beat, status, commit, scale or release, got {method!r}")
 
     def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None) -> None:
         """Until `stop` is set; `turned` is called each time round.
@@ -97,6 +105,7 @@ class Controller:
             self._outage.reached()
         with self._changed:
             self.coordinator.tick(self.clock.monotonic_s())
+            self.spent.note(self.coordinator.state, self.coordinator.roster.wanted_workers, self.clock.monotonic_s())
             self._changed.notify_all()
             if self.coordinator.state is State.FENCED:
                 raise FencedError(f"{self.coordinator.reason}; this controller stops")
@@ -117,8 +126,10 @@ class Controller:
                 "commits": it.num_commits,
                 "aborts": it.num_aborts,
                 "rollbacks": it.num_rollbacks,
-                "workers": it.num_workers,
-                "wanted_workers": it.wanted_workers,
+                "workers": it.roster.num_workers,
+                "wanted_workers": it.roster.wanted_workers,
+                "holds": [it.holds.now._asdict()] if it.holds.now else [],
+                "device_s": self.spent.told(),
                 "news": it.has_news(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
@@ -143,7 +154,8 @@ class Controller:
                 self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED, self.hold_s)
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
-            return {"commands": it.commands(key), "incarnation": it.incarnation}
+            hold = it.holds.now.reason if it.holds.now and it.state is State.HELD else ""
+            return {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold}
 
     def _commit_now(self, timeout_s: float) -> Header:
         """Commit what is trained, if anything is new, and wait for it. A commit that was cut before doesn't count."""
@@ -164,13 +176,31 @@ class Controller:
             it = self.coordinator
             it.want_workers(count)
             over = (State.FENCED,)
-            self._changed.wait_for(lambda: it.state in over or (it.num_workers == count and it.state is State.RUNNING), timeout_s)
+            self._changed.wait_for(
+                lambda: it.state in over or (it.roster.num_workers == count and it.state is State.RUNNING), timeout_s
+            )
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
-            is_running = it.num_workers == count and it.state is State.RUNNING
-            missing = ", ".join(it.absent(count))
+            is_running = it.roster.num_workers == count and it.state is State.RUNNING
+            missing = ", ".join(it.roster.absent(count))
             why = "" if is_running else f"it waits for {missing}" if missing else f"the controller is {it.state}: {it.reason}"
-            return {"workers": it.num_workers, "running": is_running, "why": why}
+            return {"workers": it.roster.num_workers, "running": is_running, "why": why}
+
+    def _release(self) -> Header:
+        """End the hold; the next incarnation restores everybody."""
+        with self._changed:
+            was = self.coordinator.holds.now
+            self.coordinator.release()
+            return {"held": was is not None, "reason": was.reason if was else ""}
+
+    def _keep_spent(self) -> None:
+        """A count that is a little behind harms nobody."""
+        try:
+            if manifests.newest_incarnation(self.store) != self.coordinator.incarnation:
+                return
+            self.store.put(SPENT, json.dumps(self.spent.told()).encode())
+        except UnavailableError as error:
+            log.warning("what devices were used for can't be kept now: %s", error)
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -181,6 +211,7 @@ class Controller:
                 with self._changed:
                     self.coordinator.linked(outcome, self.clock.monotonic_s())
             case Retire():
+                self._keep_spent()
                 try:
                     manifests.retire(self.store)
                 except UnavailableError as error:
@@ -193,20 +224,25 @@ class Controller:
                 f"expected incarnation {known} in it, got {there}: it isn't the store that was there; bring it back"
             )
         wish = effect.wish or self._kept_wish()
-        incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms(), wish._asdict())
+        if wish.hold and not wish.hold.since_ms:
+            wish = wish._replace(hold=wish.hold._replace(since_ms=self.clock.now_ms()))
+        incarnation = manifests.claim_incarnation(self.store, self.clock.now_ms(), wish.body())
         last = manifests.newest(self.store, effect.passed_over)
         next_seq = manifests.next_seq(self.store)
         if last:
             self.check(last.manifest)
         with self._changed:
             if self.coordinator.state is State.CLAIMING:
-                self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s(), wish.workers)
+                self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s(), wish)
+        self._keep_spent()
 
     def _kept_wish(self) -> Wish:
-        """That of the incarnation before this controller, unless the settings were changed since."""
+        """That of the incarnation before this controller; the number of workers only if the settings are as they were."""
         configured, kept = self.coordinator.facts.num_workers, manifests.kept_wish(self.store)
+        with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
+            self.spent.add(json.loads(self.store.get(SPENT)))
         is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
-        return Wish(int(kept["workers"]) if is_newest else configured, configured)
+        return Wish(int(kept["workers"]) if is_newest else configured, configured, Hold.of(kept.get("hold")))
 
     def _link(self, manifest: Manifest) -> str:
         """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told

@@ -82,11 +82,12 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
     try:
-        Exports("controller", lambda: _gauges(controller.status()), {"state": "state"}).register()
+        Exports("controller", lambda: _gauges(controller.status()), {"state": "state", "device_s": "spent_on"}).register()
         controller.run(stop, turned)
     finally:
         server.stop()
 
 
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:
-    return {**{name: status[name] for name in _SHOWN}, "state": one_of(status["state"], tuple(State))}
+    own = {"device_s": status["device_s"], "held": bool(status["holds"])}
+    return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

@@ -22,7 +22,8 @@ written now don't count: going back mends no disk, and the next commit that can 
 
 How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
 goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
-answered, and nothing is asked of them.
+answered, and nothing is asked of them. What no restart mends holds training: the next incarnation is HELD
+(trainer/control/holds.py).
 """
 
 from __future__ import annotations
@@ -31,24 +32,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from roo.errors import ConfigError
 from runtime.manifest import Restorable
 from trainer.control.asking import Asking
 from trainer.control.drafting import cut_twice, draft, watermark_of
-from trainer.control.protocol import (
-    Claim,
-    Command,
-    CommitInHand,
-    Effect,
-    Facts,
-    Key,
-    Link,
-    MemberFacts,
-    Retire,
-    State,
-    Wish,
-    workers,
-)
+from trainer.control.holds import Holds
+from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State, Wish
+from trainer.control.roster import Roster
 
 log = logging.getLogger("roostream.controller")
 
@@ -61,9 +50,9 @@ class Coordinator:
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
-        self.num_workers = self.wanted_workers = facts.num_workers
+        self.roster, self.holds = Roster(facts), Holds()
+        self.members = self.roster.members
         self.last: Restorable | None = None
-        self.members: dict[Key, MemberFacts] = {}
         self.commit: CommitInHand | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
         self.commit_s = self.paused_s = 0.0  # of the last commit
@@ -84,23 +73,24 @@ class Coordinator:
         Raises:
             ConfigError: the member isn't one of this controller's.
         """
-        if key not in (*self.facts.shards, *workers(self.facts.most_workers)):
-            raise ConfigError(
-                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.most_workers - 1}, got {key}; "
-                "start it with the controller's own numbers"
-            )
-        is_active = key in self.everyone
+        self.roster.check(key)
+        is_active = key in self.roster.everyone
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
             return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
         member = self.members.get(key)
         if member is None or member.session != session:
+            has_died = is_active and member is not None  # one that was silent has been counted
             self.members[key] = member = MemberFacts(session=session, seen_s=now_s)
-            if is_active:
+            if has_died:
+                self._died(key, f"{key} started again")
+            elif is_active:
                 self._lost(f"{key} started again")
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
             if (answered := self._asking.take(key, member, result)) and not answered.result.get("ok"):
                 self._refused(answered.kind, key, answered.result, now_s)
+        if is_active and incarnation == self.incarnation and report.get("fatal"):
+            self._hold(key, str(report["fatal"]))
         if is_active and incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
         if is_active and report.get("leaving"):
@@ -109,18 +99,17 @@ class Coordinator:
 
     def tick(self, now_s: float) -> None:
         """Time passed: members can be lost, a commit can be due, a step can be late."""
-        for key in [k for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s]:
-            del self.members[key]
-            if key in self.everyone:
-                self._lost(f"{key} has been silent for {self.facts.lost_after_s:g} s")
+        for key in self.roster.lost(now_s):
+            if key in self.roster.everyone:
+                self._died(key, f"{key} has been silent for {self.facts.lost_after_s:g} s")
         match self.state:
-            case State.GATHERING if self._rescales():
-                self._end(self._other_number)
-            case State.GATHERING if self._complete() and now_s >= self._not_before_s:
+            case State.GATHERING if self.roster.rescales():
+                self._end(self.roster.other_number)
+            case State.GATHERING if not self.roster.absent(self.roster.num_workers) and now_s >= self._not_before_s:
                 self._restore(now_s)
             case _ if self._asking and now_s - self._asking.asked_s >= self._limit_s:
                 self._too_late(now_s)
-            case State.RUNNING if now_s >= self._closing_s and self._rescales():
+            case State.RUNNING if now_s >= self._closing_s and self.roster.rescales():
                 self._cut(now_s, closing=True)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
@@ -128,14 +117,19 @@ class Coordinator:
                 if not self._asking:
                     self._step(now_s)
 
-    def claimed(
-        self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, num_workers: int | None = None
-    ) -> None:
-        """The claim succeeded, for so many workers (None: as wanted); `last` is what everyone will be restored to (None: nothing
-        was ever committed)."""
+    def claimed(self, incarnation: int, last: Restorable | None, next_seq: int, now_s: float, wish: Wish | None = None) -> None:
+        """The claim succeeded, for `wish` (None: what is wanted); `last` is what everyone will be restored to (None: nothing was
+        ever committed)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
+        is_first = self.incarnation == 0
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
-        self._take_wish(num_workers)
+        self.roster.claimed(wish.workers if wish else None)
+        if self.holds.now is not None and wish and wish.hold is None:
+            return self._end(f"held: {self.holds.now.reason}")  # since the claim: it has to be kept
+        if wish and wish.hold:
+            if not is_first and self.holds.now is None:
+                return self._end("released")
+            self.holds.now, self.state = wish.hold, State.HELD
         log.info("incarnation %d (%s): %s", incarnation, self.reason, last.name if last else "nothing committed yet")
         self.tick(now_s)
 
@@ -162,12 +156,15 @@ class Coordinator:
         Raises:
             ConfigError: there can't be so many.
         """
-        if not 1 <= count <= self.facts.most_workers:
-            raise ConfigError(
-                f"expected 1 to {self.facts.most_workers} workers, got {count}: each trains one of the "
-                f"{self.facts.num_partitions} partitions at least"
-            )
-        self.wanted_workers = count
+        self.roster.want(count)
+
+    def release(self) -> bool:
+        """End the hold; False if there was none."""
+        was_held = self.holds.now is not None
+        self.holds.release()
+        if self.state is State.HELD:
+            self._end("released")
+        return was_held
 
     def want_commit(self) -> None:
         """Commit as soon as possible, if there is anything new."""
@@ -192,69 +189,50 @@ class Coordinator:
         """Of the last commit; 0 before the first."""
         return self.last.manifest.seq if self.last else 0
 
-    @property
-    def workers(self) -> tuple[Key, ...]:
-        """Those that train in this incarnation."""
-        return workers(self.num_workers)
-
-    @property
-    def everyone(self) -> tuple[Key, ...]:
-        """Whose loss ends the incarnation."""
-        return (*self.facts.shards, *self.workers)
-
-    def absent(self, num_workers: int) -> list[str]:
-        """Who would have to come before so many workers can train."""
-        missing = [str(key) for key in (*self.facts.shards, *workers(num_workers)) if key not in self.members]
-        return missing or (["worker 0's address for the others"] if num_workers > 1 and not self._meet else [])
-
     # Restore
 
     def _lost(self, reason: str) -> None:
         """The incarnation is over, unless it hasn't begun to do anything."""
-        if self.state in (State.CLAIMING, State.GATHERING, State.FENCED):
+        if self.state in (State.CLAIMING, State.GATHERING, State.HELD, State.FENCED):
             return
         log.warning("%s: everyone goes back to %s", reason, self.last.name if self.last else "the beginning")
         self.num_rollbacks += 1
         self._end(reason)
 
+    def _died(self, key: Key, reason: str) -> None:
+        """A process ended: everyone is restored; where it does so again and again, training is held."""
+        if self.state not in (State.HELD, State.FENCED) and (hold := self.holds.died(key)):
+            return self._hold(key, hold.reason)
+        self._lost(reason)
+
+    def _hold(self, key: Key, reason: str) -> None:
+        """No restart helps: workers are released until a person says so."""
+        if self.state in (State.CLAIMING, State.HELD, State.FENCED):
+            return
+        self.holds.stop(key, reason)
+        log.error("training is held: %s: %s; `roostream trainer release` ends the hold", key, reason)
+        self._end(f"held: {key}: {reason}")
+
     def _end(self, reason: str) -> None:
         """The next incarnation follows, with as many workers as are wanted if they are there."""
-        count = self.num_workers if self.absent(self.wanted_workers) else self.wanted_workers
         self._aborts_in_a_row = 0
         self.state, self.reason, self.commit = State.CLAIMING, reason, None
         self._asking.clear()
-        self._effects = [Claim(frozenset(self._passed_over), Wish(count, self.facts.num_workers))]
-
-    @property
-    def _other_number(self) -> str:
-        return f"{self.wanted_workers} workers are wanted, no longer {self.num_workers}"
-
-    def _take_wish(self, num_workers: int | None) -> None:
-        """What was wanted while the claim was under way is wanted still."""
-        claimed = self.wanted_workers if num_workers is None else min(num_workers, self.facts.most_workers)
-        if self.wanted_workers == self.num_workers:
-            self.wanted_workers = claimed
-        self.num_workers = claimed
-
-    @property
-    def _meet(self) -> str:
-        """Where worker 0 listens for the others."""
-        first = self.members.get(self.workers[0])
-        return str(first.report.get("meet", "")) if first else ""
+        self._effects = [
+            Claim(frozenset(self._passed_over), Wish(self.roster.next_count, self.facts.num_workers, self.holds.now))
+        ]
 
     def _restore(self, now_s: float) -> None:
         self.state = State.RESTORING
-        name, count = self.last.name if self.last else "", self.num_workers
+        name = self.last.name if self.last else ""
         self._ask("restore", self.facts.shards, now_s, manifest=name)
-        for key in self.workers:
-            its = [p for p in range(self.facts.num_partitions) if p % count == key.index]
-            meet = self._meet if count > 1 else ""
-            self._ask("restore", (key,), now_s, manifest=name, workers=count, partitions=its, meet=meet)
+        for key in self.roster.workers:
+            self._ask("restore", (key,), now_s, manifest=name, **self.roster.restore_of(key))
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s = State.RUNNING, now_s + self.facts.commit_interval_s
         self._late_restores = 0
-        self._ask("start", self.workers, now_s)
+        self._ask("start", self.roster.workers, now_s)
 
     def _pass_over(self, key: Key, error: str) -> None:
         """What the manifest names is damaged: the one before it is tried, by the next incarnation."""
@@ -265,21 +243,17 @@ class Coordinator:
 
     # Commit
 
-    def _rescales(self) -> bool:
-        """Whether another number of workers is wanted, and there."""
-        return self.wanted_workers != self.num_workers and not self.absent(self.wanted_workers)
-
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
         """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
         self.commit = CommitInHand(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
-        self._ask("cut", self.workers, now_s, seq=self.commit.seq)
+        self._ask("cut", self.roster.workers, now_s, seq=self.commit.seq)
 
     def _freeze(self, now_s: float) -> None:
         """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
         commit = self._running_commit()
-        self.state, commit.cuts = State.FREEZING, self._asking.answers("cut", self.workers)
+        self.state, commit.cuts = State.FREEZING, self._asking.answers("cut", self.roster.workers)
         if cut_twice(commit):
             return self._abort("two workers cut the same partition", now_s)
         self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_of(commit))
@@ -289,16 +263,16 @@ class Coordinator:
         parts, the first the shared one too."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
-        self._ask("resume", () if commit.closing else self.workers, now_s, seq=commit.seq)
+        self._ask("resume", () if commit.closing else self.roster.workers, now_s, seq=commit.seq)
         self._ask("write", self.facts.shards, now_s, seq=commit.seq)
-        for key in self.workers:
-            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.workers[0])
+        for key in self.roster.workers:
+            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.roster.workers[0])
 
     def _link(self) -> None:
         """6. The manifest is complete; creating it is the commit."""
         self.state = State.LINKING
         commit = self._running_commit()
-        shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.workers)
+        shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.roster.workers)
         commit.manifest = draft(self.facts, self.incarnation, self.last, commit, shards, its)
         self._effects.append(Link(commit.manifest))
 
@@ -308,10 +282,11 @@ class Coordinator:
         assert commit.manifest is not None
         self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
         self.num_commits += 1
+        self.holds.committed()
         self._aborts_in_a_row = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.committed_at_s = now_s
-        self._ask("commit", self.everyone, now_s, seq=commit.seq)
+        self._ask("commit", self.roster.everyone, now_s, seq=commit.seq)
         self._effects.append(Retire())
 
     def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
@@ -324,16 +299,13 @@ class Coordinator:
             return self._lost(f"{self._aborts_in_a_row} commits in a row were abandoned, the last one because {reason}")
         self.state = State.ABORTING
         self._asking.clear()
-        self._ask("abort", self.everyone, now_s, seq=self._running_commit().seq)
+        self._ask("abort", self.roster.everyone, now_s, seq=self._running_commit().seq)
 
     def _go_on(self, now_s: float) -> None:
         """1. Workers train."""
         if self.state is State.COMMITTING and self._running_commit().closing:
-            return self._end(self._other_number)
+            return self._end(self.roster.other_number)
         self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
-
-    def _complete(self) -> bool:
-        return not self.absent(self.num_workers)
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state
@@ -341,8 +313,7 @@ class Coordinator:
 
     def has_news(self) -> bool:
         """Has any worker cut a batch since the last commit? An idle loop writes nothing."""
-        steps = [int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members]
-        return max(steps, default=0) > (self.last.manifest.step if self.last else 0)
+        return self.roster.newest_step() > (self.last.manifest.step if self.last else 0)
 
     # Commands and their results
 
@@ -354,6 +325,8 @@ class Coordinator:
         error = str(result.get("error", "no reason given"))
         if kind == "restore" and result.get("damaged") and self.last:
             self._pass_over(key, error)
+        elif kind in ("restore", "start") and result.get("permanent"):
+            self._hold(key, error)
         elif kind in ("cut", "freeze", "resume", "write"):
             self._abort(f"{key} refused {kind}: {error}", now_s, away=bool(result.get("away")))
         else:  # restore, start, commit, abort: its state is unknown

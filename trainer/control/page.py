@@ -107,7 +107,7 @@ class StatusPage:
 
     def _members(self) -> list[str]:
         coordinator = self.controller.coordinator
-        return [str(key) for key in (*coordinator.facts.shards, *coordinator.workers)]
+        return [str(key) for key in coordinator.roster.everyone]
 
     def _findings(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Finding]:
         return findings(status, figures, members=self._members(), interval_ms=self.interval_ms)

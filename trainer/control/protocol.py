@@ -22,6 +22,7 @@ class State(enum.StrEnum):
     LINKING = "linking"
     COMMITTING = "committing"
     ABORTING = "aborting"
+    HELD = "held"  # no restart helps: workers are released until a person ends the hold
     FENCED = "fenced"  # a newer controller exists: this one must exit
 
 
@@ -36,11 +37,34 @@ class Key:
         return f"{self.role} {self.index}"
 
 
+class Hold(NamedTuple):
+    """Why training is held."""
+
+    kind: str  # "permanent"
+    reason: str
+    member: str
+    since_ms: int = 0  # 0 = not kept yet
+
+    @classmethod
+    def of(cls, kept: object) -> Hold | None:
+        """From what was kept; None where that is no hold."""
+        if not isinstance(kept, Mapping) or not kept.get("reason"):
+            return None
+        known = {name: kept[name] for name in cls._fields if name in kept}
+        return cls(**{"kind": "permanent", "member": "", **known})
+
+
 class Wish(NamedTuple):
     """What an incarnation is claimed for; kept in its file."""
 
     workers: int
     configured: int  # num_workers of the settings when it was made: other settings are a newer wish
+    hold: Hold | None = None  # what training is held by
+
+    def body(self) -> dict[str, Any]:
+        """As the file has it."""
+        kept = {"workers": self.workers, "configured": self.configured}
+        return {**kept, "hold": self.hold._asdict()} if self.hold else kept
 
 
 class Claim(NamedTuple):

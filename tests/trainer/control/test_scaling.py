@@ -153,7 +153,7 @@ def test_a_lost_worker_sends_everybody_back_to_the_last_commit() -> None:
     fleet.sessions[Key("worker", 1)] = 2
     fleet.turn()
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.num_workers == 2
+    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.roster.num_workers == 2
     assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
 
 
@@ -165,11 +165,11 @@ def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_tr
     fleet.sessions[Key("shard", 0)] = 2  # a rollback meanwhile doesn't wait for it either
     fleet.turn()
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.num_workers == 1
+    assert fleet.it.coordinator.roster.num_workers == 1
     fleet.start_workers(2)
     for _ in range(25):
         fleet.turn(1.0)
-    assert fleet.it.coordinator.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
+    assert fleet.it.coordinator.roster.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
 
 
 def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_for() -> None:
@@ -186,14 +186,14 @@ def test_a_commit_that_is_refused_leaves_the_number_and_is_tried_again_at_the_ne
     fleet.refusing, fleet.step = "freeze", 1
     assert fleet.scale(2, timeout_s=0.05)["running"] is False
     fleet.to(State.RUNNING)
-    assert fleet.it.coordinator.num_aborts == 1 and fleet.it.coordinator.num_workers == 1
+    assert fleet.it.coordinator.num_aborts == 1 and fleet.it.coordinator.roster.num_workers == 1
     for _ in range(5):
         fleet.turn()
     assert fleet.it.coordinator.num_aborts == 1, "not again at once"
     fleet.refusing = ""
     for _ in range(25):
         fleet.turn(1.0)
-    assert fleet.it.coordinator.num_workers == 2
+    assert fleet.it.coordinator.roster.num_workers == 2
 
 
 @pytest.mark.parametrize("count", [0, 5, -1])
@@ -201,28 +201,28 @@ def test_a_number_that_can_t_be_is_refused(count: int) -> None:
     fleet = Fleet().to(State.RUNNING)
     with pytest.raises(ConfigError, match=f"expected 1 to 4 workers, got {count}: each trains one of the 4 partitions at least"):
         fleet.it.handle("scale", {"workers": count}, ())
-    assert fleet.it.coordinator.wanted_workers == 1
+    assert fleet.it.coordinator.roster.wanted_workers == 1
 
 
 def test_a_restarted_controller_goes_on_with_the_number_that_was_wanted() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
     second = Fleet(1, first.store, started=3).to(State.RUNNING)
-    assert (second.it.coordinator.num_workers, second.it.coordinator.wanted_workers) == (3, 3)
+    assert (second.it.coordinator.roster.num_workers, second.it.coordinator.roster.wanted_workers) == (3, 3)
 
 
 def test_other_settings_are_a_newer_wish_than_the_kept_one() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
-    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.num_workers == 2
-    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.num_workers == 2
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.roster.num_workers == 2
+    assert Fleet(2, first.store).to(State.RUNNING).it.coordinator.roster.num_workers == 2
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b"[]", b'{"wish": 3}', b'{"wish": {"workers": "2", "configured": 1}}'])
 def test_a_claim_that_tells_nothing_leaves_it_to_the_settings(left: bytes) -> None:
     store = MemoryStore()
     store.create("incarnations/00000001", left)
-    assert Fleet(1, store).to(State.RUNNING).it.coordinator.num_workers == 1
+    assert Fleet(1, store).to(State.RUNNING).it.coordinator.roster.num_workers == 1
 
 
 def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> None:

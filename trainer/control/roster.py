@@ -1,0 +1,91 @@
+"""Who there is, how many workers an incarnation has, and how many are wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roo.errors import ConfigError
+from trainer.control.protocol import Facts, Key, MemberFacts, workers
+
+
+class Roster:
+    """Members by key. Not thread-safe."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.members: dict[Key, MemberFacts] = {}
+        self.num_workers = self.wanted_workers = facts.num_workers
+
+    def check(self, key: Key) -> None:
+        """Raises ConfigError: the member isn't one of this controller's."""
+        if key not in (*self.facts.shards, *workers(self.facts.most_workers)):
+            raise ConfigError(
+                f"expected shards 0..{self.facts.num_shards - 1} and workers 0..{self.facts.most_workers - 1}, got {key}; "
+                "start it with the controller's own numbers"
+            )
+
+    @property
+    def workers(self) -> tuple[Key, ...]:
+        """Those that train in this incarnation."""
+        return workers(self.num_workers)
+
+    @property
+    def everyone(self) -> tuple[Key, ...]:
+        """Whose loss ends the incarnation."""
+        return (*self.facts.shards, *self.workers)
+
+    @property
+    def meet(self) -> str:
+        """Where worker 0 listens for the others."""
+        first = self.members.get(self.workers[0])
+        return str(first.report.get("meet", "")) if first else ""
+
+    def absent(self, num_workers: int) -> list[str]:
+        """Who would have to come before so many workers can train."""
+        missing = [str(key) for key in (*self.facts.shards, *workers(num_workers)) if key not in self.members]
+        return missing or (["worker 0's address for the others"] if num_workers > 1 and not self.meet else [])
+
+    def want(self, count: int) -> None:
+        """Raises ConfigError: there can't be so many."""
+        if not 1 <= count <= self.facts.most_workers:
+            raise ConfigError(
+                f"expected 1 to {self.facts.most_workers} workers, got {count}: each trains one of the "
+                f"{self.facts.num_partitions} partitions at least"
+            )
+        self.wanted_workers = count
+
+    def rescales(self) -> bool:
+        """Whether another number of workers is wanted, and there."""
+        return self.wanted_workers != self.num_workers and not self.absent(self.wanted_workers)
+
+    @property
+    def next_count(self) -> int:
+        """Of the next incarnation: as many as are wanted if they are there."""
+        return self.num_workers if self.absent(self.wanted_workers) else self.wanted_workers
+
+    @property
+    def other_number(self) -> str:
+        return f"{self.wanted_workers} workers are wanted, no longer {self.num_workers}"
+
+    def claimed(self, count: int | None) -> None:
+        """An incarnation with so many (None: as wanted); what was wanted while the claim was under way is wanted still."""
+        count = self.wanted_workers if count is None else min(count, self.facts.most_workers)
+        if self.wanted_workers == self.num_workers:
+            self.wanted_workers = count
+        self.num_workers = count
+
+    def lost(self, now_s: float) -> list[Key]:
+        """Forget those that have been silent for too long; who they were."""
+        gone = [k for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s]
+        for key in gone:
+            del self.members[key]
+        return gone
+
+    def restore_of(self, key: Key) -> dict[str, Any]:
+        """What RESTORE tells a worker beside the manifest."""
+        count = self.num_workers
+        its = [p for p in range(self.facts.num_partitions) if p % count == key.index]
+        return {"workers": count, "partitions": its, "meet": self.meet if count > 1 else ""}
+
+    def newest_step(self) -> int:
+        return max((int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members), default=0)
