@@ -20,15 +20,18 @@ class Merge:
     a partition at its end never holds up the others. `room` says who may be fetched.
     """
 
-    def __init__(self, partitions: Sequence[Partition], buffered: int = 4096) -> None:
-        """Of equal times the partition named first comes first. `buffered`: records a partition."""
-        self.buffered = buffered
+    def __init__(self, partitions: Sequence[Partition], buffered: int = 4096, buffered_bytes: int = 8 << 20) -> None:
+        """Of equal times the partition named first comes first. `buffered`, `buffered_bytes`: records a partition, and their
+        bytes: a record may be MAX_MESSAGE_BYTES, so that a number alone bounds no memory."""
+        self.buffered, self.buffered_bytes = buffered, buffered_bytes
+        self._bytes: dict[Partition, int] = dict.fromkeys(partitions, 0)
         self._buffers: dict[Partition, deque[Record]] = {p: deque() for p in partitions}
         self._at_end: dict[Partition, bool] = dict.fromkeys(partitions, False)
 
     def offer(self, record: Record) -> None:
         partition = record.topic, record.partition
         self._buffers[partition].append(record)
+        self._bytes[partition] += len(record.value)
         self._at_end[partition] = False
 
     def reached_end(self, partition: Partition) -> None:
@@ -44,22 +47,23 @@ class Merge:
         return self._at_end[partition] and not self._buffers[partition]
 
     def room(self, partition: Partition) -> int:
-        return max(self.buffered - len(self._buffers[partition]), 0)
+        """Records that may still be offered, if they are as large as those that are here."""
+        by_bytes = self.buffered * (self.buffered_bytes - self._bytes[partition]) // self.buffered_bytes
+        return max(min(self.buffered - len(self._buffers[partition]), by_bytes), 0)
 
     def take(self, max_records: int) -> list[Record]:
         """Oldest first by (timestamp, partition), for as long as no silent partition could hold an older one."""
         out: list[Record] = []
         while len(out) < max_records:
-            heads = [(b[0].timestamp_ms, n, b) for n, b in enumerate(self._buffers.values()) if b]
+            heads = [(b[0].timestamp_ms, n, p) for n, (p, b) in enumerate(self._buffers.items()) if b]
             if not heads or any(not b and not self._at_end[p] for p, b in self._buffers.items()):
                 break
-            out.append(min(heads)[2].popleft())
+            out.append(self._pop(min(heads)[2]))
         return out
 
     def take_of(self, partition: Partition, max_records: int) -> list[Record]:
         """The next of one partition, whatever the others hold."""
-        buffer = self._buffers[partition]
-        return [buffer.popleft() for _ in range(min(max_records, len(buffer)))]
+        return [self._pop(partition) for _ in range(min(max_records, len(self._buffers[partition])))]
 
     def take_any(self, max_records: int) -> list[Record]:
         """What is there, partition by partition."""
@@ -72,4 +76,10 @@ class Merge:
         """Forget what was offered, and who is at the end."""
         for partition, buffer in self._buffers.items():
             buffer.clear()
+            self._bytes[partition] = 0
             self._at_end[partition] = False
+
+    def _pop(self, partition: Partition) -> Record:
+        record = self._buffers[partition].popleft()
+        self._bytes[partition] -= len(record.value)
+        return record

@@ -68,6 +68,24 @@ def test_buffers_are_bounded_by_room() -> None:
     assert merge.room(P0) == 0
 
 
+def test_buffers_are_bounded_by_bytes_too_whoever_takes() -> None:
+    merge = Merge([P0, P1], buffered=10, buffered_bytes=1000)
+    for offset in range(3):
+        merge.offer(record(P0, offset, 10)._replace(value=bytes(300)))
+    assert (merge.room(P0), merge.room(P1)) == (1, 10), "room for a tenth of the bytes"
+    merge.offer(record(P0, 3, 10)._replace(value=bytes(5000)))
+    assert merge.room(P0) == 0, "one that is larger than all room is taken, and nothing more"
+    merge.reached_end(P1)
+    merge.take(1)
+    assert merge.room(P0) == 0
+    merge.take_of(P0, 2)
+    merge.take_any(1)
+    assert merge.room(P0) == 10
+    merge.offer(record(P0, 4, 10)._replace(value=bytes(900)))
+    merge.clear()
+    assert merge.room(P0) == 10
+
+
 def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
     merge = Merge([P0, P1])
     for n, p in enumerate((P0, P1, P1)):
