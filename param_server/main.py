@@ -131,6 +131,7 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         identity.num_buckets,
         buckets=identity.buckets,
         accepted=config.accept_lost_rows,
+        keep=config.keep_commits,
     )
     residency = functools.partial(Expiry, max_share=config.max_expired_share)
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)

@@ -85,10 +85,11 @@ class Segments:
         *,
         buckets: Iterable[int] | None = None,
         accepted: Iterable[str] = (),
+        keep: int = KEEP_COMMITS,
     ) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
         self.buckets = tuple(range(num_buckets) if buckets is None else buckets)
-        self.accepted = frozenset(accepted)
+        self.accepted, self.keep = frozenset(accepted), keep
         self.damaged: dict[str, Damage] = {}  # parts of the last commit's state
         self.num_damaged = 0  # parts found damaged since the start
         self.lost: set[str] = set()  # accepted parts that the last restore did without
@@ -140,7 +141,7 @@ class Segments:
             log.warning("an abandoned segment could not be deleted (%s); the next commit tries again", error)
 
     def commit(self, commit: Commit) -> None:
-        """A manifest names this state: remember it, read a part of it back, and delete what none of the newest KEEP_COMMITS
+        """A manifest names this state: remember it, read a part of it back, and delete what none of the newest `keep`
         needs. Nothing is deleted while something is damaged."""
         history = self._remember(commit)
         self._forget_healed(commit.segments)
@@ -331,7 +332,7 @@ class Segments:
         for newer in (self._restored, commit):
             if newer is not None:
                 past = [*(c for c in past if c.seq < newer.seq), newer]
-        history = [c for c in past if c.segments][-KEEP_COMMITS:]
+        history = [c for c in past if c.segments][-self.keep :]
         self.store.write([(_HISTORY, msgspec.json.encode(history))], sync=True)
         self._restored = None
         return history

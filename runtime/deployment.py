@@ -49,6 +49,7 @@ class Deployment(Watched):
         True, "records that Kafka no longer has when they are to be read are counted and passed over; false = stop and say so"
     )
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
+    keep_commits: int = setting(5, "newest commits that are kept, with all that they need; equal everywhere", least=2, most=1000)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
 
     def __post_init__(self) -> None:

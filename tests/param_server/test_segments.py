@@ -271,3 +271,11 @@ def test_a_state_survives_a_restart_of_rocksdb(tmp_path: Path) -> None:
     again = Segments(RocksBlobs(tmp_path).open(), {STACK: (2, 2)}, 8)
     assert state(again, again.history()[-1].segments) == {n: float(n) for n in range(3000)}
     again.store.close()
+
+
+def test_as_many_commits_are_kept_as_the_settings_say() -> None:
+    writer = Writer()
+    writer.segments = Segments(writer.segments.store, {STACK: (2, 2)}, 8, keep=2)
+    for n in range(4):
+        writer.commit({n: float(n)})
+    assert [commit.seq for commit in writer.segments.history()] == [3, 4]

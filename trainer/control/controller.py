@@ -47,7 +47,9 @@ class Controller:
         *,
         check: Callable[[Manifest], None] = lambda manifest: None,
         hold_s: float = HOLD_S,
+        keep_commits: int = manifests.KEEP_MANIFESTS,
     ) -> None:
+        self.keep_commits = keep_commits
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
         self.spent = Spent(clock.monotonic_s())
         self._changed = threading.Condition()
@@ -213,7 +215,7 @@ class Controller:
             case Retire():
                 self._keep_spent()
                 try:
-                    manifests.retire(self.store)
+                    manifests.retire(self.store, self.keep_commits)
                 except UnavailableError as error:
                     log.warning("old checkpoints could not be deleted (%s); the next commit tries again", error)
 

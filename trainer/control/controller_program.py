@@ -68,7 +68,8 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         kafka=kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
     )
-    controller = Controller(Coordinator(facts, clock.monotonic_s()), store, clock, check=identity.check)
+    coordinator = Coordinator(facts, clock.monotonic_s())
+    controller = Controller(coordinator, store, clock, check=identity.check, keep_commits=config.keep_commits)
     neighbours = Neighbours(config.neighbour_urls, clock)
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()

@@ -249,3 +249,16 @@ def test_a_claim_of_a_newer_controller_stops_the_link() -> None:
     with pytest.raises(FencedError):
         stage.to(State.COMMITTING)
     assert not stage.store.list("manifests")
+
+
+def test_as_many_manifests_are_kept_as_the_settings_say() -> None:
+    stage = Stage()
+    stage.it.keep_commits = 2
+    for seq in range(1, 5):
+        stage.step = 3 + seq
+        stage.to(State.RUNNING)
+        stage.it.coordinator.want_commit()
+        while stage.it.status()["seq"] < seq:
+            stage.turn()
+    stage.turn()
+    assert manifests.numbers(stage.store) == [3, 4]
