@@ -79,10 +79,10 @@ class Coordinator:
             return self.fenced(f"{key} is at incarnation {incarnation}, this controller at {self.incarnation}")
         member = self.members.get(key)
         if member is None or member.session != session:
-            has_died = is_active and member is not None  # one that was silent has been counted
-            self.members[key] = member = MemberFacts(session=session, seen_s=now_s)
-            if has_died:
-                self._died(key, f"{key} started again")
+            before = member  # None: one that was silent, which has been counted
+            self.members[key] = member = MemberFacts(session=session, seen_s=now_s, since_s=now_s)
+            if is_active and before:
+                self._died(key, before, f"{key} started again")
             elif is_active:
                 self._lost(f"{key} started again")
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
@@ -99,9 +99,9 @@ class Coordinator:
 
     def tick(self, now_s: float) -> None:
         """Time passed: members can be lost, a commit can be due, a step can be late."""
-        for key in self.roster.lost(now_s):
+        for key, member in self.roster.lost(now_s).items():
             if key in self.roster.everyone:
-                self._died(key, f"{key} has been silent for {self.facts.lost_after_s:g} s")
+                self._died(key, member, f"{key} has been silent for {self.facts.lost_after_s:g} s")
         match self.state:
             case State.GATHERING if self.roster.rescales():
                 self._end(self.roster.other_number)
@@ -199,9 +199,10 @@ class Coordinator:
         self.num_rollbacks += 1
         self._end(reason)
 
-    def _died(self, key: Key, reason: str) -> None:
-        """A process ended: everyone is restored; where it does so again and again, training is held."""
-        if self.state not in (State.HELD, State.FENCED) and (hold := self.holds.died(key)):
+    def _died(self, key: Key, member: MemberFacts, reason: str) -> None:
+        """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
+        counts = self.state not in (State.HELD, State.FENCED) and not member.report.get("leaving")
+        if counts and (hold := self.holds.died(key, member.seen_s - member.since_s)):
             return self._hold(key, hold.reason)
         self._lost(reason)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from trainer.control.protocol import Hold, Key, State
 
-MOST_DEATHS = 8  # of one worker without a commit in between
+MOST_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
+_SOON_S = 600.0
 
 
 class Spending(enum.StrEnum):
@@ -41,11 +42,12 @@ class Holds:
         self.now = self.now or Hold("permanent", reason, str(member))
         return self.now
 
-    def died(self, key: Key) -> Hold | None:
-        """A worker's process ended; a hold where it does so again and again. Shards hold the rows: they are always waited for."""
+    def died(self, key: Key, lived_s: float = 0.0) -> Hold | None:
+        """A worker's process ended, and was not asked to; a hold where it does so again and again. Shards hold the rows: they are
+        always waited for."""
         if key.role != "worker":
             return None
-        self._deaths[key] += 1
+        self._deaths[key] = 1 if lived_s > _SOON_S else self._deaths[key] + 1
         if self._deaths[key] < self.most_deaths:
             return None
         return self.stop(key, f"it died {self._deaths[key]} times without a commit in between; its log says why")

@@ -131,6 +131,7 @@ class MemberFacts:
 
     session: int
     seen_s: float
+    since_s: float = 0.0  # its first beat
     outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # until each one's result arrives
     incarnation: int = 0
     report: dict[str, Any] = dataclasses.field(default_factory=dict)

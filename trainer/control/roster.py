@@ -74,9 +74,9 @@ class Roster:
             self.wanted_workers = count
         self.num_workers = count
 
-    def lost(self, now_s: float) -> list[Key]:
+    def lost(self, now_s: float) -> dict[Key, MemberFacts]:
         """Forget those that have been silent for too long; who they were."""
-        gone = [k for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s]
+        gone = {k: m for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s}
         for key in gone:
             del self.members[key]
         return gone

@@ -27,6 +27,12 @@ def test_a_worker_that_dies_again_and_again_is_a_hold_and_a_commit_begins_the_co
     assert (hold.kind, hold.member) == ("permanent", "worker 0") and hold.reason.startswith("it died 3 times")
 
 
+def test_deaths_after_a_long_life_are_no_loop() -> None:
+    holds = Holds(most_deaths=3)
+    assert [holds.died(WORKER, lived_s) for lived_s in (5.0, 5.0, 3600.0, 5.0)] == [None] * 4
+    assert holds.died(WORKER, 5.0) is not None
+
+
 def test_shards_hold_the_rows_and_are_always_waited_for() -> None:
     holds = Holds(most_deaths=1)
     assert [holds.died(Key("shard", 0)) for _ in range(5)] == [None] * 5
@@ -76,11 +82,12 @@ class HeldFleet(Fleet):
         super().__init__(*args, **more)
         self.fatal: dict[Key, str] = {}
         self.refusal: dict[str, Any] = {}
+        self.leaving = False
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         if key not in self.members:
             return []
-        report = {"step": self.step, "meet": "here", "fatal": self.fatal.get(key, "")}
+        report = {"step": self.step, "meet": "here", "fatal": self.fatal.get(key, ""), "leaving": self.leaving}
         header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         answer = self.it.handle("beat", header, ())[0]
@@ -144,6 +151,18 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
         fleet.to(State.RUNNING, 1.0)
     fleet.start_again(WORKER)
     assert held(fleet)["reason"].startswith(f"it died {MOST_DEATHS} times without a commit")
+
+
+def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:
+    fleet = HeldFleet()
+    for _ in range(2 * MOST_DEATHS):
+        fleet.to(State.RUNNING, 1.0)
+        fleet.leaving = True
+        fleet.beat(WORKER)
+        fleet.leaving = False
+        fleet.start_again(WORKER)
+        fleet.turn(1.0)
+    assert fleet.it.status()["holds"] == []
 
 
 def test_a_hold_outlives_the_controller_and_a_release_ends_it_for_good() -> None:
