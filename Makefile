@@ -12,7 +12,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo test check coverage e2e chaos soak mutants bench options reset format lock
+.PHONY: help setup demo test check coverage e2e chaos soak gpu mutants bench options reset format lock
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -47,6 +47,9 @@ chaos: setup  ## kill -9 of every process of a running stack
 
 soak: setup  ## half an hour at 40 requests/s under random kills, a full disk and garbage (SOAK_SEED=2, SOAK_REPORT=soak.json)
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} pytest -q -m chaos tests/chaos/test_soak.py $(ARGS)
+
+gpu: setup  ## what needs a CUDA device; its report is build/gpu/report.xml
+	@mkdir -p build/gpu && pytest -q -rs -m gpu --junitxml build/gpu/report.xml $(ARGS)
 
 mutants: setup  ## break the core files at random and see whether a test notices (ARGS="--count 60 --seed 2 --only joiner"); hours
 	@python -m tests.mutants $(ARGS)

@@ -1,0 +1,59 @@
+"""Training on a device: what can be known without one, and what runs where there is one (`make gpu`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.build import build_model
+from models.config import RankerConfig
+from models.inputs import build_inputs
+from roo.lookup import build_lookup
+from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+N24 = samples.records(list(range(1, 25)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_forward_pass_asks_the_device_for_nothing(case: str) -> None:
+    """On tensors without values: whatever depends on one (and would wait for a device) raises."""
+    schema = make_schema(case)
+    batch = make_batch(schema, [3, 0, 2])
+    lookup = build_lookup(batch)
+    rows = {stack: torch.from_numpy(np.asarray(r)).to("meta") for stack, r in make_rows(schema, lookup).items()}
+    model = build_model(schema, RankerConfig(), 0).to("meta")
+    assert model(build_inputs(batch, lookup, rows, "meta")).shape == (5, len(schema.tasks))
+
+
+def trained(device: str) -> Built:
+    return build(N24, device=device).train_all()
+
+
+@gpu
+@needs_gpu
+def test_a_device_trains_what_the_host_trains() -> None:
+    host, device = trained("cpu"), trained("cuda")
+    assert device.pushes() == host.pushes() and device.offsets() == host.offsets()
+    mine, theirs = device.loop.snapshot().shared, host.loop.snapshot().shared
+    assert all(np.allclose(mine[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs)
+
+
+@gpu
+@needs_gpu
+def test_the_forward_pass_waits_for_no_device() -> None:
+    built = build(N24, device="cuda")
+    chunk = built.loop.source.poll(4, 0.0)
+    assert chunk is not None
+    prepared = built.loop.pull(built.loop.claim(chunk))
+    assert prepared.first is not None
+    built.loop.model(prepared.first.inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        built.loop.model(prepared.first.inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
