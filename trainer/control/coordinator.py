@@ -20,6 +20,9 @@ No state without a way out: whoever is asked has a time limit. A late step of a 
 ends the incarnation, and so do `most_aborts` in a row. Aborts for which a member or the store says that something can't be
 written now don't count: going back mends no disk, and the next commit that can be written has everything.
 
+A member that was asked to stop says that it leaves: a commit at once closes the incarnation for all, so that nothing is trained
+twice, and the next one waits until it is back.
+
 How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
 goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
 answered, and nothing is asked of them. What no restart mends holds training: the next incarnation is HELD
@@ -93,8 +96,6 @@ class Coordinator:
             self._hold(key, str(report["fatal"]))
         if is_active and incarnation == self.incarnation and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} can't go on: {report.get('broken') or 'it is not ready any more'}")
-        if is_active and report.get("leaving"):
-            self._wanted = True
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
@@ -104,12 +105,12 @@ class Coordinator:
                 self._died(key, member, f"{key} has been silent for {self.facts.lost_after_s:g} s")
         match self.state:
             case State.GATHERING if self.roster.rescales():
-                self._end(self.roster.other_number)
+                self._end(self.roster.why_closing())
             case State.GATHERING if not self.roster.absent(self.roster.num_workers) and now_s >= self._not_before_s:
                 self._restore(now_s)
             case _ if self._asking and now_s - self._asking.asked_s >= self._limit_s:
                 self._too_late(now_s)
-            case State.RUNNING if now_s >= self._closing_s and self.roster.rescales():
+            case State.RUNNING if now_s >= self._closing_s and (self.roster.rescales() or self._is_left()):
                 self._cut(now_s, closing=True)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
@@ -244,6 +245,10 @@ class Coordinator:
 
     # Commit
 
+    def _is_left(self) -> bool:
+        """Somebody goes, and something would be lost with it."""
+        return bool(self.roster.leaving()) and self.has_news()
+
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
         """2. Every worker stops after the batch in hand; 3. its answer says that nothing is in flight."""
         self.state, self._wanted = State.CUTTING, False
@@ -305,7 +310,7 @@ class Coordinator:
     def _go_on(self, now_s: float) -> None:
         """1. Workers train."""
         if self.state is State.COMMITTING and self._running_commit().closing:
-            return self._end(self.roster.other_number)
+            return self._end(self.roster.why_closing())
         self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
 
     def _running_commit(self) -> CommitInHand:

@@ -41,9 +41,14 @@ class Roster:
         return str(first.report.get("meet", "")) if first else ""
 
     def absent(self, num_workers: int) -> list[str]:
-        """Who would have to come before so many workers can train."""
-        missing = [str(key) for key in (*self.facts.shards, *workers(num_workers)) if key not in self.members]
+        """Who would have to come, or to come back, before so many workers can train."""
+        leaving = self.leaving()
+        missing = [str(k) for k in (*self.facts.shards, *workers(num_workers)) if k not in self.members or k in leaving]
         return missing or (["worker 0's address for the others"] if num_workers > 1 and not self.meet else [])
+
+    def leaving(self) -> list[Key]:
+        """Those of the incarnation that were asked to stop, and go as soon as what is trained is committed."""
+        return [key for key in self.everyone if key in self.members and self.members[key].report.get("leaving")]
 
     def want(self, count: int) -> None:
         """Raises ConfigError: there can't be so many."""
@@ -63,8 +68,10 @@ class Roster:
         """Of the next incarnation: as many as are wanted if they are there."""
         return self.num_workers if self.absent(self.wanted_workers) else self.wanted_workers
 
-    @property
-    def other_number(self) -> str:
+    def why_closing(self) -> str:
+        """Why nobody goes on after the commit."""
+        if leaving := self.leaving():
+            return f"{', '.join(map(str, leaving))} leaves"
         return f"{self.wanted_workers} workers are wanted, no longer {self.num_workers}"
 
     def claimed(self, count: int | None) -> None:

@@ -82,12 +82,12 @@ class HeldFleet(Fleet):
         super().__init__(*args, **more)
         self.fatal: dict[Key, str] = {}
         self.refusal: dict[str, Any] = {}
-        self.leaving = False
+        self.leaves = False
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         if key not in self.members:
             return []
-        report = {"step": self.step, "meet": "here", "fatal": self.fatal.get(key, ""), "leaving": self.leaving}
+        report = {"step": self.step, "meet": "here", "fatal": self.fatal.get(key, ""), "leaving": self.leaves}
         header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         answer = self.it.handle("beat", header, ())[0]
@@ -157,9 +157,9 @@ def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:
     fleet = HeldFleet()
     for _ in range(2 * MOST_DEATHS):
         fleet.to(State.RUNNING, 1.0)
-        fleet.leaving = True
+        fleet.leaves = True
         fleet.beat(WORKER)
-        fleet.leaving = False
+        fleet.leaves = False
         fleet.start_again(WORKER)
         fleet.turn(1.0)
     assert fleet.it.status()["holds"] == []

@@ -31,6 +31,7 @@ class Fleet:
         self.incarnations: dict[Key, int] = {}
         self.asked: list[tuple[Key, dict[str, Any]]] = []
         self.refusing: str = ""
+        self.leaving: set[Key] = set()
         self.step = 0
         self.start_workers(num_workers if started is None else started)
 
@@ -42,6 +43,7 @@ class Fleet:
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         report = {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
+        report |= {"leaving": key in self.leaving}
         header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         return self.it.handle("beat", header, ())[0]["commands"]
@@ -243,3 +245,33 @@ def test_who_waits_for_a_number_is_told_when_another_controller_takes_over() -> 
             fleet.turn(1.0)
     caller.join(10)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("who", [Key("worker", 1), Key("worker", 0), Key("shard", 0)])
+def test_a_member_that_leaves_gets_a_commit_that_closes_and_is_waited_for(who: Key) -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.step, fleet.asked = 5, [a for a in fleet.asked if a[1]["kind"] == "restore"]
+    fleet.leaving.add(who)
+    for _ in range(8):
+        fleet.turn()
+    assert fleet.it.coordinator.state is State.GATHERING and fleet.it.coordinator.reason == f"{who} leaves"
+    last = manifests.newest(fleet.store)
+    assert last is not None and last.manifest.step == 5
+    assert "resume" not in [c["kind"] for _, c in fleet.asked] and fleet.it.coordinator.num_rollbacks == 0
+    fleet.stop(who)
+    for _ in range(5):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING
+    fleet.leaving.clear()
+    fleet.sessions[who] = 2
+    fleet.members.append(who)
+    fleet.to(State.RUNNING)
+    assert {c["manifest"] for c in fleet.restored().values()} == {last.name} and fleet.it.coordinator.num_rollbacks == 0
+
+
+def test_who_leaves_with_nothing_new_costs_no_commit() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.leaving.add(Key("worker", 1))
+    for _ in range(4):
+        fleet.turn()
+    assert fleet.it.coordinator.state is State.RUNNING and fleet.it.coordinator.num_commits == 0
