@@ -12,7 +12,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo test check coverage e2e chaos soak gpu mutants bench options reset format lock
+.PHONY: help setup demo test check coverage e2e chaos soak gpu mutants bench options reset format lock promtool
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,10 @@ mutants: setup  ## break the core files at random and see whether a test notices
 
 bench: setup  ## every benchmark; its rows as a table
 	@roostream bench all $(ARGS)
+
+promtool:  ## get promtool into .tools/bin and test the alert rules
+	@infra/promtool.sh
+	@.tools/bin/promtool test rules infra/alerts/roostream.test.yml
 
 options: setup  ## make docs/options.md anew
 	@roostream options --write

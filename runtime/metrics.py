@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import socket
 import threading
 from collections import deque
@@ -11,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from roo.errors import SetupError
 from runtime.deployment import Watched
@@ -22,17 +25,30 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
+BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
 class Quantiles(Collector):
-    """The newest `size` observations of each stage, exported as `name{stage=…, quantile=…}`. Thread-safe."""
+    """Times of stages, in ms: the newest `size` of each as `name{stage=…, quantile=…}`, and all of them as a histogram in
+    seconds, whose name ends with `_seconds` instead of `_ms`. Thread-safe."""
 
     def __init__(self, name: str, help: str, size: int = 2048) -> None:
         self.name, self.help, self.size = name, help, size
         self._lock = threading.Lock()
         self._values: dict[str, deque[float]] = {}
+        self._counts: dict[str, list[int]] = {}  # by bucket, the last one without a bound
+        self._sums_ms: dict[str, float] = {}
+
+    @property
+    def histogram_name(self) -> str:
+        return f"{self.name.removesuffix('_ms')}_seconds"
 
     def observe(self, stage: str, value: float) -> None:
         with self._lock:
             self._values.setdefault(stage, deque(maxlen=self.size)).append(value)
+            counts = self._counts.setdefault(stage, [0] * (len(BUCKETS_S) + 1))
+            counts[bisect.bisect_left(BUCKETS_S, value / 1000)] += 1
+            self._sums_ms[stage] = self._sums_ms.get(stage, 0.0) + value
 
     def quantile(self, stage: str, q: float) -> float | None:
         with self._lock:
@@ -46,7 +62,16 @@ class Quantiles(Collector):
                 value = self.quantile(stage, q)
                 if value is not None:
                     family.add_metric([stage, str(q)], value)
-        return [family]
+        return [family, self._histogram()]
+
+    def _histogram(self) -> Metric:
+        family = HistogramMetricFamily(self.histogram_name, self.help, labels=["stage"])
+        with self._lock:
+            found = [(stage, list(counts), self._sums_ms[stage]) for stage, counts in self._counts.items()]
+        for stage, counts, sum_ms in found:
+            bounds = [*map(floatToGoString, BUCKETS_S), "+Inf"]
+            family.add_metric([stage], list(zip(bounds, itertools.accumulate(counts), strict=True)), sum_ms / 1000)
+        return family
 
 
 def freshness() -> Quantiles:

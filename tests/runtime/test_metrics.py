@@ -31,6 +31,20 @@ def test_quantiles_are_exported_by_stage() -> None:
     assert b'x_ms{quantile="0.5",stage="close"} 5.0' in generate_latest(registry)
 
 
+def test_times_are_a_histogram_in_seconds_too() -> None:
+    registry, stages = CollectorRegistry(), Quantiles("x_ms", "help", size=2)
+    registry.register(stages)
+    for ms in (0.5, 1.5, 40.0, 400_000.0):
+        stages.observe("pull", ms)
+    told = {
+        le: registry.get_sample_value("x_seconds_bucket", {"stage": "pull", "le": le})
+        for le in ("0.0005", "0.05", "300.0", "+Inf")
+    }
+    assert told == {"0.0005": 1, "0.05": 3, "300.0": 3, "+Inf": 4}
+    assert registry.get_sample_value("x_seconds_count", {"stage": "pull"}) == 4
+    assert registry.get_sample_value("x_seconds_sum", {"stage": "pull"}) == pytest.approx(400.042)
+
+
 def test_freshness_is_one_a_process() -> None:
     assert metrics.freshness() is metrics.freshness()
 

@@ -55,6 +55,7 @@ class Standing:
     drain: Estimate | None = None
     eta: TimeLeft = NOT_FORESEEABLE
     lost_records: int = 0  # deleted before they were read, since this process watches
+    retention_share: float | None = None  # lag / what retention keeps, where it has begun to delete: at 1 records are lost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +149,7 @@ class CaughtUp:
             drain=watch.meter.drain,
             eta=time_left(watch.lag.records, watch.meter.drain),
             lost_records=watch.lost,
+            retention_share=watch.retention_share,
         )
 
     def _state(self, watch: PartitionWatch, before: Liveness | None, now_s: float) -> tuple[Liveness, str]:
@@ -207,6 +209,7 @@ class CaughtUp:
             drain=self._meter.drain,
             eta=time_left(records, self._meter.drain),
             lost_records=lost,
+            retention_share=max((s.retention_share for s in known if s.retention_share is not None), default=None),
         )
 
     @staticmethod

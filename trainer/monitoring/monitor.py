@@ -115,6 +115,7 @@ class Monitor:
             "lag_records": at.lag_records,
             "lag_ms": at.lag_ms,
             "hidden_records": at.hidden_records,
+            "retention_share": at.retention_share,
             "arrived_per_s": at.arrival.value if at.arrival else None,
             "consumed_per_s": at.consumption.value if at.consumption else None,
             "drained_per_s": at.drain.value if at.drain else None,

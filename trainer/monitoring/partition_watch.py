@@ -82,6 +82,11 @@ class PartitionWatch:
         _, behind = self._newest
         return waits_ms if lag.position >= behind else max(lag.event_ms, waits_ms)
 
+    @property
+    def retention_share(self) -> float | None:
+        kept = self.lag.stable_end - self.lag.oldest
+        return min(self.lag.records / kept, 1.0) if self.lag.oldest and kept > 0 else None
+
     def is_idle(self, now_s: float) -> bool:
         return not self.lag.records and now_s - self.grew_s >= self.patience.idle_s
 

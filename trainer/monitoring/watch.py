@@ -5,6 +5,7 @@
     lag_records, hidden_records      to the last stable offset, and from there to the high watermark
     lag_ms                           event time
     lost_records                     deleted before they were read
+    retention_share                  lag / what retention keeps, null before it deletes anything: at 1 records are lost
     arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (about 95 %; low and high null: not known), or null
     eta_s                            [value, low, high]; value null = not foreseeable, high null beside a value = no bound
     windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time windows that
@@ -66,6 +67,7 @@ def plain(at: Standing) -> dict[str, Any]:
         "hidden_records": at.hidden_records,
         "lag_ms": at.lag_ms,
         "lost_records": at.lost_records,
+        "retention_share": at.retention_share,
         "arrival_per_s": None if at.arrival is None else list(at.arrival),
         "consumption_per_s": None if at.consumption is None else list(at.consumption),
         "drain_per_s": None if at.drain is None else list(at.drain),

@@ -213,6 +213,13 @@ def test_retention_that_passed_the_position_is_loud_and_counted() -> None:
     assert found.lost_records == 150, "the count stays"
 
 
+def test_how_near_a_loss_is_is_told_once_retention_deletes() -> None:
+    watch = watching()
+    assert look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000), 1).retention_share is None
+    assert look(watch, at(200, 300, at_ms=50_000, newest_ms=99_000, oldest=100), 2).retention_share == 0.5
+    assert look(watch, at(90, 300, at_ms=50_000, newest_ms=99_000, oldest=100), 3).retention_share == 1.0
+
+
 def test_a_log_that_ends_before_what_was_read_is_blocked_and_not_caught_up() -> None:
     watch = live(watching())
     cut = at(50, 20, at_ms=50_000, newest_ms=20_000)

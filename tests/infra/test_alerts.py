@@ -1,0 +1,154 @@
+"""Alert rules and the dashboard: promtool runs their tests, and every metric that they name is exported by some program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from command.sums import Sums
+from features.updater import FeatureMetrics
+from joiner.meters import Meters
+from param_server.main import _HELPS as SHARD
+from roo.schema_file import schema_from_dict
+from runtime.exports import Exports
+from runtime.metrics import Quantiles
+from serving.build import _HELPS as SERVING
+from serving.exports import ServingMetrics
+from tests.contract.house import ROOT
+from tests.models.model_cases import make_batch
+from trainer.control.controller_program import _SHOWN as CONTROLLER
+from trainer.monitoring.caught_up import Liveness
+from trainer.monitoring.drift import LABELS as DRIFT
+from trainer.monitoring.monitor import LABELS
+from trainer.monitoring.quality_gauges import quality_gauges
+from trainer.monitoring.slices import MOST_SLICES, slicers
+from trainer.monitoring.watch import MOST_TASKS, quality_of
+from trainer.monitoring.windowed import MOST_VALUES, Windowed
+
+ALERTS, DASHBOARD = ROOT / "infra/alerts", ROOT / "infra/dashboards/roostream.json"
+RUNBOOK = ROOT / "docs/operations/alerts.md"
+METRIC = re.compile(r"\broostream_[a-z0-9_]+")
+SUFFIX = re.compile(r"_(bucket|count|sum|total)$")
+
+
+def rules() -> str:
+    return (ALERTS / "roostream.rules.yml").read_text(encoding="utf-8")
+
+
+def alerts() -> list[str]:
+    return re.findall(r"alert: (\w+)", rules())
+
+
+def exported() -> set[str]:
+    """Names without the suffixes of counters and histograms, from the code that exports them."""
+    registries = [CollectorRegistry() for _ in range(3)]
+    made: tuple[Any, ...] = tuple(
+        make(registry) for make, registry in zip((Meters, ServingMetrics, FeatureMetrics), registries, strict=True)
+    )
+    assert len(made) == 3
+    names = {family.name for registry in registries for family in registry.collect()}
+    for stages in (
+        Quantiles("roostream_freshness_ms", ""),
+        Quantiles("roostream_shard_call_ms", ""),
+        Quantiles("roostream_serving_latency_ms", ""),
+    ):
+        names |= {stages.name, stages.histogram_name}
+    worker = (ROOT / "trainer/monitoring/monitor.py").read_text(encoding="utf-8")
+    told = {*LABELS, *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE), "requests", "dead_letters", "non_finite"}
+    for program, found in (
+        ("worker", told),
+        ("controller", {*CONTROLLER, "state"}),
+        ("shard", set(SHARD)),
+        ("serving", set(SERVING)),
+        ("auditor", {field.name for field in dataclasses.fields(Sums)}),
+    ):
+        names |= {f"roostream_{program}_{name}" for name in found}
+    return names
+
+
+def named(text: str) -> set[str]:
+    return {SUFFIX.sub("", name) for name in METRIC.findall(text)}
+
+
+def expressions(panels: list[dict[str, Any]]) -> list[str]:
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_every_metric_that_an_alert_names_is_exported() -> None:
+    found = set().union(*(named(expr) for expr in re.findall(r"expr: (.*)", rules())))
+    assert len(found) > 15 and found - exported() == set()
+
+
+def test_every_metric_that_the_dashboard_shows_is_exported() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    shown = [expr for expr in expressions(panels) if "__name__" not in expr]
+    assert len(shown) > 25 and set().union(*map(named, shown)) - exported() == set()
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_alert_has_a_test_and_a_runbook() -> None:
+    tested = re.findall(r"- name: (\w+)", (ALERTS / "roostream.test.yml").read_text(encoding="utf-8"))
+    assert tested == alerts() == re.findall(r"^## (\w+)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [f"docs/operations/alerts.md#{name.lower()}" for name in alerts()] == re.findall(r"runbook: (\S+)", rules())
+
+
+def test_every_state_that_an_alert_names_exists() -> None:
+    found = set(re.findall(r'worker_state\{state=\\"(\w+)\\"\}', rules()))
+    assert len(found) >= 5 and found <= {str(state) for state in Liveness}
+
+
+@pytest.mark.timeout(300)
+def test_promtool_runs_the_tests_of_the_rules() -> None:
+    promtool = next((p for p in (ROOT / ".tools/bin/promtool", Path(shutil.which("promtool") or "/none")) if p.is_file()), None)
+    if promtool is None:
+        pytest.skip("promtool is not here: `make promtool` gets it")
+    done = subprocess.run(
+        [promtool, "test", "rules", "roostream.test.yml"], cwd=ALERTS, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class _Worker(Collector):
+    """What a worker with a wide schema shows of quality and drift, all of it at its bound."""
+
+    def __init__(self) -> None:
+        tasks = [f"task{n}" for n in range(12)]
+        features = [f"x{n}" for n in range(500)]
+        schema = schema_from_dict(
+            {
+                "nro": [{"name": name, "kind": "float"} for name in features],
+                "label": [{"name": task, "action": task, "fold": "any"} for task in tasks],
+            }
+        )
+        windowed = Windowed(schema.tasks, slicers(schema, features[:MOST_SLICES]))
+        for seed in range(4):
+            batch = make_batch(schema, [40] * 4, seed)
+            batch.nro_float_BF[:] *= 10.0 ** (seed - 1)
+            windowed.count(batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max()))
+        self.told = quality_gauges(quality_of(windowed.report(int(batch.close_ms_R.max())), None))
+        by = {"feature": features[:64], "task": tasks, "table": [f"t{n}" for n in range(16)]}
+        self.told |= {f"drift_{name}": dict.fromkeys(by[label], 0.5) for name, label in DRIFT.items()}
+        partitions = [f"samples-{n}" for n in range(64)]
+        self.told |= {
+            name: dict.fromkeys(partitions, 1) for name in ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
+        }
+
+    def collect(self) -> Any:
+        return Exports("worker", lambda: self.told, LABELS).collect()
+
+
+def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:
+    registry = CollectorRegistry()
+    registry.register(_Worker())
+    series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    assert 500 < len(series) < 1700, "with 300 for everything else of the process"
+    assert MOST_VALUES * MOST_SLICES > 90 and MOST_TASKS <= 4
