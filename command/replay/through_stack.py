@@ -95,7 +95,7 @@ def kept_options(config: ReplayConfig, options: StackOptions, home: Path) -> Sta
     schema = home / "schema.toml"
     schema.write_bytes(options.schema.read_bytes())
     choices, flags = choices_of(config), joiner_settings(config)
-    joiner = {k: v for k, v in choices.joiner.items() if k in ("window_ms", "lateness_ms") or v != flags.get(k)}
+    joiner = {k: v for k, v in choices.joiner.items() if k in ("window_ms", "lateness_ms", "early_close_ms") or v != flags.get(k)}
     worker = {k: v for k, v in options.overrides["worker"].items() if k != "freeze_at_ms"}
     return dataclasses.replace(options, schema=schema, overrides={**choices.others, "joiner": joiner, "worker": worker})
 
