@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 
-MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm")
+MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm", "models.gather")
 
 
 def main() -> int:

@@ -1,13 +1,14 @@
 """The candidates of each request as padded squares, so that attention runs without a loop over requests.
 
-Letters: R requests, B candidates, G requests of a group, K the longest list of the group, D width.
+Letters: R requests, B candidates, G requests of a group, K the longest list of the group, S slots of all squares, D width.
 
     num_candidates_R = [2, 0, 3, 40]    →    group 0: requests [0, 2], K = 3     x_BD rows   [[0, 1, ·],
                                              group 1: requests [3],    K = 40                 [2, 3, 4]]
 
 A group holds lists of at most 16, 64, 256, … candidates: padding stays below a factor of four in K whatever the mix of
-lengths, and a request's result depends on no other request. Where nothing needs padding (one request, an expanded
-batch) padding is a view.
+lengths, and a request's result depends on no other request. All squares lie in one tensor of slots, group behind group, and
+what a request has (its history) is laid in the groups' order too, so that a group's part of both is a view. Where nothing
+needs padding (one request, an expanded batch) padding is a view.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ _FACTOR = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
+    requests: slice  # of `CandidateGroups.request_order`
+    slots: slice
     shape_GK: tuple[int, int]
-    request_G: Tensor | None  # int64; None = all requests in order
-    candidate_GK: Tensor | None  # int64 [G · K], padding points at candidate 0; None = all candidates in order
     mask_GK: Tensor | None  # bool: True = a candidate; None = no padding
+
+    def of_slots(self, x_SD: Tensor) -> Tensor:
+        """This group's squares, [G, K, D], a view."""
+        return x_SD[self.slots].view(*self.shape_GK, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,57 +40,66 @@ class CandidateGroups:
     """Built by `build_groups`; used through `pad` and `unpad`."""
 
     groups: tuple[Group, ...]
-    position_B: Tensor | None  # int64: where `unpad` finds each candidate; None = in order
+    request_order: np.ndarray  # int64: requests that have a candidate, group behind group
+    slot_B: Tensor | None  # int64: each candidate's; None = in order
+    candidate_S: Tensor | None  # int64: each slot's, B where there is none; None = in order
+    num_slots: int
 
-    def pad(self, x_BD: Tensor) -> list[Tensor]:
-        """[B, D] → a [G, K, D] for each group; padding holds some candidate's values and must be masked."""
-        return [
-            (x_BD if g.candidate_GK is None else x_BD.index_select(0, g.candidate_GK)).view(*g.shape_GK, x_BD.shape[1])
-            for g in self.groups
-        ]
+    def pad(self, x_BD: Tensor) -> Tensor:
+        """[B, D] → [S, D]; padding is 0."""
+        if self.candidate_S is None:
+            return x_BD.contiguous()
+        return torch.cat([x_BD, x_BD.new_zeros(1, x_BD.shape[1])]).index_select(0, self.candidate_S)
 
-    def unpad(self, padded: list[Tensor], width: int, like: Tensor) -> Tensor:
-        """The inverse, [B, width]; `like` gives dtype and device where there is no candidate at all."""
-        if not padded:
-            return like.new_zeros(0, width)
-        flat = [x_GKD.reshape(-1, width) for x_GKD in padded]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-        return joined if self.position_B is None else joined.index_select(0, self.position_B)
+    def unpad(self, x_SD: Tensor) -> Tensor:
+        """The inverse, [B, D]; padding is left out."""
+        return x_SD if self.slot_B is None else x_SD.index_select(0, self.slot_B)
 
 
 def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> CandidateGroups:
     """int32 [R] → groups in rising order of length."""
     total, longest = int(num_candidates_R.sum()), int(num_candidates_R.max(initial=0))
-    if total == longest * len(num_candidates_R):
-        group = Group(shape_GK=(len(num_candidates_R), longest), request_G=None, candidate_GK=None, mask_GK=None)
-        return CandidateGroups(groups=(group,) if total else (), position_B=None)
+    num_requests = len(num_candidates_R)
+    if total == longest * num_requests:
+        every = Group(requests=slice(0, num_requests), slots=slice(0, total), shape_GK=(num_requests, longest), mask_GK=None)
+        order = np.arange(num_requests if total else 0)
+        return CandidateGroups(
+            groups=(every,) if total else (), request_order=order, slot_B=None, candidate_S=None, num_slots=total
+        )
     starts_R = np.cumsum(num_candidates_R, dtype=np.int64) - num_candidates_R
-    position_B = np.empty(total, dtype=np.int64)
-    groups, low, high, base = [], 0, _SMALLEST, 0
+    slot_B = np.empty(total, dtype=np.int64)
+    groups: list[Group] = []
+    orders: list[np.ndarray] = []
+    low, high, base, first = 0, _SMALLEST, 0, 0
     while low < longest:
         request_G = np.flatnonzero((num_candidates_R > low) & (num_candidates_R <= high))
         if len(request_G):
-            group, candidate_GK, mask_GK = _group(request_G, num_candidates_R, starts_R, device)
-            at = np.flatnonzero(mask_GK)
-            position_B[candidate_GK.ravel()[at]] = base + at
-            groups.append(group)
-            base += mask_GK.size
+            mask_GK, candidate_N = _square(num_candidates_R[request_G], starts_R[request_G])
+            slot_B[candidate_N] = base + np.flatnonzero(mask_GK)
+            groups.append(
+                Group(
+                    requests=slice(first, first + len(request_G)),
+                    slots=slice(base, base + mask_GK.size),
+                    shape_GK=(mask_GK.shape[0], mask_GK.shape[1]),
+                    mask_GK=None if mask_GK.all() else torch.from_numpy(mask_GK).to(device),
+                )
+            )
+            orders.append(request_G)
+            base, first = base + mask_GK.size, first + len(request_G)
         low, high = high, high * _FACTOR
-    return CandidateGroups(groups=tuple(groups), position_B=torch.from_numpy(position_B).to(device))
+    candidate_S = np.full(base, total, dtype=np.int64)
+    candidate_S[slot_B] = np.arange(total)
+    return CandidateGroups(
+        groups=tuple(groups),
+        request_order=np.concatenate(orders),
+        slot_B=torch.from_numpy(slot_B).to(device),
+        candidate_S=torch.from_numpy(candidate_S).to(device),
+        num_slots=base,
+    )
 
 
-def _group(
-    request_G: np.ndarray, num_candidates_R: np.ndarray, starts_R: np.ndarray, device: str
-) -> tuple[Group, np.ndarray, np.ndarray]:
-    """A group of the requests `request_G`, with its candidates and mask as arrays, which `unpad` needs too."""
-    lengths_G = num_candidates_R[request_G]
+def _square(lengths_G: np.ndarray, starts_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which slots are candidates, bool [G, K], and the candidates there, in the order of those slots."""
     column_K = np.arange(int(lengths_G.max()), dtype=np.int64)
     mask_GK = column_K < lengths_G[:, None]
-    candidate_GK = np.where(mask_GK, starts_R[request_G][:, None] + column_K, 0)
-    group = Group(
-        shape_GK=(mask_GK.shape[0], mask_GK.shape[1]),
-        request_G=None if len(request_G) == len(num_candidates_R) else torch.from_numpy(request_G).to(device),
-        candidate_GK=torch.from_numpy(candidate_GK.ravel()).to(device),
-        mask_GK=None if mask_GK.all() else torch.from_numpy(mask_GK).to(device),
-    )
-    return group, candidate_GK, mask_GK
+    return mask_GK, (starts_G[:, None] + column_K)[mask_GK]

@@ -17,7 +17,7 @@ from models.candidate_groups import CandidateGroups, build_groups
 from roo.batch import Batch
 from roo.jagged import Jagged
 from roo.lookup import Lookup
-from roo.schema import Feature, Schema
+from roo.schema import Feature
 from roo.transform import apply
 
 # Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
@@ -26,41 +26,47 @@ _BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Bags:
-    """All pooled features of a stack that pool alike: one `embedding_bag` for all of them."""
+    """All pooled features of a stack that pool alike, pooled at once."""
 
     stack: str
     features: tuple[str, ...]
     sizes: tuple[int, ...]  # bags of each feature: R or B
     index_L: Tensor  # int64, positions in the stack's rows
     offset_S1: Tensor  # int64
-    weight_L: Tensor | None  # None = mean; otherwise the weighted sum
+    weight_L: Tensor | None  # None = mean; otherwise asinh of the weights, for the weighted sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequence:
-    """A request-only sequence, jagged: all requests' entries behind each other. A part that wants squares pads them itself.
+    """A request-only sequence, jagged: all requests' entries behind each other, and how a part that wants squares pads them.
 
     length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
+
+    Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is their longest.
     """
 
     length_R: Tensor  # int64
     offset_R1: Tensor  # int64
-    longest: int  # of length_R; known without asking the device
     index_L: Tensor  # int64, positions in the stack's rows
     column_L: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
     bucket_L: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
+    shape_RN: tuple[int, int]  # of the squares; known without asking the device
+    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
+    mask_RN: Tensor | None  # bool [R, N], True = an entry; None = no padding
 
-    def mask_RN(self) -> Tensor | None:
-        """bool [R, longest], True = an entry; None where every request has `longest`."""
-        if len(self.index_L) == self.longest * len(self.length_R):
-            return None
-        return torch.arange(self.longest, device=self.length_R.device) < self.length_R[:, None]
+    def squares(self, x_L: Tensor) -> Tensor:
+        """[L] → [R · N]; padding holds some entry's value and must be masked."""
+        return x_L if self.entry_RN is None else x_L.index_select(0, self.entry_RN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
     """Built by `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push (None: the model
-    looks at no row of that stack)."""
+    looks at no row of that stack).
+
+    Floats, after the schema's transforms, and weights are their asinh: it keeps small numbers and takes the logarithm of large
+    ones, so that a raw count, age or price in any unit can't blow a layer up.
+    """
 
     ro_float_RG: Tensor
     ro_present_RP: Tensor  # bool: declared floats, then lists
@@ -83,16 +89,21 @@ def build_inputs(
     """
     schema = batch.schema
     ro_float_RG, nro_float_BG = apply(batch)
+    groups = build_groups(batch.num_candidates_R, device)
     return Inputs(
-        ro_float_RG=_wrap(ro_float_RG, device),
+        ro_float_RG=_wrap(np.arcsinh(ro_float_RG), device),
         ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1), device),
-        nro_float_BG=_wrap(nro_float_BG, device),
+        nro_float_BG=_wrap(np.arcsinh(nro_float_BG), device),
         nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
         request_index_B=_wrap(batch.request_index_B, device),
         rows={stack: _leaf(rows_UD, device).requires_grad_(train) for stack, rows_UD in rows.items()},
         bags=_build_bags(batch, lookup, device),
-        sequences={f.name: _build_sequence(schema, f, batch, lookup, device) for f in schema.lists("ro") if f.kind == "sequence"},
-        groups=build_groups(batch.num_candidates_R, device),
+        sequences={
+            f.name: _build_sequence(f, batch, lookup, groups.request_order, device)
+            for f in schema.lists("ro")
+            if f.kind == "sequence"
+        },
+        groups=groups,
     )
 
 
@@ -116,7 +127,7 @@ def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
 
 
 def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged]], lookup: Lookup, device: str) -> Bags:
-    """One `embedding_bag`'s worth: the features' bags behind each other, in the order of `members`."""
+    """The features' bags behind each other, in the order of `members`."""
     lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged in members])
     offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
     np.cumsum(lengths_S, out=offset_S1[1:])
@@ -128,7 +139,7 @@ def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged]], loo
         sizes=tuple(jagged.num_rows for _, jagged in members),
         index_L=_wrap(index_L, device),
         offset_S1=_wrap(offset_S1, device),
-        weight_L=None if weight_L is None else _wrap(weight_L, device),
+        weight_L=None if weight_L is None else _wrap(np.arcsinh(weight_L), device),
     )
 
 
@@ -137,23 +148,36 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
     return np.ones(jagged.total_of(name), dtype=np.float32) if weight_L is None else weight_L
 
 
-def _build_sequence(schema: Schema, f: Feature, batch: Batch, lookup: Lookup, device: str) -> Sequence:
-    """Wraps the batch's own arrays; nothing is padded or copied but lengths and buckets."""
+def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray, device: str) -> Sequence:
+    """Wraps the batch's own arrays; nothing is padded or copied but lengths, buckets and where squares find their entries."""
+    schema = batch.schema
 
     def index_of(table: str, key: str) -> Tensor:
         return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key], device)
 
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
+    offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
     asked_ms_L = np.repeat(batch.time_ms_R, length_R)
     gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
+    entry_RN, mask_RN = _squares(length_R[order], offset_R1[order])
+    as_it_lies = mask_RN.all() and mask_RN.size == offset_R1[-1] and (np.diff(order) > 0).all()
     return Sequence(
         length_R=_wrap(length_R, device),
-        offset_R1=_wrap(np.concatenate([[0], np.cumsum(length_R)]), device),
-        longest=int(length_R.max(initial=0)),
+        offset_R1=_wrap(offset_R1, device),
         index_L=index_of(f.table, f.name),
         column_L={c: index_of(table, f"{f.name}.{c}") for c, table in f.column_tables.items()},
         bucket_L={c: _wrap(time_buckets(gap_ms_L), device) for c, gap_ms_L in gap_ms.items()},
+        shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
+        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel(), device),
+        mask_RN=None if mask_RN.all() else _wrap(mask_RN, device),
     )
+
+
+def _squares(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where squares find their entries, int64 [R, N], and which of them are entries."""
+    column_N = np.arange(length_R.max(initial=0), dtype=np.int64)
+    mask_RN = column_N < length_R[:, None]
+    return np.where(mask_RN, start_R[:, None] + column_N, 0), mask_RN
 
 
 def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:

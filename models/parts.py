@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import TargetAttention
 from models.config import RankerConfig
+from models.gather import gather, pool_bags
 from models.inputs import Inputs, Sequence
 from roo.schema import Feature, Schema
 from roo.transform import output_names
@@ -27,21 +27,12 @@ Pooled = dict[str, Tensor]
 def pool(inputs: Inputs) -> Pooled:
     """Every list feature pooled, [R, D] or [B, D]: the mean (0 of nothing), for weighted ids the sum by weight.
 
-    The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (`Floats`): a
-    weight in any unit (a price, a duration) can't blow a layer up. One `embedding_bag` a stack and way of pooling.
+    The semantics of TorchRec's EmbeddingBagCollection, but that a weight counts as its asinh, as floats do (models/inputs.py): a
+    weight in any unit (a price, a duration) can't blow a layer up. All features of a stack that pool alike at once.
     """
     out: Pooled = {}
     for bags in inputs.bags:
-        mode = "mean" if bags.weight_L is None else "sum"
-        weight_L = None if bags.weight_L is None else torch.asinh(bags.weight_L.to(inputs.rows[bags.stack].dtype))
-        x_SD = F.embedding_bag(
-            bags.index_L,
-            inputs.rows[bags.stack],
-            bags.offset_S1,
-            mode=mode,
-            per_sample_weights=weight_L,
-            include_last_offset=True,
-        )
+        x_SD = pool_bags(inputs.rows[bags.stack], bags.index_L, bags.offset_S1, bags.weight_L)
         out.update(zip(bags.features, torch.split(x_SD, list(bags.sizes)), strict=True))
     return out
 
@@ -59,10 +50,7 @@ class Part(nn.Module):
 
 
 class Floats(Part):
-    """Floats and presence bits of a side: asinh keeps small numbers and takes the logarithm of large ones.
-
-    So a raw count, age or price in any unit can't blow a layer up; what else a float needs is declared as a transform.
-    """
+    """Floats and presence bits of a side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
         super().__init__()
@@ -74,7 +62,7 @@ class Floats(Part):
             x, present = inputs.ro_float_RG, inputs.ro_present_RP
         else:
             x, present = inputs.nro_float_BG, inputs.nro_present_BP
-        return torch.cat([torch.asinh(x), present.to(x.dtype)], dim=1)
+        return torch.cat([x, present.to(x.dtype)], dim=1)
 
 
 class Embeddings(Part):
@@ -113,29 +101,17 @@ class HistoryAttention(Part):
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         sequence = inputs.sequences[self._feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
-        mask_RN = sequence.mask_RN()
-        return self.attention(query_BQ, self._entries(inputs, sequence, mask_RN), mask_RN, inputs.groups)
+        return self.attention(query_BQ, self._entries(inputs, sequence), sequence.mask_RN, inputs.groups)
 
-    def _entries(self, inputs: Inputs, sequence: Sequence, mask_RN: Tensor | None) -> Tensor:
-        shape_RN = (len(sequence.length_R), sequence.longest)
+    def _entries(self, inputs: Inputs, sequence: Sequence) -> Tensor:
         index_L = {"": sequence.index_L, **sequence.column_L}
-        blocks = [_gather(inputs.rows[stack], _pad(index_L[c], shape_RN, mask_RN)) for c, stack in self._stacks.items()]
+        sources = [(inputs.rows[stack], sequence.squares(index_L[c])) for c, stack in self._stacks.items()]
         for column, table in self.times.items():
+            assert isinstance(table, nn.Embedding)
             bucket_L = sequence.bucket_L[column].clamp_max(self._last_bucket)
-            blocks.append(table(_pad(bucket_L, shape_RN, mask_RN)))
-        return torch.cat(blocks, dim=-1)
-
-
-def _pad(index_L: Tensor, shape_RN: tuple[int, int], mask_RN: Tensor | None) -> Tensor:
-    """→ int64 [R, N]; padding points at 0, any row, since what is made of it is masked."""
-    if mask_RN is None:
-        return index_L.view(shape_RN)
-    return index_L.new_zeros(shape_RN).masked_scatter_(mask_RN, index_L)
-
-
-def _gather(rows_UD: Tensor, index_RN: Tensor) -> Tensor:
-    """[U, D], [R, N] → [R, N, D]; U may be 0 where N is."""
-    return rows_UD.index_select(0, index_RN.reshape(-1)).view(*index_RN.shape, rows_UD.shape[1])
+            sources.append((table.weight, sequence.squares(bucket_L)))
+        entry_LE = gather(sources)
+        return entry_LE.view(*sequence.shape_RN, entry_LE.shape[1])
 
 
 def request_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:

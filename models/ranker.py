@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.attention import ListAttention
 from models.config import RankerConfig
+from models.gather import gather
 from models.inputs import Inputs
 from models.layers import CrossNet, Mlp
 from models.loss import loss
@@ -52,7 +53,7 @@ class Ranker(Model):
         pooled = pool(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         if len(self.request_parts):
-            blocks.insert(0, self.request(inputs, pooled).index_select(0, inputs.request_index_B))
+            blocks.insert(0, gather([(self.request(inputs, pooled), inputs.request_index_B)]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)

@@ -16,7 +16,7 @@ from models.candidate_groups import build_groups
 def test_unpad_is_the_inverse_of_pad(counts: list[int]) -> None:
     groups = build_groups(np.array(counts, dtype=np.int32))
     x_BD = torch.arange(2.0 * sum(counts)).view(-1, 2)
-    assert torch.equal(groups.unpad(groups.pad(x_BD), 2, x_BD), x_BD)
+    assert torch.equal(groups.unpad(groups.pad(x_BD)), x_BD)
 
 
 @settings(max_examples=100, deadline=None)
@@ -25,14 +25,15 @@ def test_every_candidate_stands_in_its_requests_row_in_shown_order(counts: list[
     groups = build_groups(np.array(counts, dtype=np.int32))
     b = np.arange(sum(counts))
     owner = np.repeat(np.arange(len(counts)), counts)
-    seen = []
-    for group, padded in zip(groups.groups, groups.pad(torch.from_numpy(b)[:, None].double()), strict=True):
-        requests = range(len(counts)) if group.request_G is None else group.request_G.tolist()
+    seen, padded_SD = [], groups.pad(torch.from_numpy(b)[:, None].double() + 1)
+    for group in groups.groups:
         mask = torch.ones(group.shape_GK, dtype=torch.bool) if group.mask_GK is None else group.mask_GK
-        for request, row, kept in zip(requests, padded[:, :, 0], mask, strict=True):
-            assert row[kept].tolist() == b[owner == request].tolist()
+        squares = group.of_slots(padded_SD)[:, :, 0]
+        for request, row, kept in zip(groups.request_order[group.requests], squares, mask, strict=True):
+            assert row[kept].tolist() == (b[owner == request] + 1).tolist() and not row[~kept].any()
             seen.append(request)
-    assert len(seen) == len(set(seen)) and {r for r, n in enumerate(counts) if n} <= set(seen)
+    assert seen == groups.request_order.tolist() and len(seen) == len(set(seen))
+    assert {r for r, n in enumerate(counts) if n} <= set(seen)
 
 
 @pytest.mark.parametrize(

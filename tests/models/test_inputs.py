@@ -37,14 +37,14 @@ def test_read_only_arrays_are_taken() -> None:
     assert build_inputs(batch, lookup, rows).nro_float_BG.shape == (2, 1)
 
 
-def test_floats_are_the_transformed_ones() -> None:
+def test_floats_are_asinh_of_the_transformed_ones() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [2, 3])
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(schema, lookup))
     ro, nro = apply(batch)
-    np.testing.assert_array_equal(inputs.ro_float_RG, ro)
-    np.testing.assert_array_equal(inputs.nro_float_BG, nro)
+    np.testing.assert_array_equal(inputs.ro_float_RG, np.arcsinh(ro))
+    np.testing.assert_array_equal(inputs.nro_float_BG, np.arcsinh(nro))
     assert inputs.nro_float_BG.shape[1] == 4  # ctr, age_s, ctr_rank, ctr_share
     assert inputs.ro_present_RP.shape[1] == len(schema.ro)
 
@@ -91,22 +91,27 @@ def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> Non
     lookup = build_lookup(batch)
     sequence = build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"]
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index("history")].tolist()
-    assert sequence.length_R.tolist() == length_R and sequence.longest == max(length_R)
+    assert sequence.length_R.tolist() == length_R
     assert sequence.offset_R1.tolist() == [0, *np.cumsum(length_R).tolist()]
     stack = lookup.stacks[schema.table_by_name["item"].stack]
     assert stack.id_U[sequence.index_L.numpy()].tolist() == batch.ro_lists.values_of("history").tolist()
     gap_ms = np.repeat(batch.time_ms_R, length_R) - batch.ro_lists.columns["history.time"]
     assert sequence.bucket_L["time"].tolist() == time_buckets(gap_ms).tolist()
     assert list(sequence.column_L) == ["action"] and len(sequence.column_L["action"]) == sum(length_R)
-    mask_RN = sequence.mask_RN()
-    assert mask_RN is not None and mask_RN.sum(dim=1).tolist() == length_R
+    with_candidates = [0, 2, 3]
+    assert sequence.shape_RN == (3, max(length_R[r] for r in with_candidates))
+    squares = sequence.squares(sequence.index_L).view(sequence.shape_RN)
+    mask_RN = torch.ones(sequence.shape_RN, dtype=torch.bool) if sequence.mask_RN is None else sequence.mask_RN
+    for row, mask, r in zip(squares, mask_RN, with_candidates, strict=True):
+        assert row[mask].tolist() == sequence.index_L[sequence.offset_R1[r] : sequence.offset_R1[r + 1]].tolist()
 
 
 def test_a_sequence_of_one_request_needs_no_padding() -> None:
     schema = make_schema("plain history")
     batch = make_batch(schema, [4], seed=2)
     lookup = build_lookup(batch)
-    assert build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"].mask_RN() is None
+    sequence = build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"]
+    assert sequence.mask_RN is None and sequence.squares(sequence.index_L) is sequence.index_L
 
 
 def test_time_buckets_step_where_the_formula_does() -> None:

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.attention import ListAttention, TargetAttention, attend
+from models.attention import (
+    Attended,
+    ListAttention,
+    Squares,
+    TargetAttention,
+    _heads,
+    _plain,
+    _plain_back,
+    attend,
+    attend_back,
+)
 from models.build import build_model
 from models.candidate_groups import build_groups
 from models.config import RankerConfig
@@ -84,7 +94,9 @@ def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], he
     longest = max(lengths)
     entry, query = randn(len(counts), longest, 5, seed=1), randn(sum(counts), 3, seed=2)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    got = module(query, entry, None if mask.all() else mask, build_groups(np.array(counts, dtype=np.int32)))
+    groups = build_groups(np.array(counts, dtype=np.int32))
+    order = groups.request_order
+    got = module(query, entry[order], None if mask.all() else mask[order], groups)
     key, value = module.key_value(entry).chunk(2, dim=-1)
     owner = np.repeat(np.arange(len(counts)), counts)
     expected = [
@@ -109,20 +121,46 @@ def test_list_attention_equals_each_request_on_its_own(counts: list[int]) -> Non
 def test_attention_gradients_with_padding_and_an_empty_history() -> None:
     counts = np.array([2, 0, 3], dtype=np.int32)
     groups = build_groups(counts)
-    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    mask = torch.tensor([[True, False], [False, False]])
     target = built(TargetAttention(3, 2, 4, 2))
-    assert_gradients(target, lambda q, e: target(q, e, mask, groups), randn(5, 3), randn(3, 2, 2, seed=1))
+    assert_gradients(target, lambda q, e: target(q, e, mask, groups), randn(5, 3), randn(2, 2, 2, seed=1))
     list_ = built(ListAttention(4, 2))
     assert_gradients(list_, lambda x: list_(x, groups), randn(5, 4))
 
 
+def attended_both_ways(of: Squares, mask: Tensor | None) -> tuple[Tensor, Squares]:
+    """What two heads give, and the gradients of its sum of squares."""
+    attended = attend(of, mask, 2)
+    out = attended.out_GHKC.transpose(1, 2).reshape(of.q_GKD.shape)
+    to = Squares(*(torch.full_like(x, torch.nan) for x in of))
+    attend_back(of, attended, 2 * out, to)
+    return out, to
+
+
 def test_padding_has_no_influence_and_no_gradient() -> None:
-    q, k, v = randn(1, 2, 4), randn(1, 3, 4, seed=1), randn(1, 3, 4, seed=2).requires_grad_()
-    mask = torch.tensor([[True, True, False]])
-    out = attend(q, k, v, mask, 2)
-    assert torch.equal(out, attend(q, torch.cat([k[:, :2], 1e6 + 0 * k[:, 2:]], dim=1), v, mask, 2))
-    out.sum().backward()
-    assert v.grad is not None and (v.grad[:, 2] == 0).all()
+    of = Squares(randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2))
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    out, to = attended_both_ways(of, mask)
+    far = of.k_GND.clone()
+    far[0, 2] += 1e6
+    assert torch.equal(out, attended_both_ways(of._replace(k_GND=far), mask)[0])
+    assert not to.k_GND[0, 2].any() and not to.v_GND[0, 2].any() and to.v_GND[0, :2].all()
+    assert not out[1].any() and not any(x[1].any() for x in to), "who has nothing to attend to gives 0"
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, False], [True, False, False]])], ids=["whole", "padded"])
+def test_attention_without_a_kernel_of_its_own_is_the_same_both_ways(mask: Tensor | None) -> None:
+    of = Squares(*(_heads(randn(2, n, 4, seed=n), 2) for n in (2, 3, 3)))
+    bias = None if mask is None else torch.zeros(2, 1, 1, 3, dtype=torch.float64).masked_fill(~mask[:, None, None, :], -1e300)
+    out, total = _plain(of, bias)
+    gradient = randn(2, 2, 2, 2, seed=9)
+    got = _plain_back(of, Attended(out, total, bias, None), gradient)
+    leaves = [x.detach().requires_grad_() for x in of]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=None if mask is None else mask[:, None, None, :]
+    )
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(list(got), list(torch.autograd.grad(expected, leaves, gradient)))
 
 
 def test_rows_columns_and_times_of_the_history_all_learn() -> None:
