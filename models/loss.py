@@ -43,11 +43,12 @@ def loss(logits_BT: Tensor, targets: Targets) -> Tensor:
 
     Weight 0 leaves a candidate's label out; a task whose weights are all 0 (or B = 0) contributes 0. Weighted means are the same
     for a batch and for its expansion to impressions (G10). The candidates of a correction count in the mean as those of its
-    sample did, so that both have the same scale.
+    sample did, so that both have the same scale. With `targets.total_T` the losses of the parts of a batch add up to that of the
+    whole, and so do their gradients.
     """
     weight_BT = targets.weight_BT
     each_BT = each(logits_BT, targets)
-    total_T = weight_BT.sum(dim=0)
+    total_T = weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
     return ((each_BT * weight_BT).sum(dim=0) / torch.where(total_T > 0, total_T, 1.0)).sum()
 
 

@@ -22,6 +22,7 @@ class Targets(NamedTuple):
     before_BT: Tensor | None = None  # float32: of a correction's candidates, the label that it corrects; NaN = a sample's
     known_BT: Tensor | None = None  # float32 in [0, 1]: share of positives known when the sample was made; None = 0
     loss: LossName = "log"
+    total_T: Tensor | None = None  # of the weights of the batch that this is a part of; None: this is all of it
 
 
 class Model(nn.Module, abc.ABC):

@@ -77,8 +77,10 @@ class Member:
         clock: Clock | None = None,
         session: int | None = None,
         on_stuck: Callable[[str], None] | None = None,
+        hear: Callable[[Command], None] = lambda command: None,
     ) -> None:
-        """`on_stuck(why)` is called by a beat thread when a command hangs for good; it ends the process unless given."""
+        """`on_stuck(why)` is called by a beat thread when a command hangs for good; it ends the process unless given.
+        `hear(command)` is called when a command comes, before those in front of it are done; it must not wait."""
         self.transport_factory, self.role, self.index = transport_factory, role, index
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
@@ -91,7 +93,7 @@ class Member:
         self._untold: dict[tuple[int, int], Result] = {}
         self._running: Command | None = None
         self._overdue_since_s: float | None = None  # a command of a later incarnation waits behind the running one
-        self.on_stuck = on_stuck or end_process
+        self.on_stuck, self.hear = on_stuck or end_process, hear
         self._told = threading.Event()
         self._answered_s = self.clock.monotonic_s()
         self._crew = Crew(stop)
@@ -165,6 +167,7 @@ class Member:
         while len(self._done) > _KEPT_RESULTS:
             self._done.popitem(last=False)
         self._commands.put(command)
+        self.hear(command)
         return True
 
     def _look_whether_stuck(self) -> None:

@@ -70,6 +70,11 @@ class DenseAdam:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def norm(self) -> float:
+        """Of all gradients together; 0 of none, NaN or infinite where a square isn't finite."""
+        gradients = [p.grad.detach() for p in self.parameters.values() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+
     @torch.no_grad()
     def step(self) -> bool:
         """Weights without a gradient stay as they are, and so does what is remembered of them. False: a square of a gradient

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from roo.batch import Batch
 from roo.wire import Record
@@ -42,6 +44,11 @@ class Chunk:
         """The record there, empty where that is not known."""
         found = [r.value for r in self.records if (r.topic, r.partition, r.offset) == (*partition, offset)]
         return found[0] or b"" if found else b""
+
+    @property
+    def close_ms_R(self) -> np.ndarray:
+        """Close times of its samples, corrections left out."""
+        return self.batch.close_ms_R[~self.batch.correction_R]
 
     @property
     def offsets(self) -> str:
@@ -81,6 +88,9 @@ class BatchSource(Protocol):
         Raises:
             UnavailableError: the source is away; nothing was changed.
         """
+
+    def assign(self, numbers: Collection[int]) -> None:
+        """Give chunks of the partitions with these numbers alone from now on, which are the worker's own; `seek` must follow."""
 
     def positions(self) -> Progress:
         """Every partition of this source → offset behind the last chunk that was given, or where `seek` put it."""

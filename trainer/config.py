@@ -86,6 +86,8 @@ class WorkerConfig(LoopConfig, Deployment):
     shadow: str = setting("", "a committed version (incarnation-seq) whose dense weights score beside those in training")
     shadow_every: int = setting(4, "steps of which one is scored by the shadow", least=1)
     caught_up_hold_ms: int = setting(10_000, "for how long the lag must have been below it to count as live", least=0)
+    meet: str = setting("127.0.0.1:0", "host:port at which several workers meet, worker 0's; port 0 = draw")
+    reduce_timeout_ms: int = setting(20_000, "a worker waits for the others of a step for this long", least=100, most=600_000)
     controller_timeout_ms: int = setting(
         30_000, "without the controller for this long training stops: 3 x commit_interval_ms", least=1
     )
@@ -99,6 +101,7 @@ class WorkerConfig(LoopConfig, Deployment):
             raise refusal("staleness", "0 with exact = true", self.staleness, "what is repeated would see other rows")
         if self.staleness and not self.read_ahead:
             raise refusal("staleness", "0 with read_ahead = 0", self.staleness, "no row is pulled ahead in one thread")
+        check_listen("meet", self.meet, insecure=self.insecure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

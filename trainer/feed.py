@@ -17,7 +17,7 @@ import numpy as np
 
 from models.inputs import Inputs
 from roo.batch import Batch
-from roo.lookup import Lookup
+from roo.lookup import Lookup, build_lookup
 from runtime.kafka.topics import Partition
 from trainer.batches import Chunk
 from trainer.rows import Rows
@@ -30,6 +30,26 @@ class ChunkPart:
     batch: Batch
     trains: bool  # or is it only scored?
     lookup: Lookup
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether training on it changes anything."""
+        return self.trains and bool(self.batch.weight_BT.any())
+
+
+def part_of(batch: Batch, *, trains: bool) -> ChunkPart:
+    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch))
+
+
+def split_at(batch: Batch, freeze_at_ms: int) -> tuple[ChunkPart, ...]:
+    """Requests from `freeze_at_ms` on (0 = never) are only scored, behind the others; none where there is no request."""
+    frozen_R = batch.time_ms_R >= freeze_at_ms if freeze_at_ms else np.zeros(batch.num_requests, np.bool_)
+    if not batch.num_requests:
+        return ()
+    if frozen_R.all() or not frozen_R.any():
+        return (part_of(batch, trains=not frozen_R.any()),)
+    trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
+    return part_of(trained, trains=True), part_of(scored, trains=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +157,7 @@ class SerialFeed:
 
     def __init__(self, acts: Acts) -> None:
         self.acts = acts
+        self._num_ahead = 0  # given and not trained
 
     def claimed(self, timeout_s: float) -> Claimed | None:
         return self._claim(lambda wanted: self.acts.poll(wanted, timeout_s))
@@ -148,18 +169,19 @@ class SerialFeed:
         return self.acts.pull(claimed)
 
     def trained(self) -> None:
-        """Nothing waits for it."""
+        self._num_ahead -= 1
 
     def drain(self) -> None:
         """Nothing is on its way."""
 
     def forget(self) -> None:
-        """Nothing is on its way."""
+        self._num_ahead = 0
 
     def close(self) -> None:
         """There are no threads."""
 
     def _claim(self, take: Callable[[Wanted], Chunk | None]) -> Claimed | None:
-        wanted = self.acts.wanted()
+        wanted = self.acts.wanted(self._num_ahead)
         chunk = None if wanted is None else take(wanted)
+        self._num_ahead += chunk is not None
         return None if chunk is None else self.acts.claim(chunk)

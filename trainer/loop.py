@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,30 +23,29 @@ from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from roo.batch import Batch
 from roo.errors import UnavailableError
-from roo.lookup import build_lookup
 from roo.schema import Schema
 from runtime.clock import Clock
-from runtime.event_time import RecentTimes
 from runtime.kafka.topics import Partition, Progress
 from trainer import corrections, dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.config import LoopConfig
-from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted
+from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of, split_at
 from trainer.monitoring.quality import Report
 from trainer.monitoring.shadow import FrozenCopy
 from trainer.monitoring.slices import slicers
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.pipeline.stages import Stages
 from trainer.predictions import Outputs, dead_letter, predictions_of
-from trainer.rows import PushTimes, Rows, clip_rows
+from trainer.rows import PushTimes, Rows, clip_rows, largest_norm, no_rows
+from trainer.watermark import TrainedTime
 
 log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
 _SANE_MS = 3_600_000
 _RECENT = "watermark.recent_ms"
-_MOST_AHEAD_MS = 600_000  # of the middle of the recent close times; the watermark passes over what is later
+_MOST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
 
 
 @dataclasses.dataclass
@@ -101,6 +101,7 @@ class TrainLoop:
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
         self._slicers, self.shadow = slicers(schema, config.slices), wiring.shadow
+        self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
         self._build()
         self.feed = wiring.feed(self)
 
@@ -123,12 +124,17 @@ class TrainLoop:
             UnavailableError: as `step`.
         """
         with torch.no_grad():
-            logits_BT = self.model(self._pull(_part(batch, trains=False), self.rows).inputs)
+            logits_BT = self.model(self.pull_part(part_of(batch, trains=False)).inputs)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
         """Progressive metrics of everything since the beginning."""
         return self.own.report()
+
+    @property
+    def watermark_ms(self) -> int:
+        """Event time up to which rows are trained; any thread."""
+        return self.time.watermark_ms
 
     def snapshot(self) -> Snapshot:
         """Between two chunks.
@@ -138,7 +144,7 @@ class TrainLoop:
         """
         self.feed.drain()
         return Snapshot(
-            shared=dense.take(self.model, self.optimizer) | {_RECENT: np.array(self._recent.times_ms, np.int64)},
+            shared=dense.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms},
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self.own.cut(),
@@ -154,10 +160,15 @@ class TrainLoop:
         self.feed.forget()
         self._build()
         dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
-        self.num_steps, self.watermark_ms = at.step, at.watermark_ms
-        self._recent.add(at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
+        self.num_steps = at.step
+        self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
         self._seek(at.progress)
         self.own.load(at.own)
+
+    def assign(self, numbers: Collection[int]) -> None:
+        """The partitions with these numbers are this worker's own from now on; `restore` or `reset` must follow."""
+        self.feed.forget()
+        self.source.assign(numbers)
 
     def reset(self) -> None:
         """Become untrained, at the beginning of the source."""
@@ -170,8 +181,7 @@ class TrainLoop:
         self.optimizer = DenseAdam(
             self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
         )
-        self.num_steps = self.watermark_ms = 0
-        self._recent = RecentTimes()
+        self.num_steps, self.time, self.share = 0, TrainedTime(), None
         self._own_at(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
@@ -186,14 +196,12 @@ class TrainLoop:
 
     def wanted(self, num_chunks: int = 0, most_requests: int = 0) -> Wanted | None:
         """What the next chunk is when so many more are trained; None where that isn't known: it depends on the requests
-        counted."""
-        counted = self.own.num_requests
-        size = self.config.batch_after(counted)
-        if self.config.batch_after(counted + most_requests) != size:
+        taken."""
+        taken = self.own.num_requests if self.share is None else self.share
+        size = self.config.batch_after(taken)
+        if self.config.batch_after(taken + most_requests) != size:
             return None
-        partitions = sorted(self.own.progress)
-        turn = partitions[(self.num_steps + num_chunks) % len(partitions)] if self.config.exact else None
-        return Wanted(size, turn)
+        return Wanted(size, self.own.in_turn(num_chunks) if self.config.exact else None)
 
     def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None:
         """The next chunk; None where none is due after `timeout_s`."""
@@ -211,7 +219,7 @@ class TrainLoop:
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
             batch = corrections.without_idle(batch, self.config)
-            return Claimed(chunk=chunk, new_R=new_R, parts=tuple(self._split(batch)))
+            return Claimed(chunk=chunk, new_R=new_R, parts=split_at(batch, self.config.freeze_at_ms))
 
     def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
         """The rows of its first part, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
@@ -219,7 +227,7 @@ class TrainLoop:
         Raises:
             UnavailableError: as `step`.
         """
-        first = self._pull(claimed.parts[0], rows or self.rows) if claimed.parts else None
+        first = self.pull_part(claimed.parts[0], rows) if claimed.parts else None
         return Prepared(claimed=claimed, first=first)
 
     def train(self, prepared: Prepared) -> None:
@@ -230,18 +238,21 @@ class TrainLoop:
         """
         self.num_steps += 1
         claimed, chunk = prepared.claimed, prepared.claimed.chunk
-        for rejected in chunk.rejects:
-            self._bury(rejected)
-        self._move_watermark(chunk.batch.close_ms_R[~chunk.batch.correction_R])
+        self.bury_rejects(chunk)
+        self.time.add(chunk.close_ms_R)
         waiting = deque(claimed.parts)
         pulled = prepared.first
         while waiting:
             part = waiting.popleft()
-            halves = self._learn(pulled or self._pull(part, self.rows), chunk)
+            halves = self._learn(pulled or self.pull_part(part), chunk)
             waiting.extendleft(reversed(halves))
             pulled = None
-        self.own.settle(chunk.batch, claimed.new_R, chunk.after)
-        self._note_freshness(chunk, claimed.new_R)
+        self.settle(claimed)
+
+    def settle(self, claimed: Claimed) -> None:
+        """It is trained whole: its offsets and ids are in the next cut."""
+        self.own.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
+        self._note_freshness(claimed.chunk, claimed.new_R)
 
     def _train(self, claimed: Claimed | None) -> bool:
         if claimed is None:
@@ -253,55 +264,42 @@ class TrainLoop:
         self.counts.busy_s += self.clock.monotonic_s() - started_s
         return True
 
-    def _move_watermark(self, close_ms_R: np.ndarray) -> None:
-        """To the latest close time that isn't far ahead of the middle of the recent ones: no sample's time alone expires rows.
-        It never goes back."""
-        self._recent.add(close_ms_R.tolist())
-        near_R = close_ms_R[close_ms_R <= self._recent.middle_ms + _MOST_AHEAD_MS]
-        self.watermark_ms = max(self.watermark_ms, int(near_R.max(initial=0)))
+    def pull_part(self, part: ChunkPart, rows: Rows | None = None) -> Pulled:
+        """With its rows, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
 
-    def _split(self, batch: Batch) -> list[ChunkPart]:
-        """Requests from `freeze_at_ms` on are only scored, behind the others."""
-        if batch.num_requests == 0:
-            return []
-        frozen_R = batch.time_ms_R >= self.config.freeze_at_ms
-        if not self.config.freeze_at_ms or not frozen_R.any():
-            return [_part(batch, trains=True)]
-        if frozen_R.all():
-            return [_part(batch, trains=False)]
-        trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
-        return [_part(trained, trains=True), _part(scored, trains=False)]
-
-    def _pull(self, part: ChunkPart, rows: Rows) -> Pulled:
+        Raises:
+            UnavailableError: as `step`.
+        """
         with self.stages("pull"):
-            rows_by_stack = rows.pull(part.lookup)
+            rows_by_stack = (rows or self.rows).pull(part.lookup)
         inputs = build_inputs(part.batch, part.lookup, rows_by_stack, self.config.device, train=part.trains)
         return Pulled(part=part, inputs=inputs)
 
     def _learn(self, pulled: Pulled, chunk: Chunk) -> Sequence[ChunkPart]:
         """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
         request that gives it: that one is dead, and all others are counted and trained."""
-        part = pulled.part
-        with self.stages("forward"), torch.set_grad_enabled(part.trains):
-            logits_BT = self.model(pulled.inputs)
-        trains = part.trains and bool(part.batch.weight_BT.any())
-        if not torch.isfinite(logits_BT).all() or (trains and not self._descend(pulled, logits_BT)):
-            return self._halves(part, chunk)
-        shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
-        self._score(part, torch.sigmoid(logits_BT.detach()).cpu().numpy(), shadow_BT)
+        logits_BT, trains = self.forward(pulled), pulled.part.has_weight
+        if logits_BT is None or (trains and not self._descend(pulled, logits_BT)):
+            return self.halves(pulled.part, chunk)
+        self.tell(pulled, logits_BT)
         if trains:
-            self._push(pulled)
-        self.counts.frozen += 0 if part.trains else part.batch.num_requests
+            self.push(pulled)
         return ()
 
-    def _halves(self, part: ChunkPart, chunk: Chunk) -> Sequence[ChunkPart]:
+    def forward(self, pulled: Pulled) -> torch.Tensor | None:
+        """Logits [B, T]; None: one isn't finite."""
+        with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
+            logits_BT = self.model(pulled.inputs)
+        return logits_BT if torch.isfinite(logits_BT).all() else None
+
+    def halves(self, part: ChunkPart, chunk: Chunk) -> Sequence[ChunkPart]:
         """In their order; none of a single request, which is dead."""
         batch, n = part.batch, part.batch.num_requests
         if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             raise UnavailableError("the dense weights are not finite: they must be restored")
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
-            return [_part(batch.take_requests(row_M), trains=part.trains) for row_M in halves]
+            return [part_of(batch.take_requests(row_M), trains=part.trains) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
         offset = int(batch.offset_R[0])
         self.counts.non_finite += 1
@@ -309,19 +307,26 @@ class TrainLoop:
         self._bury(Rejected(partition, offset, "non_finite", error, chunk.raw_of(partition, offset)))
         return ()
 
+    def bury_rejects(self, chunk: Chunk) -> None:
+        for rejected in chunk.rejects:
+            self._bury(rejected)
+
     def _bury(self, rejected: Rejected) -> None:
         self.counts.dead_letters += 1
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
-    def _score(self, part: ChunkPart, score_BT: np.ndarray, shadow_BT: np.ndarray | None) -> None:
+    def tell(self, pulled: Pulled, logits_BT: torch.Tensor) -> None:
         """What the model says before it has seen these labels; of a correction's request it has said it."""
+        part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
+        shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
+        self.counts.frozen += 0 if part.trains else part.batch.num_requests
         sample_R = ~part.batch.correction_R
         self.counts.corrections += int((~sample_R).sum())
         if not sample_R.any():
             return
         if not sample_R.all():
             sample_B = sample_R[part.batch.request_index_B]
-            part = _part(part.batch.take_requests(np.flatnonzero(sample_R)), trains=part.trains)
+            part = part_of(part.batch.take_requests(np.flatnonzero(sample_R)), trains=part.trains)
             score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
         batch = part.batch
         self.own.count(batch, score_BT, self.watermark_ms, shadow_BT)
@@ -333,13 +338,28 @@ class TrainLoop:
 
     def _descend(self, pulled: Pulled, logits_BT: torch.Tensor) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
+        self._differentiate(pulled, logits_BT)
         with self.stages("backward"):
-            self.optimizer.zero_grad()
-            targets = corrections.targets_of(pulled.part.batch, self.config)
-            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
             return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def _push(self, pulled: Pulled) -> None:
+    def backward(self, pulled: Pulled, logits_BT: torch.Tensor, total_T: torch.Tensor, workers: int) -> bool:
+        """Gradients of this part's share of a step of several workers, `total_T` (float64) being the weights of all of it. False:
+        the square of a sum of so many like them might not be finite."""
+        self._differentiate(pulled, logits_BT, total_T.to(logits_BT))
+        most = _MOST_NORM / (2 * workers)
+        return self.optimizer.norm() <= most and largest_norm(_gradients(pulled.inputs)) <= most
+
+    def _differentiate(self, pulled: Pulled, logits_BT: torch.Tensor, total_T: torch.Tensor | None = None) -> None:
+        with self.stages("backward"):
+            self.optimizer.zero_grad()
+            targets = corrections.targets_of(pulled.part.batch, self.config)._replace(total_T=total_T)
+            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+
+    def push(self, pulled: Pulled | None, clip_row_norm: float = 0.0) -> None:
+        """None: this worker has nothing for a step to which others push. `clip_row_norm`: of each row's sum over all workers."""
+        if pulled is None:
+            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
+            return self.rows.push(no_rows(self.schema), {}, times)
         batch = pulled.part.batch
         engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
         times = PushTimes(
@@ -347,6 +367,7 @@ class TrainLoop:
             time_ms=self.watermark_ms,
             oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
             oldest_close_ms=int(corrections.due_ms_of(batch).min()),
+            clip_row_norm=clip_row_norm,
         )
         with self.stages("push"):
             self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
@@ -364,10 +385,6 @@ class TrainLoop:
         if 0 <= to_readable_ms < _SANE_MS:
             self.on_freshness("close_to_readable", float(to_readable_ms))
             self.on_freshness("readable_to_trained", float(self.clock.now_ms() - chunk.read_ms))
-
-
-def _part(batch: Batch, *, trains: bool) -> ChunkPart:
-    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch))
 
 
 def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What one worker alone knows, partition by partition, so that a partition can move to another worker with all that is its own.
 
-    partition (topic, number) ──► next offset to train, sample ids within the horizon, progressive metrics
+    partition (topic, number) ──► next offset to train, sample ids within the horizon, progressive metrics,
+                                  chunks and requests taken of it so far
 
 A report merges the partitions' metrics: sums add up, and score counts at the resolution of the coarsest (auc.py).
 Letters: R requests, B candidates, T tasks.
@@ -29,21 +30,24 @@ class PartitionCut:
     """One partition at one moment between two chunks."""
 
     offset: int  # next to train
-    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>
+    tensors: dict[str, np.ndarray]  # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>, taken
 
 
 class _PartitionState:
     def __init__(self, tasks: Sequence[str], horizon_ms: int) -> None:
         self.dedupe, self.metrics = Dedupe(horizon_ms), Metrics(tasks, MAX_SCORES)
+        self.taken = np.zeros(2, np.int64)  # chunks that held something of it, and new requests
 
     def tensors(self) -> dict[str, np.ndarray]:
         kept = {"dedupe": self.dedupe.state(), "metrics": self.metrics.state()}
-        return {f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()}
+        tensors = {f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()}
+        return tensors | {"taken": self.taken.copy()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         self.dedupe.load(_part(tensors, "dedupe."))
         if metrics := _part(tensors, "metrics."):
             self.metrics.load(metrics)
+        self.taken = tensors.get("taken", np.array([0, self.metrics.num_requests])).astype(np.int64)  # files of before lack it
 
 
 def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -86,7 +90,11 @@ class Partitions:
     def settle(self, batch: Batch, new_R: np.ndarray, after: Progress) -> None:
         """A chunk is trained: the whole `batch` that was given to the oldest `claim`, whose answer was `new_R`."""
         for partition, row_M in rows_by_partition(batch).items():
-            self._states[partition].dedupe.settle(new_R[row_M])
+            state = self._states[partition]
+            state.dedupe.settle(new_R[row_M])
+            state.taken[1] += int(new_R[row_M].sum())
+        for partition in after:
+            self._states[partition].taken[0] += 1
         self.progress |= after
 
     def count(self, batch: Batch, score_BT: np.ndarray, watermark_ms: int = 0, shadow_BT: np.ndarray | None = None) -> None:
@@ -107,8 +115,16 @@ class Partitions:
 
     @property
     def num_requests(self) -> int:
-        """Counted in all partitions since the beginning."""
-        return sum(state.metrics.num_requests for state in self._states.values())
+        """New ones taken of all partitions since the beginning, whoever had them then."""
+        return sum(int(state.taken[1]) for state in self._states.values())
+
+    def in_turn(self, num_chunks: int = 0) -> Partition | None:
+        """Of which the fewest chunks were taken, the first of several, when so many more are taken in this way. None: there is no
+        partition."""
+        taken = {partition: int(state.taken[0]) for partition, state in sorted(self._states.items())}
+        for _ in range(num_chunks * bool(taken)):
+            taken[min(taken, key=taken.__getitem__)] += 1
+        return min(taken, key=taken.__getitem__, default=None)
 
     @property
     def num_skipped(self) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from roo.decode import Decoder
+from roo.errors import UnavailableError
 from roo.wire import Record
 from runtime.clock import Clock
 from runtime.kafka.record_reader import PartitionLag, RecordReader
@@ -17,10 +18,20 @@ class RecordBatches:
     """See `BatchSource`. A chunk is due when it is full, or `max_wait_ms` after its first record was read."""
 
     def __init__(
-        self, reader: RecordReader, decoder: Decoder, clock: Clock, *, max_wait_ms: int, stages: Stages | None = None
+        self,
+        reader: RecordReader,
+        decoder: Decoder,
+        clock: Clock,
+        *,
+        max_wait_ms: int,
+        stages: Stages | None = None,
+        reopen: Callable[[tuple[Partition, ...]], RecordReader] | None = None,
     ) -> None:
+        """`reader`: of all partitions that there are; `reopen`: another one, of some of them, where they can be chosen."""
         self.stages = stages or Stages(clock)
         self.reader, self.decoder, self.clock, self.max_wait_ms = reader, decoder, clock, max_wait_ms
+        self._reopen, self._all = reopen, tuple(sorted(reader.positions()))
+        self._lost_before = 0
         self._waiting: list[Record] = []
         self._since_s = 0.0
         self._given: Progress = reader.positions()
@@ -50,6 +61,18 @@ class RecordBatches:
         self._waiting.clear()
         self._given = self.reader.positions()
 
+    def assign(self, numbers: Collection[int]) -> None:
+        wanted = tuple(partition for partition in self._all if partition[1] in numbers)
+        if set(wanted) == self.reader.positions().keys():
+            return
+        if self._reopen is None:
+            raise UnavailableError(f"expected partitions {list(self._all)}, all of this source, got {list(wanted)}")
+        before, self.reader = self.reader, self._reopen(wanted)
+        self._lost_before += before.num_lost
+        before.close()
+        self._waiting.clear()
+        self._given = self.reader.positions()
+
     def positions(self) -> Progress:
         return dict(self._given)
 
@@ -58,7 +81,7 @@ class RecordBatches:
 
     @property
     def num_lost(self) -> int:
-        return self.reader.num_lost
+        return self._lost_before + self.reader.num_lost
 
     def close(self) -> None:
         self.reader.close()

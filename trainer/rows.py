@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from param_server.client import Client
-from roo.lookup import Lookup
+from roo.lookup import Lookup, StackLookup
+from roo.schema import Schema
 
 
 class PushTimes(NamedTuple):
@@ -19,13 +21,14 @@ class PushTimes(NamedTuple):
     time_ms: int  # event-time watermark: it stamps the rows
     oldest_engagement_ms: int = 0  # of the batch; 0 = no engagement
     oldest_close_ms: int = 0
+    clip_row_norm: float = 0.0  # with several workers: each row's sum is brought to this norm at most; 0 = as it is
 
 
 class Rows(Protocol):
     """Rows of all stacks: the parameter servers, a cache before them, or modules that hold them on the device."""
 
-    def set_incarnation(self, incarnation: int) -> None:
-        """The rows were restored. No push may be under way."""
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        """The rows were restored, and so many workers push at each step, all of them. No push may be under way."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         """Stack → float32 [U, D], aligned with `lookup`, on any device. The loop doesn't write to them. May run beside `push`.
@@ -35,7 +38,8 @@ class Rows(Protocol):
         """
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        """Apply `gradients` (stack → float32 [U, D], finite); stacks that aren't named keep their rows.
+        """Apply `gradients` (stack → float32 [U, D], finite); stacks that aren't named keep their rows. With several workers all
+        push at the same steps, also nothing, and return when the sum of all is applied.
 
         Raises:
             UnavailableError: as `pull`; some rows may have changed: everyone must be restored.
@@ -54,14 +58,25 @@ def clip_rows(gradients: Mapping[str, Tensor], most: float) -> bool:
     return True
 
 
+def largest_norm(gradients: Mapping[str, Tensor]) -> float:
+    """Of a row of `gradients` (stack → [U, D]): 0 of none, NaN or infinite where a square isn't finite."""
+    norms = [torch.linalg.vector_norm(gradient_UD, dim=1).max() for gradient_UD in gradients.values() if len(gradient_UD)]
+    return float(torch.stack(norms).max()) if norms else 0.0
+
+
+def no_rows(schema: Schema) -> Lookup:
+    """What a batch without requests looks up."""
+    return Lookup({s: StackLookup(np.zeros(0, np.uint32), np.zeros(0, np.int64), {}) for s in schema.stacks})
+
+
 class ShardRows:
     """See `Rows`: those of the shards behind `client`, on the host."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def set_incarnation(self, incarnation: int) -> None:
-        self.client.set_incarnation(incarnation)
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        self.client.set_incarnation(incarnation, workers)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         return {stack: torch.from_numpy(rows_UD) for stack, rows_UD in self.client.pull(lookup).items()}

@@ -5,8 +5,9 @@
                               └─ a shard is away, or Kafka refused a prediction: broken, told with the next beat; everyone is
                                  restored, and what was refused is sent again
 
-The loop runs in the caller's thread (`run`); commands arrive on the member's thread and are done between two batches, except
-`write`, which works on the snapshot and lets training go on.
+The loop runs in the caller's thread; commands arrive on the member's thread and are done between two batches, except `write`,
+which works on the snapshot and lets training go on. One of several workers cuts when all do: it takes turns until then
+(lockstep.py), and a wait for the others is ended by what the member hears meanwhile.
 """
 
 from __future__ import annotations
@@ -31,23 +32,37 @@ from runtime.kafka.topics import CORRECTIONS, Partition, nested
 from runtime.manifest import Manifest
 from trainer import worker_file
 from trainer.identity import Identity
+from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
 from trainer.monitoring.quality import summary
 from trainer.partitions import PartitionCut, report_of
 from trainer.predictions import SafeOutputs
+from trainer.reduce import ALONE, Alone, Meeting, Reduction, Team
 
 log = logging.getLogger("roostream.worker")
 
 Command = dict[str, Any]
 _IDLE_S = 0.1
+_AGREE_S = 30.0  # below what the controller gives a step of a commit
 
 
 class Worker:
     """`execute` is a command's whole effect and result; `turn` is a batch. Both in the loop's thread, but `execute("write")`."""
 
-    def __init__(self, loop: TrainLoop, outputs: SafeOutputs, store: CheckpointStore, identity: Identity, index: int = 0) -> None:
-        """`outputs`: those of the loop."""
+    def __init__(
+        self,
+        loop: TrainLoop,
+        outputs: SafeOutputs,
+        store: CheckpointStore,
+        identity: Identity,
+        index: int = 0,
+        team: Team = ALONE,
+    ) -> None:
+        """`outputs`: those of the loop; `team`: how it sums with other workers."""
         self.loop, self.outputs, self.store, self.identity, self.index = loop, outputs, store, identity, index
+        self.team = team
+        self.reduction: Reduction = Alone()
+        self.lockstep: LockStep | None = None  # with other workers
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
@@ -57,6 +72,7 @@ class Worker:
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training waits for a commit
         self._aborted = 0  # seq; a cut that comes after its abort is refused
+        self._heard = 0, 0  # the newest incarnation to be restored to, and of it the newest commit to be aborted
         self._refusal: ConfigError | None = None
         self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -97,10 +113,10 @@ class Worker:
         if refused := self.outputs.refused():
             self._break(refused)
             return False
-        if self.leaving:
+        if self.leaving and self.lockstep is None:
             return False
         try:
-            return self.loop.step()
+            return self.lockstep.turn(leaving=self.leaving).trains if self.lockstep else self.loop.step()
         except (UnavailableError, FencedError) as error:
             self._break(told(error) or "a shard is away")
             return False
@@ -123,6 +139,7 @@ class Worker:
     def _break(self, reason: str) -> None:
         log.warning("training stops until everyone is restored: %s", reason)
         self.training, self.broken = False, reason
+        self.reduction.leave()
 
     def report(self) -> dict[str, Any]:
         """What every beat carries; cheap, read from another thread."""
@@ -133,6 +150,7 @@ class Worker:
             "broken": self.broken,
             "fatal": self.fatal,
             "leaving": self.leaving,
+            "meet": self.team.address,
             **dataclasses.asdict(self.loop.counts),
             "duplicates": self.loop.own.num_skipped,
         }
@@ -143,8 +161,7 @@ class Worker:
         """`execute` for the member's thread: by the loop's thread between two batches, or here if it needs no pause."""
         if command["kind"] == "write":
             return self.execute(command)
-        if command["kind"] == "restore":
-            self.outputs.interrupt()  # the loop may be waiting for room
+        self.hear(command)
         done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._inbox.put((command, done))
         while not self._closed.is_set():
@@ -153,6 +170,16 @@ class Worker:
             except concurrent.futures.TimeoutError:
                 continue
         raise UnavailableError("the worker is stopping")
+
+    def hear(self, command: Command) -> None:
+        """As soon as a command is known, before those in front of it are done: it may end what they wait for. Any thread."""
+        incarnation, kind = int(command["incarnation"]), command["kind"]
+        if kind == "restore":
+            self._heard = max(self._heard, (incarnation, 0))
+            self.outputs.interrupt()  # the loop may be waiting for room
+            self.reduction.interrupt()
+        elif kind == "abort":
+            self._heard = max(self._heard, (incarnation, int(command["seq"])))
 
     def serve_inbox(self) -> None:
         """In the loop's thread: do what was submitted; waits a little when there is nothing to train on."""
@@ -175,6 +202,9 @@ class Worker:
         self.training, self._snapshot, self._aborted = False, None, 0
         self.broken = "restoring"
         self.outputs.begin()
+        self.reduction.leave()
+        if "partitions" in command:
+            self.loop.assign([int(number) for number in command["partitions"]])
         name = str(command.get("manifest", ""))
         if name:
             manifest = manifests.load(self.store, name).manifest
@@ -184,7 +214,10 @@ class Worker:
             self.loop.reset()
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
-        self.loop.rows.set_incarnation(self.incarnation)
+        workers = int(command.get("workers", 1))
+        self.reduction = self.team.join(Meeting(self.incarnation, self.index, workers, str(command.get("meet", ""))))
+        self.lockstep = LockStep(self.loop, self.reduction) if workers > 1 else None
+        self.loop.rows.set_incarnation(self.incarnation, workers)
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}
@@ -194,11 +227,14 @@ class Worker:
         return {}
 
     def _cut(self, command: Command) -> dict[str, Any]:
-        """The batch in hand is finished and every push acknowledged, since this runs between two batches."""
+        """The batch in hand is finished and every push acknowledged, since this runs between two batches; of several workers
+        all cut behind the same turn."""
         if int(command["seq"]) <= self._aborted:
             raise FencedError(f"expected a commit above {self._aborted} to cut, got {command['seq']}: it was aborted")
         if self.broken or not self.training:
             raise RoostreamError(f"expected a training worker to cut, got one that isn't ({self.broken or 'not started'})")
+        if self.lockstep is not None:
+            self._agree_on(int(command["seq"]), self.lockstep)
         self._cut_s = self.loop.clock.monotonic_s()
         try:
             self.outputs.flush()
@@ -220,6 +256,24 @@ class Worker:
             "model": dataclasses.asdict(self.loop.model_config),
             "time_ms": self.loop.clock.now_ms(),
         }
+
+    def _agree_on(self, seq: int, lockstep: LockStep) -> None:
+        """Turns until every worker has been asked for the same cut.
+
+        Raises:
+            FencedError: the controller wants something else by now.
+            UnavailableError: not all were asked in time, or the turns ended: then this worker is broken.
+        """
+        ends_s = self.loop.clock.monotonic_s() + _AGREE_S
+        try:
+            while lockstep.turn(cut=seq, leaving=self.leaving).cut != seq:
+                if self._heard >= (self.incarnation, seq):
+                    raise FencedError(f"commit {seq} was given up before all workers cut for it")
+                if self.loop.clock.monotonic_s() >= ends_s:
+                    raise RoostreamError(f"the other workers were not asked to cut for commit {seq} within {_AGREE_S:g} s")
+        except UnavailableError as error:
+            self._break(str(error))
+            raise
 
     def _resume(self, command: Command) -> dict[str, Any]:
         self._cut_of(command)

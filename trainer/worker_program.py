@@ -10,7 +10,7 @@ from models.build import load_model_config
 from param_server.client import Client
 from roo.decode import Decoder
 from roo.errors import HeldError, UnavailableError
-from roo.schema import Schema
+from roo.schema import Registry, Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
@@ -23,7 +23,7 @@ from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
-from runtime.kafka.topics import all_partitions
+from runtime.kafka.topics import Partition, all_partitions
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
@@ -38,6 +38,7 @@ from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stages import Stages
 from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
+from trainer.reduce import MeetingPlace
 from trainer.rows import ShardRows
 from trainer.worker import Worker
 
@@ -63,15 +64,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
-    identity = Identity(
-        schema=schema,
-        registry=open_registry(store),
-        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
-        num_shards=len(config.shards),
-        num_buckets=config.buckets,
-        num_partitions=config.partitions,
-        seed=config.seed,
-    )
+    identity = _identity(config, schema, open_registry(store), stop)
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         stages = Stages(clock)
@@ -105,16 +98,37 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         )
         loop = TrainLoop(config, schema, model_config, wiring)
         opened.callback(loop.feed.close)
-        worker = Worker(loop, outputs, store, identity, config.index)
+        team = MeetingPlace(config.meet, device=config.device, timeout_s=config.reduce_timeout_ms / 1000)
+        opened.callback(team.close)
+        worker = Worker(loop, outputs, store, identity, config.index, team)
         monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
-        member = Member(lambda: SocketTransport(config.controller), "worker", config.index, worker.submit, monitor.report, left)
+        member = _member(config, worker, monitor, left)
         opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
         member.start()
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
+
+
+def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: Stop) -> Identity:
+    return Identity(
+        schema=schema,
+        registry=registry,
+        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
+        num_shards=len(config.shards),
+        num_buckets=config.buckets,
+        num_partitions=config.partitions,
+        seed=config.seed,
+    )
+
+
+def _member(config: WorkerConfig, worker: Worker, monitor: Monitor, left: threading.Event) -> Member:
+    def dial() -> SocketTransport:
+        return SocketTransport(config.controller)
+
+    return Member(dial, "worker", config.index, worker.submit, monitor.report, left, hear=worker.hear)
 
 
 def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:
@@ -123,16 +137,21 @@ def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) ->
 
 
 def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: Stages) -> RecordBatches:
-    """All partitions of what is trained; `seek` must follow."""
-    reading = Reading(
-        partitions=all_partitions(config.trained_topics, config.partitions),
-        prefix=config.prefix,
-        merged=True,
-        follows_ends=True,
-        skips_lost=config.skip_lost,
-    )
-    reader = KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
-    return RecordBatches(reader, decoder, clock, max_wait_ms=config.max_batch_wait_ms, stages=stages)
+    """All partitions of what is trained, until it is told which are this worker's own; `seek` must follow."""
+
+    def open_reader(partitions: tuple[Partition, ...]) -> KafkaReader:
+        reading = Reading(
+            partitions=partitions,
+            prefix=config.prefix,
+            merged=True,
+            follows_ends=True,
+            skips_lost=config.skip_lost,
+        )
+        return KafkaReader.open(config.broker, f"{config.prefix}worker-{config.index}", reading)
+
+    reader = open_reader(all_partitions(config.trained_topics, config.partitions))
+    wait_ms = config.max_batch_wait_ms
+    return RecordBatches(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
 
 
 def train(

@@ -37,7 +37,7 @@ class ReadyRows:
     def __init__(self, schema: Schema) -> None:
         self.width = {stack: tables[0].dim for stack, tables in schema.stacks.items()}
 
-    def set_incarnation(self, incarnation: int) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
         """Nothing is kept."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:

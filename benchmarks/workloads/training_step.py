@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,9 @@ class Endless:
 
     def seek(self, at: Progress) -> None:
         """There is no place to go back to."""
+
+    def assign(self, numbers: Collection[int]) -> None:
+        """All of it is one worker's."""
 
     def positions(self) -> Progress:
         return {(SAMPLES, p): 0 for p in range(4)}

@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from command.replay.as_served import AsServed
 from command.replay.choices import choices_of, with_sets
@@ -100,6 +100,9 @@ class ReadySamples:
 
     def seek(self, at: Progress) -> None:
         assert not any(at.values()) and self._count == 0, "a replay in one process has no way back"
+
+    def assign(self, numbers: Collection[int]) -> None:
+        """All of it is one worker's."""
 
     def positions(self) -> Progress:
         return dict(self._given)

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from roo.errors import CheckpointError, FencedError, UnavailableError
+from roo.errors import CheckpointError, FencedError, TransportError, UnavailableError
 from roo.lookup import Lookup
 from roo.schema import Schema
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
+from runtime.clock import Clock, FakeClock
 from runtime.transport import Header, Transport
+from tests.trainer.actors import wait_until
 
 RowKey = tuple[int, int]
 
@@ -32,8 +34,11 @@ def initial(table: int, id_: int, dim: int) -> np.ndarray:
 class FakeShard:
     """`disk` (segment → rows) survives; everything else dies with the process."""
 
-    def __init__(self, index: int, schema: Schema, store: CheckpointStore, disk: dict[str, dict[RowKey, Row]]) -> None:
+    def __init__(
+        self, index: int, schema: Schema, store: CheckpointStore, disk: dict[str, dict[RowKey, Row]], clock: Clock | None = None
+    ) -> None:
         self.index, self.schema, self.store, self.disk = index, schema, store, disk
+        self.clock = clock or FakeClock(0)
         self.dims = {t.id: t.dim for t in schema.tables}
         self.incarnation = 0
         self.restored = False
@@ -41,6 +46,12 @@ class FakeShard:
         self.frozen: tuple[int, dict[RowKey, Row]] | None = None
         self.aborted = 0
         self.seen: set[tuple[int, int]] = set()
+        self.held: dict[int, tuple[Header, Sequence[np.ndarray]]] = {}  # worker → its push of the step that waits for others'
+        self.is_dead = False
+
+    def die(self) -> None:
+        """Whoever waits for an answer hears that there will be none."""
+        self.is_dead = True
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
         if not self.restored:
@@ -71,17 +82,51 @@ class FakeShard:
         update = header["worker"], header["sequence"]
         if update in self.seen:
             return {"applied": False}, []
-        self.seen.add(update)
-        for at in range(len(header["stacks"])):
-            table_U, id_U, gradient_UD = arrays[3 * at : 3 * at + 3]
-            for table, id_, gradient_D in zip(table_U.tolist(), id_U.tolist(), gradient_UD, strict=True):
-                dim = self.dims[table]
-                row = self.rows.get((table, id_)) or Row(initial(table, id_, dim), np.full(dim, 0.1, np.float32), 0)
-                row.squares_D += gradient_D * gradient_D
-                row.value_D -= np.float32(0.05) * gradient_D / np.sqrt(row.squares_D)
-                row.pushes += 1
-                self.rows[table, id_] = row
+        if header.get("workers", 1) > 1:
+            self._push_with_others(header, arrays)
+        else:
+            self.seen.add(update)
+            self._apply([arrays])
         return {"applied": True}, []
+
+    def _push_with_others(self, header: Header, arrays: Sequence[np.ndarray]) -> None:
+        """As `param_server.step_sum`: held until the step has every worker's."""
+        worker, held, incarnation = header["worker"], self.held, self.incarnation
+        if any(other["step"] != header["step"] for other, _ in held.values()):
+            raise FencedError("the workers are not in step")
+        held.setdefault(worker, (header, arrays))
+        if len(held) == header["workers"]:
+            self.held = {}
+            self.seen.update((its["worker"], its["sequence"]) for its, _ in held.values())
+            self._apply([its for _, (_, its) in sorted(held.items())])
+
+        def is_over() -> bool:
+            return self.held is not held or self.is_dead or self.incarnation != incarnation or not self.restored
+
+        try:
+            wait_until(is_over, self.clock, "the other workers' push")
+        except UnavailableError:
+            self.held = {}
+            raise
+        if self.is_dead:
+            raise TransportError("the connection was closed")
+        if (worker, header["sequence"]) not in self.seen or self.incarnation != incarnation:
+            raise UnavailableError("the step was given up")
+
+    def _apply(self, pushes: Sequence[Sequence[np.ndarray]]) -> None:
+        sums: dict[RowKey, np.ndarray] = {}
+        for arrays in pushes:
+            for table_U, id_U, gradient_UD in zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True):
+                for table, id_, gradient_D in zip(table_U.tolist(), id_U.tolist(), gradient_UD, strict=True):
+                    before_D = sums.get((table, id_), 0.0)
+                    sums[table, id_] = before_D + gradient_D.astype(np.float64)
+        for (table, id_), sum_D in sums.items():
+            dim, gradient_D = self.dims[table], sum_D.astype(np.float32)
+            row = self.rows.get((table, id_)) or Row(initial(table, id_, dim), np.full(dim, 0.1, np.float32), 0)
+            row.squares_D += gradient_D * gradient_D
+            row.value_D -= np.float32(0.05) * gradient_D / np.sqrt(row.squares_D)
+            row.pushes += 1
+            self.rows[table, id_] = row
 
     def _restore(self, command: dict[str, Any]) -> dict[str, Any]:
         self.restored, self.frozen, self.aborted, rows = False, None, 0, {}
@@ -93,6 +138,7 @@ class FakeShard:
                 rows = {k: row.copy() for k, row in self.disk[segment["name"]].items()}
         self.rows, self.incarnation, self.restored = rows, command["incarnation"], True
         self.seen.clear()
+        self.held = {}
         return {}
 
     def _freeze(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +170,11 @@ class FakeRows:
     def __init__(self, schema: Schema, transports: Sequence[Transport], worker: int = 0) -> None:
         self.schema, self.transports, self.worker = schema, transports, worker
         self.incarnation = 0
-        self.sequence = 0
+        self.sequence, self.workers = 0, 1
         self.before_push: Callable[[], None] = lambda: None
 
-    def set_incarnation(self, incarnation: int) -> None:
-        self.incarnation, self.sequence = incarnation, 0
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        self.incarnation, self.workers, self.sequence = incarnation, workers, 0
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
         out = {s: np.zeros((len(at.id_U), self.schema.stacks[s][0].dim), np.float32) for s, at in lookup.stacks.items()}
@@ -150,7 +196,7 @@ class FakeRows:
                 if stack in gradients:
                     arrays += [*keys[2 * at : 2 * at + 2], gradients[stack][owned[stack]]]
             stated = {"worker": self.worker, "sequence": self.sequence, "stacks": list(gradients)}
-            stated["incarnation"] = self.incarnation
+            stated |= {"incarnation": self.incarnation, "workers": self.workers}
             transport.call("push", {**stated, **header}, arrays)
 
     def _owned(self, lookup: Lookup, index: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:

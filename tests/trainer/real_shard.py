@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from param_server.blobs import MemoryBlobs
 from param_server.calls import Calls
+from roo.errors import TransportError, UnavailableError
 from runtime.clock import Clock
 from tests.param_server.shard_support import make_shard, state_of
 from tests.trainer import samples
+from tests.trainer.actors import wait_until
 from tests.trainer.memory_store import MemoryStore
+
+
+class _Changed:
+    """The condition by which the shard waits for the other workers' pushes, where only one thread runs at a time."""
+
+    def __init__(self, process: RealShard, lock: threading.Lock, clock: Clock) -> None:
+        self.process, self.lock, self.clock = process, lock, clock
+
+    def wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        self.lock.release()
+        try:
+            wait_until(lambda: is_done() or self.process.is_dead, self.clock, "the other workers' push")
+        except UnavailableError as error:
+            if isinstance(error, TransportError):
+                raise
+            return False
+        finally:
+            self.lock.acquire()
+        if self.process.is_dead:
+            raise TransportError("the connection was closed")
+        return True
+
+    def notify_all(self) -> None:
+        """They look."""
 
 
 class RealShard:
@@ -19,6 +47,12 @@ class RealShard:
         identity: dict[str, Any] = {"schema": samples.schema(), "index": index, "num_shards": num_shards, "publishing": False}
         self.shard = make_shard(disk, store, clock, **identity)  # type: ignore[arg-type]
         self.handle, self.execute, self.report = Calls(self.shard).handle, self.shard.execute, self.shard.stats
+        self.is_dead = False
+        self.shard.sums._changed = _Changed(self, self.shard._lock, clock)  # type: ignore[assignment]
+
+    def die(self) -> None:
+        """Whoever waits for an answer hears that there will be none."""
+        self.is_dead = True
 
     def bits(self) -> dict[str, bytes]:
         return {f"row {key}": value for key, value in state_of(self.shard).items()}

@@ -4,6 +4,9 @@ named moments, messages that are lost, late or come twice, and a store that is a
 Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many commands a member does in
 a round, how much is trained between them, and what becomes of a message is drawn; the same seed gives the same run.
 
+Workers are actors (actors.py): one waits for the others in a sum, or in a push that a shard holds, while the rest goes on. Which
+worker goes on first, and how far, is drawn too.
+
 A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker between the
 pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import random
 import threading
 from collections import Counter
@@ -36,6 +40,7 @@ from runtime.member import Member
 from runtime.transport import Arrays, Header
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
+from tests.trainer.actors import Actor, Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
@@ -53,10 +58,6 @@ from trainer.worker import Worker
 CONTROLLER, WORKER = "controller", "worker 0"
 PARTITIONS = (("samples", 0), ("samples", 1))
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
-
-
-class Killed(BaseException):
-    """Unwinds the process that died; nothing in it catches this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +199,7 @@ class Place:
     process: Any = None
     session: int = 0
     member: Member | None = None
+    actor: Actor = dataclasses.field(default_factory=Actor)
     dead_rounds: int = 0
 
 
@@ -240,6 +242,7 @@ class Simulation:
         self.killed: list[str] = []
         self.defects: list[Exception] = []
         self.outputs = MemoryOutputs()
+        self.hall = Hall(self.clock, lambda worker: bool(self.disorder.draw("torn sum")))
 
     # Processes
 
@@ -271,10 +274,11 @@ class Simulation:
             role,
             int(index),
             execute,
-            lambda: {"meet": "worker 0's", **process.report()},
+            process.report,
             threading.Event(),
             clock=self.clock,
             session=session,
+            hear=getattr(process, "hear", lambda command: None),
         )
 
     def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
@@ -291,7 +295,14 @@ class Simulation:
         if who == CONTROLLER:
             self.controller, self.controller_dead_rounds = None, 0
         else:
-            self.places[who].process, self.places[who].dead_rounds = None, 0
+            place = self.places[who]
+            if isinstance(place.process, (FakeShard, RealShard)):
+                place.process.die()
+            elif place.process is not None:
+                self.hall.away(int(who.split()[1]))
+            place.process, place.dead_rounds = None, 0
+            if not place.actor.is_running:
+                place.actor.kill()
 
     def moment(self, who: str, what: str, when: str) -> None:
         self.moments[who, what, when] += 1
@@ -304,7 +315,7 @@ class Simulation:
     def _shard(self, index: int) -> FakeShard | RealShard:
         if self.real_shards:
             return RealShard(index, len(self.disks), self.store, self.clock, self.disks[index])
-        return FakeShard(index, samples.schema(), self.store, self.disks[index])
+        return FakeShard(index, samples.schema(), self.store, self.disks[index], self.clock)
 
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
@@ -315,18 +326,23 @@ class Simulation:
     def _rows(self, worker: int) -> FakeRows | Client:
         shards = [self._wire(f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
-            return Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
+            client = Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
+            client.close()
+            client._pool = None  # an actor has one thread: one shard after the other
+            return client
         rows = FakeRows(samples.schema(), shards, worker)
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows
 
     def _worker(self, index: int) -> Worker:
-        """Of every n-th partition, where there are n workers."""
-        mine = PARTITIONS[index :: self.facts.num_workers]
+        """Of all partitions, until RESTORE says which."""
+
+        def read(mine: tuple[Partition, ...]) -> TrickleReader:
+            return TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
+
         decoder = Decoder(samples.schema(), {}.get)
-        reader = TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
         wiring = Wiring(
-            source=RecordBatches(reader, decoder, self.clock, max_wait_ms=500),
+            source=RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=self.clock,
@@ -341,7 +357,7 @@ class Simulation:
             seed=self.facts.seed,
         )
         loop = TrainLoop(self.config, samples.schema(), samples.MODEL, wiring)
-        return Worker(loop, self.outputs, self.store, identity, index)
+        return Worker(loop, self.outputs, self.store, identity, index, HallTeam(self.hall, index))
 
     # Time
 
@@ -354,8 +370,9 @@ class Simulation:
             self._guard(lambda who=who: self._beat(who))
         self._guard(self.disorder.deliver_late)
         self._guard(self._control)
-        for key in self.facts.workers:
-            self._train(str(key), 3)
+        for _ in range(3 * self.facts.num_workers):
+            for who in self._in_some_order():
+                self._train(who, 1)
         self.store.well = True
 
     def run(self, most_rounds: int = 400) -> Simulation:
@@ -421,17 +438,39 @@ class Simulation:
             place.member.beat(self._beat_wire(place))
         most = self.disorder.random.randint(0, 3) if self.seeded else None
         while not place.member._commands.empty() and most != 0:
+            if not self._is_free(place):
+                return
             command = place.member._commands.get()
             assert command is not None
-            place.member.run(command)
+            self._act(place, functools.partial(place.member.run, command))
             if who.startswith("worker"):
                 self._train(who, self.disorder.random.randint(0, 3) if self.seeded else 2)
             most = most and most - 1
 
     def _train(self, who: str, times: int) -> None:
         for _ in range(times):
-            if (worker := self.places[who].process) is not None:
-                self._guard(worker.turn)
+            place = self.places[who]
+            if place.process is not None and self._is_free(place):
+                self._act(place, place.process.turn)
+
+    def _in_some_order(self) -> list[str]:
+        """The workers; where it is drawn some wait longer."""
+        workers = [str(key) for key in self.facts.workers]
+        if self.seeded and len(workers) > 1:
+            workers = self.disorder.random.sample(workers, self.disorder.random.randint(1, len(workers)))
+        return workers
+
+    def _is_free(self, place: Place) -> bool:
+        """What it was in the middle of has gone on, and is done."""
+        if place.actor.busy:
+            place.actor.go_on()
+        return not place.actor.busy and place.process is not None
+
+    def _act(self, place: Place, act: Callable[[], object]) -> None:
+        if self.facts.num_workers > 1:
+            place.actor.do(act)
+        else:
+            self._guard(act)
 
     # What came of it
 

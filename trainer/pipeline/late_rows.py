@@ -29,9 +29,9 @@ class LateRows:
         self._under_way: deque[Lookup] = deque()
         self._error: BaseException | None = None
 
-    def set_incarnation(self, incarnation: int) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
         self.forget()
-        self.beside.set_incarnation(incarnation)
+        self.beside.set_incarnation(incarnation, workers)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         self.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -44,6 +44,9 @@ class SourceThread:
 
     def seek(self, at: Progress) -> None:
         self._here(lambda: self.source.seek(at))
+
+    def assign(self, numbers: Collection[int]) -> None:
+        self._here(lambda: self.source.assign(numbers))
 
     def positions(self) -> Progress:
         """Asks no handle: from whichever thread asks."""

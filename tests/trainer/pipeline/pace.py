@@ -79,8 +79,8 @@ class PacedRows:
         self.staleness: list[int] = []
         self._pulled_at: dict[int, tuple[int, Lookup]] = {}
 
-    def set_incarnation(self, incarnation: int) -> None:
-        self.rows.set_incarnation(incarnation)
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        self.rows.set_incarnation(incarnation, workers)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         self.pace.here("pull")

@@ -28,7 +28,7 @@ class Held:
         self.refuses: set[int] = set()
         self.incarnation = 0
 
-    def set_incarnation(self, incarnation: int) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
         self.incarnation = incarnation
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:

@@ -1,0 +1,190 @@
+"""Several loops in lock-step over records in memory and one set of rows, as actors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roo.lookup import Lookup
+from roo.wire import Record
+from runtime.clock import Clock, FakeClock
+from runtime.kafka.topics import Partition
+from runtime.transport import InMemoryTransport
+from tests.trainer import samples
+from tests.trainer.actors import Actor, Hall, HallTeam, wait_until
+from tests.trainer.fake_shard import FakeRows, FakeShard
+from tests.trainer.loops import Built, build
+from tests.trainer.memory_store import MemoryStore
+from trainer.lockstep import LockStep
+from trainer.loop import Snapshot
+from trainer.reduce import Meeting
+from trainer.rows import PushTimes, Rows, ShardRows
+
+
+def own_of(worker: int, workers: int, num_partitions: int) -> tuple[Partition, ...]:
+    return tuple(("samples", p) for p in range(num_partitions) if p % workers == worker)
+
+
+@dataclasses.dataclass
+class Cut:
+    """What one worker cut."""
+
+    seq: int
+    at: Snapshot
+
+
+class Fleet:
+    """W workers from a snapshot, or from the beginning. `rows(worker)` gives each its rows."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        workers: int,
+        rows: Callable[[int], Rows],
+        *,
+        num_partitions: int = 2,
+        at: Snapshot | None = None,
+        incarnation: int = 1,
+        **settings: Any,
+    ) -> None:
+        self.workers, self.wanted, self.clock = workers, [0] * workers, FakeClock(samples.T0)
+        self.hall = Hall(self.clock)
+        owned = [own_of(worker, workers, num_partitions) for worker in range(workers)]
+        self.built: list[Built] = [build(records, partitions=mine, **settings) for mine in owned]
+        ends = {(r.topic, r.partition): r.offset + 1 for r in records}
+        self.ends = {partition: ends.get(partition, 0) for mine in owned for partition in mine}
+        for worker, built in enumerate(self.built):
+            built.loop.rows = rows(worker)
+            built.loop.rows.set_incarnation(incarnation, workers)
+            if at is not None:
+                built.loop.restore(at)
+        teams = [HallTeam(self.hall, worker) for worker in range(workers)]
+        self.steps = [
+            LockStep(built.loop, team.join(Meeting(incarnation, worker, workers, "")))
+            for worker, (built, team) in enumerate(zip(self.built, teams, strict=True))
+        ]
+        self.actors = [Actor() for _ in range(workers)]
+        self.cuts: list[Cut | None] = [None] * workers
+        self.num_trained = 0
+
+    def turn(self, worker: int) -> None:
+        """Go on with a worker's turn, or begin one, unless it is cut."""
+        actor = self.actors[worker]
+        if actor.busy:
+            actor.go_on()
+        elif self.cuts[worker] is None:
+            actor.do(lambda: self._turn(worker))
+
+    def _turn(self, worker: int) -> None:
+        agreed = self.steps[worker].turn(cut=self.wanted[worker])
+        self.num_trained += agreed.trains and worker == 0
+        if agreed.cut:
+            self.cuts[worker] = Cut(agreed.cut, self.built[worker].loop.snapshot())
+
+    def round(self, *workers: int) -> None:
+        for worker in workers or range(self.workers):
+            self.turn(worker)
+
+    def run(self, most: int = 400) -> Fleet:
+        """Until every record is trained."""
+        for _ in range(most):
+            if self.progress == self.ends:
+                return self
+            self.round()
+        raise AssertionError(self.progress)
+
+    def cut(self, seq: int = 1) -> Snapshot:
+        """All are asked at once; what the workers' snapshots are together."""
+        self.wanted = [seq] * self.workers
+        for _ in range(100):
+            if all(self.cuts):
+                break
+            self.round()
+        return self.together()
+
+    def together(self) -> Snapshot:
+        assert all(self.cuts), self.cuts
+        cuts = [cut.at for cut in self.cuts if cut]
+        assert len({at.step for at in cuts}) == len({at.watermark_ms for at in cuts}) == 1
+        own = {partition: part for at in cuts for partition, part in at.own.items()}
+        return dataclasses.replace(cuts[0], own=own)
+
+    @property
+    def progress(self) -> dict[Partition, int]:
+        return {partition: at for built in self.built for partition, at in built.loop.own.progress.items()}
+
+    @property
+    def predicted(self) -> list[int]:
+        return sorted(p.sample_id for built in self.built for p in built.predicted)
+
+    def weights(self) -> list[dict[str, Tensor]]:
+        return [{k: v.detach().clone() for k, v in built.loop.model.state_dict().items()} for built in self.built]
+
+
+def fake_shard() -> FakeShard:
+    shard = FakeShard(0, samples.schema(), MemoryStore(), {}, FakeClock(samples.T0))
+    shard.restored, shard.incarnation = True, 1
+    return shard
+
+
+def begin(shard: FakeShard, incarnation: int) -> None:
+    """What RESTORE does to a shard whose rows are those of the manifest."""
+    shard.incarnation, shard.seen, shard.held = incarnation, set(), {}
+
+
+def rows_of(shard: FakeShard) -> Callable[[int], Rows]:
+    """Each worker's way to one shard; it is told of a new incarnation by whoever restores."""
+
+    def rows(worker: int) -> Rows:
+        return ShardRows(FakeRows(samples.schema(), [InMemoryTransport(shard.handle)], worker))  # type: ignore[arg-type]
+
+    return rows
+
+
+class DoubleRows:
+    """Rows in float64 and Adagrad, of all workers together, which adds up a step's pushes as a shard does."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.workers = clock, 1
+        self.values: dict[tuple[int, int], Tensor] = {}
+        self.squares: dict[tuple[int, int], Tensor] = {}
+        self._held: list[dict[tuple[int, int], Tensor]] = []
+
+    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+        self.workers = workers
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        return {name: torch.stack([self._value(key) for key in _keys(lookup, name)]) for name in lookup.stacks}
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        held = self._held
+        held.append({key: g for name, gradient_UD in gradients.items() for key, g in zip(_keys(lookup, name), gradient_UD)})  # noqa: B905
+        if len(held) == self.workers:
+            self._held = []
+            for key in dict.fromkeys(key for part in held for key in part):
+                self._apply(key, sum(part[key] for part in held if key in part), times.clip_row_norm)  # type: ignore[arg-type]
+        else:
+            wait_until(lambda: self._held is not held, self.clock, "the others' push")
+
+    def _apply(self, key: tuple[int, int], gradient_D: Tensor, most: float) -> None:
+        norm = float(gradient_D.norm())
+        gradient_D = gradient_D * (min(1.0, most / norm) if most and norm else 1.0)
+        self.squares[key] = self.squares.get(key, torch.full_like(gradient_D, 0.1)) + gradient_D**2
+        self.values[key] = self._value(key) - 0.05 * gradient_D / self.squares[key].sqrt()
+
+    def _value(self, key: tuple[int, int]) -> Tensor:
+        if key not in self.values:
+            table, id_ = key
+            dim = next(t.dim for t in samples.schema().tables if t.id == table)
+            generator = torch.Generator().manual_seed(1000 * table + id_)
+            self.values[key] = torch.rand(dim, generator=generator, dtype=torch.float64) * 0.1 - 0.05
+        return self.values[key].clone()
+
+
+def _keys(lookup: Lookup, stack: str) -> list[tuple[int, int]]:
+    its = lookup.stacks[stack]
+    return list(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))

@@ -1,0 +1,319 @@
+"""W workers are one: what they sum, when they train, when they cut, and what moves when there are more or fewer of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainer.loop
+from models.inputs import Inputs, build_inputs
+from roo.errors import UnavailableError
+from runtime.clock import FakeClock
+from tests.trainer import samples
+from tests.trainer.actors import Actor
+from tests.trainer.fake_shard import FakeShard, Row
+from tests.trainer.fleets import DoubleRows, Fleet, begin, fake_shard, rows_of
+from trainer.lockstep import Agreed, Words, agree, words_of
+from trainer.loop import Snapshot
+
+N48 = samples.records(list(range(1, 49)))
+WORDS = Words(
+    turn=7,
+    cut=0,
+    digest=0,
+    leaving=False,
+    ready=True,
+    spare=False,
+    weighted=True,
+    requests=9,
+    weight_T=(1.5, 0.1),
+    times_ms=(1_700_000_000_001,),
+)
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are built in it, and inputs come in it."""
+
+    def build(*args: Any, **named: Any) -> Inputs:
+        inputs = build_inputs(*args, **named)
+        return dataclasses.replace(inputs, ro_float_RG=inputs.ro_float_RG.double(), nro_float_BG=inputs.nro_float_BG.double())
+
+    monkeypatch.setattr(trainer.loop, "build_inputs", build)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
+    rows = DoubleRows(FakeClock(samples.T0))
+    records = samples.records(list(range(1, 49)), num_partitions=4)
+    return Fleet(records, workers, lambda worker: rows, num_partitions=4, batch_requests=16 // workers, **settings), rows
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.usefixtures("in_float64")
+def test_workers_with_a_batch_each_are_one_worker_with_the_whole_batch(workers: int) -> None:
+    (one, one_s_rows), (several, their_rows) = doubled(1), doubled(workers)
+    one.built[0].train_all()
+    several.run()
+    assert one.built[0].loop.num_steps == several.built[0].loop.num_steps == 3
+    (expected,) = one.weights()
+    for weights in several.weights():
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+        assert weights["scorer.0.weight" if "scorer.0.weight" in weights else next(iter(weights))].dtype == torch.float64
+    assert their_rows.values.keys() == one_s_rows.values.keys()
+    torch.testing.assert_close(their_rows.values, one_s_rows.values, rtol=0, atol=1e-6)
+    assert several.predicted == one.predicted == list(range(1, 49))
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_the_loss_is_divided_by_the_weights_of_all_not_by_each_worker_s_own() -> None:
+    """Workers with parts of different sizes: an average of averages would weigh the smaller part's requests more."""
+    uneven = samples.records([1, 3, 5, 7, 9, 11, 2, 4])
+    rows = [DoubleRows(FakeClock(samples.T0)) for _ in range(2)]
+    one = Fleet(uneven, 1, lambda worker: rows[0], batch_requests=8)
+    one.built[0].train_all()
+    two = Fleet(uneven, 2, lambda worker: rows[1], batch_requests=6, max_batch_wait_ms=0).run()
+    assert one.built[0].loop.num_steps == two.built[0].loop.num_steps == 1
+    torch.testing.assert_close(two.weights()[1], one.weights()[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows[1].values, rows[0].values, rtol=0, atol=1e-6)
+
+
+def test_weights_are_the_same_on_all_workers_to_the_bit() -> None:
+    fleet = Fleet(N48, 2, rows_of(fake_shard())).run()
+    first, second = fleet.weights()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert fleet.built[0].loop.snapshot().shared.keys() == fleet.built[1].loop.snapshot().shared.keys()
+
+
+def test_a_worker_without_data_adds_nothing_and_ends_up_with_the_same_weights() -> None:
+    odd = samples.records([n for n in range(1, 25) if n % 2])
+    shard = fake_shard()
+    fleet = Fleet(odd, 2, rows_of(shard)).run()
+    assert not fleet.built[0].predicted and len(fleet.built[1].predicted) == 12
+    assert fleet.built[0].loop.num_steps == fleet.built[1].loop.num_steps == 3
+    first, second = fleet.weights()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {row.pushes for (table, _), row in shard.rows.items() if table == USER} == {1}
+    assert fleet.built[0].loop.watermark_ms == fleet.built[1].loop.watermark_ms == samples.T0 + 23_500, "one event time"
+
+
+USER = samples.schema().table_by_name["user"].id
+
+
+def test_an_idle_fleet_sums_words_alone_and_trains_when_something_comes() -> None:
+    fleet = Fleet(N48[:3], 2, rows_of(fake_shard()), max_batch_wait_ms=500)
+    for _ in range(10):
+        fleet.round()
+    assert fleet.num_trained == 0 and fleet.hall.num_sums > 4
+    for built in fleet.built:
+        built.clock.advance(1)
+    fleet.run()
+    assert fleet.predicted == [1, 2, 3]
+
+
+def poison(shard: FakeShard, *users: int) -> None:
+    for user in users:
+        shard.rows[USER, user] = Row(np.full(2, math.nan, np.float32), np.ones(2, np.float32), 0)
+
+
+def test_a_request_that_is_not_finite_costs_itself_on_whichever_worker() -> None:
+    shard = fake_shard()
+    poison(shard, 3, 8, 9)
+    fleet = Fleet(samples.records(list(range(1, 13))), 2, rows_of(shard), batch_requests=6).run()
+    others = [n for n in range(1, 13) if n not in (3, 8, 9)]
+    assert fleet.predicted == others
+    pushed = {id_: row.pushes for (table, id_), row in shard.rows.items() if table == USER and row.pushes}
+    assert pushed == dict.fromkeys(others, 1)
+    assert [sorted(x.offset for x in built.letters) for built in fleet.built] == [[3], [1, 4]]
+    first, second = fleet.weights()
+    assert all(torch.equal(first[name], second[name]) and bool(first[name].isfinite().all()) for name in first)
+
+
+def test_a_gradient_whose_sum_over_all_could_overflow_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(samples.records(list(range(1, 9))), 2, rows_of(fake_shard()))
+    model = fleet.built[1].loop.model
+    loss = model.loss
+    monkeypatch.setattr(model, "loss", lambda inputs, *rest: loss(inputs, *rest) * (1e19 if len(inputs.ro_float_RG) > 1 else 1.0))
+    fleet.run()
+    assert fleet.predicted == list(range(1, 9)) and not fleet.built[1].letters, "alone each of them is fine"
+
+
+def test_a_cut_is_taken_behind_the_turn_in_which_all_want_it() -> None:
+    fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
+    for _ in range(6):
+        fleet.round()
+    fleet.wanted[0] = 1
+    before = fleet.num_trained
+    for _ in range(8):
+        fleet.round()
+    assert fleet.cuts == [None, None] and fleet.num_trained > before, "one alone cuts nothing, and training goes on"
+    fleet.wanted[1] = 2
+    for _ in range(4):
+        fleet.round()
+    assert fleet.cuts == [None, None], "another commit is another cut"
+    at = fleet.cut(2)
+    assert sum(at.progress.values()) == 4 * at.step, "whole chunks, the same number of each"
+    fleet.wanted, fleet.cuts = [0, 0], [None, None]
+    fleet.run()
+    assert fleet.predicted == list(range(1, 49)), "what was announced before the cut is trained behind it"
+
+
+def test_nobody_begins_another_chunk_while_one_is_leaving() -> None:
+    fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
+    for _ in range(8):
+        fleet.round()
+    leaving = [step.turn for step in fleet.steps]
+    fleet.steps[1].turn = lambda *, cut=0, leaving=False: leaving_turn(cut=cut, leaving=True)  # type: ignore[method-assign]
+    leaving_turn = leaving[1]
+    for _ in range(12):
+        fleet.round()
+    before = fleet.num_trained
+    for _ in range(6):
+        fleet.round()
+    assert fleet.num_trained == before < 12 and fleet.cut().progress == fleet.progress
+
+
+def applied(shard: FakeShard) -> dict[int, int]:
+    return {id_: row.pushes for (table, id_), row in shard.rows.items() if table == USER}
+
+
+def test_one_two_three_and_one_worker_again_go_on_where_the_others_stopped() -> None:
+    numbers = [n for i in range(1, 97) for n in ((i, i - 6) if i > 6 and i % 5 == 0 else (i,))]
+    records = samples.records(numbers, num_partitions=6)
+    whole = Fleet(records, 1, rows_of(fake_shard()), num_partitions=6)
+    whole.built[0].train_all()
+    shard, at, predicted, skipped = fake_shard(), None, [], 0
+    for incarnation, workers in enumerate((1, 2, 3, 1), start=1):
+        begin(shard, incarnation)
+        fleet = Fleet(records, workers, rows_of(shard), num_partitions=6, at=at, incarnation=incarnation, batch_requests=4)
+        if workers == 1:
+            for _ in range(4 if at is None else 999):
+                if not (fleet.built[0].loop.step() or (at is not None and fleet.built[0].loop.finish())):
+                    break
+            at = fleet.built[0].loop.snapshot()
+        else:
+            for _ in range(9):
+                fleet.round()
+            at = fleet.cut(incarnation)
+        predicted += fleet.predicted
+        skipped += sum(built.loop.own.num_skipped for built in fleet.built)
+    assert at is not None and sorted(predicted) == sorted(set(numbers))
+    assert applied(shard) == dict.fromkeys(sorted(set(numbers)), 1)
+    end = whole.built[0].loop.snapshot()
+    assert at.progress == end.progress and skipped == whole.built[0].loop.own.num_skipped > 0
+    assert kept(at) == kept(end), "ids and counts by partition"
+    assert fleet.built[0].loop.report()["requests"] == whole.built[0].loop.report()["requests"]
+
+
+def kept(at: Snapshot) -> dict[str, Any]:
+    return {
+        f"{partition} {name}": value.tolist()
+        for partition, cut in at.own.items()
+        for name, value in cut.tensors.items()
+        if name.startswith("dedupe.") or name == "metrics.requests"
+    }
+
+
+RAMP = {"first_batch_requests": 1, "batch_growth_requests": 6, "batch_requests": 4}
+
+
+@pytest.mark.parametrize("turns", [3, 6, 9, 12, 15])
+def test_g11_a_restored_fleet_goes_on_with_the_same_batches_and_bits(turns: int) -> None:
+    shards = fake_shard(), fake_shard()
+    whole = Fleet(N48, 2, rows_of(shards[0]), exact=True, **RAMP)
+    disturbed = Fleet(N48, 2, rows_of(shards[1]), exact=True, **RAMP)
+    for _ in range(turns):
+        disturbed.round()
+    at = disturbed.cut()
+    begin(shards[1], 2)
+    again = Fleet(N48, 2, rows_of(shards[1]), exact=True, at=at, incarnation=2, **RAMP)
+    for _ in range(300):
+        whole.round()
+        again.round(*((1, 0, 1) if turns % 2 else (0, 0, 1)))
+    assert again.built[0].loop.num_steps == whole.built[0].loop.num_steps > at.step > 0
+    mine, theirs = again.built[1].loop.snapshot(), whole.built[1].loop.snapshot()
+    assert {k: v.tobytes() for k, v in mine.shared.items()} == {k: v.tobytes() for k, v in theirs.shared.items()}
+    assert shards[0].bits() == shards[1].bits()
+
+
+def test_batches_grow_with_what_the_fleet_has_trained() -> None:
+    fleet = Fleet(N48, 2, rows_of(fake_shard()), exact=True, **RAMP)
+    for _ in range(200):
+        fleet.round()
+    steps = [p.step for p in fleet.built[0].predicted]
+    sizes = [steps.count(step) for step in sorted(set(steps))]
+    assert sizes == [1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4], "one more when each worker has trained six more"
+
+
+def test_words_say_what_was_said() -> None:
+    assert words_of(WORDS.numbers(), 2) == WORDS
+    late = WORDS._replace(times_ms=tuple(range(40)), cut=3, digest=(1 << 52) - 1)
+    assert words_of(late.numbers(), 2) == late._replace(times_ms=tuple(range(25, 40)))
+    assert len(late.numbers()) == len(WORDS.numbers())
+    assert words_of(WORDS._replace(times_ms=(1 << 62,)).numbers(), 2).times_ms == (1 << 52,)
+
+
+def test_what_is_agreed_follows_from_what_all_say() -> None:
+    idle = WORDS._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
+    one = agree([WORDS, idle], Agreed(), exact=False)
+    assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
+    assert not agree([idle, idle], Agreed(), exact=False).trains
+    waits = agree([WORDS, idle], Agreed(requests=4), exact=True)
+    assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), "sizes don't depend on who was faster"
+    assert agree([WORDS, WORDS._replace(weighted=False)], Agreed(requests=4), exact=True)[:3] == (True, True, (3.0, 0.2))
+    assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], Agreed(), exact=False).cut == 5
+    assert agree([WORDS._replace(cut=5), WORDS], Agreed(), exact=False).cut == 0
+    assert agree([WORDS, WORDS._replace(leaving=True)], Agreed(), exact=False).leaving
+
+
+def test_workers_that_are_not_in_step_or_have_other_weights_are_told_loudly() -> None:
+    with pytest.raises(UnavailableError, match="not in step, at turns"):
+        agree([WORDS, WORDS._replace(turn=8)], Agreed(), exact=False)
+    with pytest.raises(UnavailableError, match="dense weights are not the same"):
+        agree([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], Agreed(), exact=False)
+    fleet = Fleet(N48, 2, rows_of(fake_shard()))
+    for _ in range(6):
+        fleet.round()
+    with torch.no_grad():
+        next(iter(fleet.built[1].loop.model.parameters())).add_(1e-3)
+    with pytest.raises(UnavailableError, match="dense weights are not the same"):
+        fleet.cut()
+
+
+def test_a_worker_that_is_killed_in_a_sum_ends_the_others_wait() -> None:
+    fleet = Fleet(N48, 2, rows_of(fake_shard()))
+    for _ in range(5):
+        fleet.round()
+    while not fleet.actors[0].busy:
+        fleet.turn(0)
+    fleet.hall.away(1)
+    with pytest.raises(UnavailableError, match="another worker is gone"):
+        for _ in range(3):
+            fleet.turn(0)
+
+
+def test_actors_run_one_at_a_time_and_die_where_they_pause() -> None:
+    actor, seen = Actor(), []
+
+    def act() -> None:
+        try:
+            seen.append("begun")
+            Actor.pause()
+            seen.append("went on")
+            Actor.pause()
+        finally:
+            seen.append("unwound")
+
+    actor.do(act)
+    assert actor.busy and seen == ["begun"]
+    actor.go_on()
+    actor.kill()
+    assert seen == ["begun", "went on", "unwound"]

@@ -1,0 +1,26 @@
+"""Event time of training, and what several workers make of theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.watermark import TrainedTime, newest_of
+
+
+def test_it_follows_the_close_times_and_never_goes_back() -> None:
+    time = TrainedTime()
+    for close_ms in ([100, 300], [200], [1 << 50], [400]):
+        time.add(np.array(close_ms, np.int64))
+    assert time.watermark_ms == 400 and time.recent_ms.tolist() == [100, 300, 200, 1 << 50, 400]
+    again = TrainedTime(time.watermark_ms, time.recent_ms.tolist())
+    for of_both in (time, again):
+        of_both.add(np.array([500], np.int64))
+    assert again.watermark_ms == time.watermark_ms == 500 and again.recent_ms.tolist() == time.recent_ms.tolist()
+
+
+def test_of_several_workers_each_has_its_newest_and_none_pushes_the_others_out() -> None:
+    assert newest_of([[1, 2, 3], [], [7]]) == [1, 2, 7, 3]
+    both = newest_of([list(range(100, 115)), list(range(200, 215))])
+    assert len(both) == 15 and set(both) == {*range(107, 115), *range(208, 215)}
+    assert newest_of([]) == [] and newest_of([[5]]) == [5]
+    assert newest_of([list(range(15)), []]) == list(range(15)), "one with data alone is as one worker"
