@@ -232,9 +232,10 @@ def test_a_disk_that_is_full_at_the_link_commits_all_or_nothing(when: str) -> No
 
 def test_a_disk_that_is_full_at_the_dense_file_only_delays_the_commit() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
+    while not (simulation.controller and simulation.controller.coordinator.state is State.RUNNING):
+        simulation.round()
     simulation.store.fail_next("put")
     simulation.run()
-    assert simulation.controller is not None
     assert simulation.controller.coordinator.num_aborts == 1 and simulation.controller.coordinator.num_rollbacks == 0
     assert_applied_once(simulation, LIVE_NUMBERS)
 
