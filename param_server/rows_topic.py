@@ -109,7 +109,7 @@ class KafkaRows:
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
         with contextlib.closing(self._reader(partition)) as reader:
-            return reader.bounds((ROWS, partition))
+            return reader.bounds((ROWS, partition))[ROWS, partition]
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
         """See `RowsTopic`. Records without a value are passed over; while the broker is away it waits."""

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 
 from roo.errors import ConfigError, UnavailableError
@@ -117,16 +126,35 @@ def check_topics(broker: Broker, prefix: str, topics: Iterable[str], partitions:
             raise
 
 
+def bounds(client: Consumer, places: Sequence[TopicPartition], timeout_s: float = 10.0) -> list[tuple[int, int]]:
+    """(oldest offset still there, last stable offset) of each, in the order of `places`. Call from the consumer's own thread.
+
+    Asked as the offsets of the times "earliest" and "latest" (ListOffsets' -2 and -1), two questions a broker whatever the number
+    of partitions. `get_watermark_offsets` asks the same but waits without a limit for a broker that dies meanwhile
+    (librdkafka issues 2588, 4878).
+
+    Raises:
+        KafkaException: the broker refused, is away, or told nothing in time.
+    """
+    found = []
+    for time in (OFFSET_BEGINNING, OFFSET_END):
+        asked = [TopicPartition(place.topic, place.partition, time) for place in places]
+        told = {(at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=timeout_s)}
+        at = [told[place.topic, place.partition] for place in places]
+        if refused := next((place for place in at if place.error is not None), None):
+            raise KafkaException(refused.error)
+        found.append([int(place.offset) for place in at])
+    return list(zip(*found, strict=True))
+
+
 def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:
     """Partition → next offset that will be written (last stable offset). Call from the consumer's own thread.
 
     Raises:
-        KafkaException: the broker refused, or is away. UnavailableError: no answer in time.
+        KafkaException: as `bounds`.
     """
-    found = {p: client.get_watermark_offsets(TopicPartition(topic, p), timeout=timeout_s) for p in partitions}
-    if late := [p for p, bounds in found.items() if bounds is None]:
-        raise UnavailableError(f"topic {topic}: the broker has not told the offsets of partition {late[0]} in {timeout_s:g} s")
-    return {p: int(bounds[1]) for p, bounds in found.items()}
+    places = [TopicPartition(topic, p) for p in partitions]
+    return {at.partition: end for at, (_, end) in zip(places, bounds(client, places, timeout_s), strict=True)}
 
 
 def send(

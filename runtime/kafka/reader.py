@@ -61,7 +61,7 @@ class KafkaReader:
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
         """See RecordReader. The broker is asked for all bounds first, so that nothing is changed where it is away."""
-        bounds = {p: self.bounds(p) for p in self.partitions}
+        bounds = self.bounds(*self.partitions)
         self._given = {p: self._place(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions}
         self._given_ms = dict.fromkeys(self.partitions, 0)
         self._fetched = dict(self._given)
@@ -93,7 +93,7 @@ class KafkaReader:
         return dict(self._given)
 
     def end_offsets(self) -> Progress:
-        return {p: self.bounds(p)[1] for p in self.partitions}
+        return {p: end for p, (_, end) in self.bounds(*self.partitions).items()}
 
     def passed(self, partition: Partition) -> int:
         """Everything below this offset has been given, or is a transaction's marker, which no reader sees."""
@@ -162,7 +162,7 @@ class KafkaReader:
         if not self._gone:
             return
         try:
-            bounds = {p: self.bounds(p) for p in self._gone}
+            bounds = self.bounds(*self._gone)
         except UnavailableError as error:
             log.debug("%s", error)
             return
@@ -216,19 +216,15 @@ class KafkaReader:
             log.warning("waiting for %s: no records of %s for %g s", self.what, self.reading.named(), _AWAY_AFTER_S)
             self._silent_since_s = -1.0
 
-    def bounds(self, partition: Partition) -> tuple[int, int]:
-        """(oldest offset still there, last stable offset), asked now; UnavailableError as `end_offsets`."""
+    def bounds(self, *partitions: Partition) -> dict[Partition, tuple[int, int]]:
+        """(oldest offset still there, last stable offset) of each, asked now; UnavailableError as `end_offsets`."""
         try:
-            found = self._client().get_watermark_offsets(self.reading.place(partition), timeout=_ASK_S)
+            found = clients.bounds(self._client(), [self.reading.place(p) for p in partitions], _ASK_S)
         except KafkaException as error:
             code = error.args[0].code()
             todo = "create the topics first, or check the prefix" if code in _UNREADABLE else "start it or check the address"
-            raise UnavailableError(f"{self.what}: {self._named(partition)}: {error.args[0].str()}; {todo}") from None
-        if found is None:
-            raise UnavailableError(
-                f"{self.what}: {self._named(partition)}: no offsets in {_ASK_S:g} s; start it or check the address"
-            )
-        return int(found[0]), int(found[1])
+            raise UnavailableError(f"{self.what}: {self.reading.named()}: {error.args[0].str()}; {todo}") from None
+        return dict(zip(partitions, found, strict=True))
 
     def _partition(self, message: Any) -> Partition:
         return self.reading.partition_of(message.topic(), message.partition())

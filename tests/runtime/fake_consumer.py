@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, TopicPartition
 
 from roo.wire import Record
 from runtime.kafka.topics import Partition
@@ -69,10 +69,11 @@ class FakeConsumer:
         """One more look's."""
         self.coming.append(deque(messages))
 
-    def get_watermark_offsets(self, at: Any, timeout: float) -> tuple[int, int] | None:
+    def offsets_for_times(self, asked: list[Any], timeout: float) -> list[TopicPartition]:
         if self.fails is not None:
             raise KafkaException(KafkaError(self.fails))
-        return self.oldest, self.newest
+        bounds = {OFFSET_BEGINNING: self.oldest, OFFSET_END: self.newest}
+        return [TopicPartition(at.topic, at.partition, bounds[at.offset]) for at in asked]
 
     def assign(self, places: list[Any]) -> None:
         self.assigned = {(at.topic, at.partition): at.offset for at in places}
@@ -112,8 +113,11 @@ class LogConsumer:
         self._ended: set[Partition] = set()
         self._paused: set[Partition] = set()
 
-    def get_watermark_offsets(self, at: Any, timeout: float) -> tuple[int, int]:
-        return 0, len(self._logs[at.topic, at.partition])
+    def offsets_for_times(self, asked: list[Any], timeout: float) -> list[TopicPartition]:
+        ends = {p: len(log) for p, log in self._logs.items()}
+        return [
+            TopicPartition(at.topic, at.partition, ends[at.topic, at.partition] if at.offset == OFFSET_END else 0) for at in asked
+        ]
 
     def assign(self, places: list[Any]) -> None:
         self._at = {(at.topic, at.partition): at.offset for at in places}

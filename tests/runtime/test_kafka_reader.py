@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
@@ -119,21 +121,26 @@ def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: in
     consumer = FakeConsumer()
     consumer.fails = code
     reader = KafkaReader(consumer, MERGED, what="Kafka at k:1")
-    with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples-0: .*{todo}"):
+    with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples: .*{todo}"):
         reader.seek({P0: 1})
     assert consumer.assigned == {}
 
 
-def test_a_broker_that_answers_nothing_in_time_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = FakeConsumer()
-    monkeypatch.setattr(consumer, "get_watermark_offsets", lambda at, timeout: None)
-    with pytest.raises(UnavailableError, match=r"no offsets in 5 s"):
+def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer, told = FakeConsumer(), FakeConsumer.offsets_for_times
+
+    def late(asked: list[Any], timeout: float) -> list[Any]:
+        places = told(consumer, asked, timeout)
+        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(KafkaError._TIMED_OUT))]
+
+    monkeypatch.setattr(consumer, "offsets_for_times", late)
+    with pytest.raises(UnavailableError, match=r"t\.samples: .*imed out"):
         KafkaReader(consumer, MERGED).end_offsets()
 
 
 def test_ends_and_bounds_are_asked_when_wanted() -> None:
     reader = KafkaReader(FakeConsumer(oldest=2, newest=9), MERGED)
-    assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == (2, 9)
+    assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == {P0: (2, 9)}
 
 
 def test_records_are_merged_by_time_and_positions_follow() -> None:
