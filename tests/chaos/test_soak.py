@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from infra import kinds
+from infra.kinds import SIMULATE
 from infra.stack import Stack
 from roo.errors import RoostreamError
 from tests.chaos.test_kill_everything import VICTIMS
@@ -29,6 +31,7 @@ SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
+GROWN_UP_S = 45.0  # a program's memory counts from this age on
 STILL_FILLING_MB = {
     "redis": 64,  # 500 users of at most 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice with its largest call
     "auditor": 128,  # the ids of the newest 30 minutes
@@ -75,12 +78,12 @@ class Faults:
         return KILL_EVERY_S * self.rng.uniform(0.5, 1.5)
 
     def look(self, now_s: float) -> float:
-        """Resident memory of every program, by its name."""
+        """Resident memory of every program that has run for a while, by its name."""
         for name in self.stack.expand(["all", "simulate"]):
             pid = self.stack.pid(name)
             with contextlib.suppress(psutil.Error):
-                if pid is not None:
-                    self.memory.setdefault(name, []).append((now_s, psutil.Process(pid).memory_info().rss))
+                if pid is not None and time.time() - (process := psutil.Process(pid)).create_time() >= GROWN_UP_S:
+                    self.memory.setdefault(name, []).append((now_s, process.memory_info().rss))
         return LOOK_EVERY_S
 
     def garbage(self, now_s: float) -> float:
@@ -118,8 +121,8 @@ class Faults:
 
 
 def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → memory of the last third of the run over that of the second one: the lowest deciles, since a program that has
-    just been restored, or reads anew what a killed Redis held, takes more for a while, and kills don't fall evenly."""
+    """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a program that reads
+    anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
     found = {}
     for name, seen in memory.items():
         thirds: list[list[int]] = [[], [], []]
@@ -131,7 +134,7 @@ def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[s
 
 
 def _usual(rss: list[int]) -> float:
-    return statistics.quantiles(rss, n=10)[0] if len(rss) > 1 else rss[0]
+    return statistics.quantiles(rss, n=4)[0] if len(rss) > 1 else rss[0]
 
 
 def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Path) -> None:
@@ -153,7 +156,9 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
         check_nothing_lost_or_twice(stack, within_s=300)
         assert len(faults.kills) >= SECONDS / 30 and faults.num_garbage, report
         if SECONDS >= 900:  # shorter runs are still warming up
-            assert max(r for name, r in report["growth"].items() if name not in STILL_FILLING_MB) < 1.1, report["growth"]
+            # the heaps of the servers that aren't ours are bounded by their options
+            ours = {*kinds.names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
+            assert {name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1} == {}
             for name, most_mb in STILL_FILLING_MB.items():
                 assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (name, report["memory_mb"][name])
 
