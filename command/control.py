@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from infra.logs import last_lines
 from infra.options import StackOptions
 from infra.stack import Stack
 from infra.stopping import MOST_S
-from roo.errors import SetupError, printable
+from roo.errors import ConfigError, SetupError, printable
 from runtime.program import MaskingFormatter
 from runtime.rpc_client import SocketTransport
 from runtime.transport import Header
@@ -134,6 +135,39 @@ def release(home: Path, controller: str) -> int:
     answer = _ask(home, controller, "release", {}, 5.0)
     print(f"released; training was held: {printable(str(answer['reason']))}" if answer["held"] else "training is not held")
     return 0
+
+
+def preempt(home: Path, controller: str, name: str, notice_s: float) -> int:
+    """Have a job of the trainer go within `notice_s`; 0 if what was trained is committed first, 1 if it is trained again.
+
+    Raises:
+        ConfigError: no job of the trainer has such a name, or the notice is too short. UnavailableError: it isn't there.
+        TransportError: no controller answers.
+    """
+    role, index = job_of(name)
+    answer = _ask(home, controller, "preempt", {"role": role, "index": index, "notice_s": notice_s}, notice_s + 5)
+    if answer["committed"]:
+        print(f"{name} goes; everything trained is committed (commit {answer['seq']}), and training waits until it is back")
+        return 0
+    why = f"{printable(str(answer['why']))}; what was trained since commit {answer['seq']} is trained again"
+    print(f"{name} was asked to go, and nothing was committed within {notice_s:g} s: {why}", file=sys.stderr)
+    return 1
+
+
+def job_of(name: str) -> tuple[str, int]:
+    """Role and index of a program of the trainer, by its name in a stack.
+
+    Raises:
+        ConfigError: it has no other name there, or keeps nothing that a commit would save.
+    """
+    match = re.fullmatch(r"(controller)|(worker)(?:-([1-9]\d*))?|(shard)-(\d+)", name)
+    if match is None:
+        raise ConfigError(
+            f"expected controller, worker, worker-N or shard-N, got {name!r}: other programs lose nothing that is trained; "
+            "end the process, and its stack starts it again"
+        )
+    controller, worker, number, shard, index = match.groups()
+    return controller or worker or shard, int(number or index or 0)
 
 
 def _ask(home: Path, controller: str, method: str, header: Header, timeout_s: float) -> Header:

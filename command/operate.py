@@ -1,4 +1,4 @@
-"""Sub-commands for who runs a deployment: its topics, and how many workers train."""
+"""Sub-commands for who runs a deployment: its topics, how many workers train, and what of it has to go."""
 
 from __future__ import annotations
 
@@ -90,6 +90,23 @@ def scale(wish: str, home: Path, controller: str, wait_s: float) -> None:
     if name != "workers" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected workers=N with N from 1 on, got {wish!r}")
     sys.exit(importlib.import_module("command.control").scale(home, controller, int(number), wait_s))
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.option("--notice", "notice_s", type=float, default=20.0, show_default=True, help="seconds until it has to be gone")
+@home_option
+@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
+def preempt(name: str, notice_s: float, home: Path, controller: str) -> None:
+    """Have a worker, a shard or the controller go, without losing what is trained; exit 1 if it could not be committed in time.
+
+    All finish and commit, then it ends with exit code 0. Training waits until it is back; a stack starts it again at once.
+
+    \b
+    Example:
+      roostream preempt shard-0 --notice 20
+    """
+    sys.exit(importlib.import_module("command.control").preempt(home, controller, name, notice_s))
 
 
 @click.group()

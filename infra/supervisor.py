@@ -171,9 +171,12 @@ class Supervisor:
             return self._set(slot, "held")
         if not slot.program.restarted:
             return self._set(slot, "ended")
-        log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
-        for line in lines:
-            log.error("    | %s", line)
+        if code == 0:
+            log.info("%s has left after %.0f s, as it was asked to", name, lived_s)
+        else:
+            log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
+            for line in lines:
+                log.error("    | %s", line)
         self._retry(slot, lived_s, now_s)
 
     def _retry(self, slot: Slot, lived_s: float, now_s: float) -> None:

@@ -1,7 +1,8 @@
 """A shard process: rows behind a port, led by the controller, followed by readers of `rows`.
 
 Start: 1 schema, probes, kernels, segments  2 listen  3 metrics  4 publish  5 dial the controller, whose RESTORE brings the rows
-Stop:  1 the member (a command in hand may end)  2 calls in hand  3 the publisher  4 segments
+Stop:  1 the member, once what was trained is committed or there is no controller (a command in hand may end)  2 calls in hand
+       3 the publisher  4 segments
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from runtime import metrics, program
 from runtime.address import parse_address
 from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
-from runtime.crew import Crew
+from runtime.crew import Crew, StopBudget
 from runtime.exports import Exports
 from runtime.health import Health
 from runtime.kafka import clients
@@ -45,6 +46,8 @@ from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.shard")
 
+STOP_S = 8.0  # for the last commit after SIGTERM, below runtime.program.STOP_S with what comes behind it
+_CLOSING_S = 2.0  # of it, or of a notice, kept for that
 _JOIN_S = 5.0
 _TURN_S = 0.5
 
@@ -106,10 +109,12 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
             opened.callback(crew.join, _JOIN_S)
             crew.start("topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop)
             crew.start("publisher", publisher.run, stop)  # 4
-        _start_member(config, shard, stop, opened)  # 5
+        ending, left = StopBudget(stop, STOP_S), threading.Event()
+        member = _start_member(config, shard, ending, left, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
-        while not stop.wait(_TURN_S):  # a lock that nobody gives back stops the turns
+        while not (stop.wait(_TURN_S) or left.is_set()):  # a lock that nobody gives back stops the turns
             health.turned("" if shard.stats()["ready"] else "it waits for the controller to restore it")
+        member.leave(ending, _CLOSING_S)
     crew.check()
 
 
@@ -150,16 +155,22 @@ def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opene
     return server.address
 
 
-def _start_member(config: ShardConfig, shard: Shard, stop: threading.Event, opened: contextlib.ExitStack) -> None:
-    member = Member(lambda: SocketTransport(config.controller), "shard", config.index, shard.execute, shard.stats, stop)
+def _start_member(
+    config: ShardConfig, shard: Shard, ending: StopBudget, left: threading.Event, opened: contextlib.ExitStack
+) -> Member:
+    def dial() -> SocketTransport:
+        return SocketTransport(config.controller)
+
+    member = Member(dial, "shard", config.index, shard.execute, shard.stats, left, ending=ending)
 
     def close() -> None:
-        stop.set()
+        ending.stop.set()
+        left.set()
         if not member.join(_JOIN_S):
             log.warning("stopped while a command of the controller was being done")
 
     opened.callback(close)
-    member.start()
+    return member.start()
 
 
 def timed(handler: Handler, latency: metrics.Quantiles) -> Handler:

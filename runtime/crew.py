@@ -74,6 +74,12 @@ class StopBudget:
         self.stop, self.seconds, self.clock = stop, seconds, clock or SystemClock()
         self._since_s: float | None = None
 
+    def begin(self, seconds: float) -> None:
+        """Stop, with so long for it, unless that was asked for before. Any thread."""
+        if not self.stop.is_set():
+            self.seconds = seconds
+            self.stop.set()
+
     def left_s(self) -> float:
         """Counts from the first call after `stop` was set; infinite before. Any thread."""
         if not self.stop.is_set():

@@ -2,7 +2,7 @@
 
     beat thread      dials the controller over and over; the call is held there until there is a command
     command thread   does commands, one after the other, in the order of their ids
-    answer thread    sends a result as soon as it is there, since a beat may be held just then
+    answer thread    sends a result as soon as it is there, since a beat may be held just then; the last beat of all is its own
 
 A command is known by (incarnation, id). Given again, it is not done again: its result is sent again. Two threads take answers,
 so one may come late: the controller gives every command that it still wants with each answer, so a command below one that is
@@ -12,6 +12,7 @@ if it still hangs `STUCK_S` after that one's command came, the process ends, sin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
-from runtime.crew import Crew
+from runtime.crew import Crew, StopBudget
 from runtime.transport import Transport
 
 log = logging.getLogger("roostream.member")
@@ -78,9 +79,11 @@ class Member:
         session: int | None = None,
         on_stuck: Callable[[str], None] | None = None,
         hear: Callable[[Command], None] = lambda command: None,
+        ending: StopBudget | None = None,
     ) -> None:
         """`on_stuck(why)` is called by a beat thread when a command hangs for good; it ends the process unless given.
-        `hear(command)` is called when a command comes, before those in front of it are done; it must not wait."""
+        `hear(command)` is called when a command comes, before those in front of it are done; it must not wait.
+        `ending` is begun when the controller asks this member to leave."""
         self.transport_factory, self.role, self.index = transport_factory, role, index
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
@@ -93,7 +96,9 @@ class Member:
         self._untold: dict[tuple[int, int], Result] = {}
         self._running: Command | None = None
         self._overdue_since_s: float | None = None  # a command of a later incarnation waits behind the running one
-        self.on_stuck, self.hear = on_stuck or end_process, hear
+        self.on_stuck, self.hear, self.ending = on_stuck or end_process, hear, ending
+        self._leaving = self._free = False
+        self._reached = True  # the last call was answered
         self._told = threading.Event()
         self._answered_s = self.clock.monotonic_s()
         self._crew = Crew(stop)
@@ -109,6 +114,15 @@ class Member:
         self._crew.start("member-commands", self._command_loop)
         self._crew.start("member-answers", self._answer_loop)
         return self
+
+    def leave(self, ending: StopBudget, least_s: float) -> bool:
+        """Tell that this member goes, and wait until nothing that was trained is lost by it. False: no controller answers, or no
+        more than `least_s` of `ending` is left."""
+        self._leaving = True
+        self._told.set()
+        while self._reached and not self._free and ending.left_s() > least_s:
+            self.clock.sleep(_LEAST_BETWEEN_S)
+        return self._free
 
     def join(self, timeout_s: float = 5.0) -> bool:
         """After `stop` was set: wait for the threads; False if a command is still being done."""
@@ -133,17 +147,25 @@ class Member:
         """One call; True if it brought a command that was not known. What it told is told."""
         with self._lock:
             telling = dict(self._untold)
+        leaving = self._leaving
         header = {
             "role": self.role,
             "index": self.index,
             "session": self.session,
             "incarnation": self.incarnation,
             "results": list(telling.values()),
-            "report": self.report(),
+            "report": {**self.report(), **({"leaving": True} if leaving else {})},
         }
-        answer, _ = transport.call("beat", header, timeout_s=_CALL_TIMEOUT_S)
-        self._answered_s = self.clock.monotonic_s()
+        try:
+            answer, _ = transport.call("beat", header, timeout_s=_CALL_TIMEOUT_S)
+        except RoostreamError:
+            self._reached = False
+            raise
+        self._reached, self._answered_s = True, self.clock.monotonic_s()
         self.hold = str(answer.get("hold", ""))
+        self._free = leaving and bool(answer.get("free"))
+        if self.ending and answer.get("leave_s") is not None:
+            self.ending.begin(float(answer["leave_s"]))
         with self._lock:
             for key, result in telling.items():
                 if self._untold.get(key) is result:
@@ -209,7 +231,8 @@ class Member:
         self._told.set()
 
     def _answer_loop(self) -> None:
-        """Results don't wait for the beat that is held. A call that fails is left to the next beat."""
+        """Results don't wait for the beat that is held. A call that fails is left to the next beat. Who goes tells what it did
+        last, and how it goes, unless nobody hears it."""
         transport = self.transport_factory()
         try:
             while not self.stop.is_set():
@@ -220,5 +243,8 @@ class Member:
                         self.beat(transport)
                     except RoostreamError as error:
                         log.debug("a result could not be told yet: %s", error)
+            if self._reached:
+                with contextlib.suppress(RoostreamError):
+                    self.beat(transport)
         finally:
             transport.close()

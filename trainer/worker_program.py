@@ -104,7 +104,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
-        member = _member(config, worker, monitor, left)
+        member = _member(config, worker, monitor, left, ending)
         opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
@@ -124,11 +124,11 @@ def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: St
     )
 
 
-def _member(config: WorkerConfig, worker: Worker, monitor: Monitor, left: threading.Event) -> Member:
+def _member(config: WorkerConfig, worker: Worker, monitor: Monitor, left: threading.Event, ending: StopBudget) -> Member:
     def dial() -> SocketTransport:
         return SocketTransport(config.controller)
 
-    return Member(dial, "worker", config.index, worker.submit, monitor.report, left, hear=worker.hear)
+    return Member(dial, "worker", config.index, worker.submit, monitor.report, left, hear=worker.hear, ending=ending)
 
 
 def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:

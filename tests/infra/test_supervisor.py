@@ -75,6 +75,18 @@ def test_a_killed_child_is_started_again(bench: Bench) -> None:
     assert bench.supervisor.slots["a"].restarts.total == 1
 
 
+def test_a_child_that_left_as_it_was_asked_to_is_started_again_without_alarm(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    there = tmp_path / "was here"
+    leaves_once = f"import pathlib, time; p = pathlib.Path({str(there)!r}); p.exists() and time.sleep(600); p.touch()"
+    bench.start(bench.program("a", leaves_once))
+    bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].restarts.total == 1)
+    bench.wait_state("a", "ready")
+    assert "a has left after" in caplog.text and "died" not in caplog.text
+
+
 def test_a_child_that_dies_again_and_again_is_given_up_and_said_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.start(bench.program("a", "import sys; print('no such thing'); sys.exit(3)"))
     bench.wait_state("a", "failed")

@@ -50,11 +50,13 @@ class Lead:
         self.outbox: list[dict[str, Any]] = []
         self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.sessions: list[int] = []
-        self.ids = 0
+        self.ids, self.frees, self.said_it_leaves = 0, True, False
+        self.notice: dict[str, float] = {}
         self.changed = threading.Condition()
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
         with self.changed:
+            self.said_it_leaves |= bool(header["report"].get("leaving"))
             if header["session"] not in self.sessions:
                 self.sessions.append(header["session"])
             for result in header["results"]:
@@ -64,7 +66,7 @@ class Lead:
                     self.results.put(result)
             self.changed.notify_all()
             self.changed.wait_for(lambda: bool(self.outbox), 0.2)
-            return {"commands": list(self.outbox), "incarnation": 0}, ()
+            return {"commands": list(self.outbox), "incarnation": 0, "free": self.frees, **self.notice}, ()
 
     def do(self, kind: str, incarnation: int, **fields: Any) -> dict[str, Any]:
         with self.changed:
@@ -211,6 +213,24 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
     transport.close()
     assert shard.end(signal.SIGTERM) == 0
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
+
+
+@pytest.mark.parametrize("asked", ["signal", "notice"])
+def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(shard: Shard, lead: Lead, asked: str) -> None:
+    lead.frees = False
+    shard.start()
+    lead.do("restore", 1, manifest="")
+    assert shard.process is not None
+    if asked == "signal":
+        shard.process.send_signal(signal.SIGTERM)
+    else:
+        lead.notice = {"leave_s": 60.0}
+    with lead.changed:
+        assert lead.changed.wait_for(lambda: lead.said_it_leaves, 30)
+    assert lead.do("freeze", 1, seq=1, watermark_ms=0)["ok"] is True
+    assert shard.process.poll() is None
+    lead.frees = True
+    assert shard.process.wait(30) == 0 and "shard stopped" in shard.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from roo.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
 from runtime.clock import FakeClock
+from runtime.crew import StopBudget
 from runtime.member import Member
 from runtime.transport import Answer, Arrays, Header
 
@@ -20,6 +22,7 @@ class FakeController:
     def __init__(self, *answers: list[dict[str, Any]] | Exception) -> None:
         self.answers, self.beats, self.closed = list(answers), [], 0
         self.changed = threading.Condition()
+        self.said: dict[str, Any] = {}
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         assert method == "beat"
@@ -29,7 +32,7 @@ class FakeController:
             self.changed.notify_all()
         if isinstance(answer, Exception):
             raise answer
-        return {"commands": answer, "incarnation": 1}, []
+        return {"commands": answer, "incarnation": 1, **self.said}, []
 
     def close(self) -> None:
         self.closed += 1
@@ -289,3 +292,82 @@ def test_join_says_when_a_command_does_not_end() -> None:
     assert member.join(timeout_s=0.05) is False
     doer.hold.set()
     assert member.join()
+
+
+def beaten(controller: FakeController, member: Member) -> None:
+    """One beat, as its thread makes it."""
+    with contextlib.suppress(TransportError):
+        member.beat(controller)
+
+
+class Beating(FakeClock):
+    """A clock on which a beat passes with each wait."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        super().__init__()
+        self.beat = beat
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        self.beat()
+        return super().sleep(seconds, stop)
+
+
+def leaver(controller: FakeController, seconds: float = 8.0) -> tuple[Member, StopBudget]:
+    stop = threading.Event()
+    stop.set()
+    member = make_member(controller, Doer())
+    member.clock = Beating(lambda: beaten(controller, member))
+    return member, StopBudget(stop, seconds, member.clock)
+
+
+def test_who_leaves_says_so_and_waits_until_it_is_free() -> None:
+    controller = FakeController([])
+    member, ending = leaver(controller)
+    beaten(controller, member)
+    free_at = len(controller.beats) + 3
+    told = controller.call
+
+    def call(*args: Any, **more: Any) -> Answer:
+        answer, arrays = told(*args, **more)
+        return {**answer, "free": len(controller.beats) >= free_at}, arrays
+
+    controller.call = call  # type: ignore[method-assign]
+    assert member.leave(ending, 1.0) is True
+    assert [beat["report"].get("leaving", False) for beat in controller.beats] == [False, True, True, True]
+
+
+def test_who_leaves_waits_for_no_controller_that_is_away() -> None:
+    controller = FakeController(TransportError("refused"))
+    member, ending = leaver(controller)
+    assert member.leave(ending, 1.0) is False and len(controller.beats) == 1
+
+
+def test_who_leaves_goes_when_its_time_is_over_whatever_the_controller_says() -> None:
+    member, ending = leaver(FakeController([]), seconds=3.0)
+    assert member.leave(ending, 1.0) is False
+    assert 0.9 <= ending.left_s() <= 1.0
+
+
+def test_a_member_that_is_asked_to_leave_ends_within_the_notice() -> None:
+    controller, stop = FakeController([]), threading.Event()
+    ending = StopBudget(stop, 8.0, FakeClock())
+    member = make_member(controller, Doer(), ending=ending)
+    member.beat(controller)
+    assert not stop.is_set()
+    controller.said = {"leave_s": 17.0}
+    member.beat(controller)
+    assert stop.is_set() and ending.left_s() == 17.0
+    controller.said = {"leave_s": 300.0}
+    member.beat(controller)
+    assert ending.seconds == 17.0, "it is asked once"
+
+
+def test_a_member_that_ends_tells_what_it_did_last() -> None:
+    controller, doer = FakeController([command(1)]), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    do_all(member)
+    controller.answers = [[]]
+    member.stop.set()
+    member._answer_loop()
+    assert controller.beats[-1]["results"] == [{"id": 1, "ok": True, "rows": 7}]

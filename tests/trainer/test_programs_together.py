@@ -85,8 +85,8 @@ class Together:
         self.disks = [MemoryBlobs(), MemoryBlobs()]
         self.ports = [0, 0]
         self.failures: queue.Queue[Exception] = queue.Queue()
-        stop = Stop()
-        self._thread(lambda: self.controller.run(stop))
+        self.stop = stop = Stop()
+        self.control = self._thread(lambda: self.controller.run(stop, closing_s=LONG_S))
         self.stops += [stop.set, self.server.stop]
 
     def shard(self, index: int) -> Callable[[], None]:
@@ -130,9 +130,9 @@ class Together:
         )
         worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), outputs, self.store, identity)
         monitor, stop, left, clock = Monitor(worker, self.clock, Patience(lag_ms=5000)), Stop(), threading.Event(), Ahead()
-        dial = lambda: SocketTransport(self.server.address)
-        member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock).start()
-        ending = StopBudget(stop, LONG_S)
+        dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
+        member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending)
+        member.start()
         thread = self._thread(lambda: train(worker, monitor, member, Health(LONG_S), ending, LONG_S))
 
         def end() -> None:
@@ -217,6 +217,43 @@ def test_a_worker_that_is_asked_to_stop_commits_what_it_trained(together: Togeth
     assert not trainer.thread.is_alive() and worker.can_leave()
     last = manifests.newest(together.store)
     assert last is not None and last.manifest.step == worker.committed_step == worker.loop.num_steps
+
+
+def preempted(together: Together, role: str) -> dict[str, Any]:
+    """While it trains; what the call answered."""
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    for index in (0, 1):
+        together.shard(index)
+    trainer = together.worker(source)
+    together.wait_for(lambda: trainer.monitor.worker.loop.num_steps >= 1)
+    transport = SocketTransport(together.server.address)
+    header = {"role": role, "index": 0, "notice_s": LONG_S}
+    answer, _ = transport.call("preempt", header, timeout_s=2 * LONG_S)
+    transport.close()
+    last, loop = manifests.newest(together.store), trainer.monitor.worker.loop
+    assert last is not None and (last.manifest.seq, last.manifest.step) == (answer["seq"], loop.num_steps)
+    ended = trainer.thread if role == "worker" else together.control
+    ended.join(LONG_S)
+    assert not ended.is_alive() and together.failures.empty()
+    assert together.controller.coordinator.num_rollbacks == 0
+    return dict(answer)
+
+
+@pytest.mark.parametrize("role", ["worker", "controller"])
+def test_a_preempted_job_goes_when_what_was_trained_is_committed(together: Together, role: str) -> None:
+    assert preempted(together, role)["committed"] is True
+
+
+def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Together) -> None:
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    for index in (0, 1):
+        together.shard(index)
+    loop = together.worker(source).monitor.worker.loop
+    together.wait_for(lambda: loop.num_steps >= 1)
+    together.stop.set()
+    together.control.join(LONG_S)
+    last = manifests.newest(together.store)
+    assert not together.control.is_alive() and last is not None and last.manifest.step == loop.num_steps
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

@@ -26,6 +26,7 @@ from runtime.transport import Header
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import Spent
 from trainer.control.protocol import Claim, Effect, Hold, Key, Link, Retire, State, Wish
+from trainer.control.roster import check_notice
 
 log = logging.getLogger("roostream.controller")
 
@@ -56,12 +57,14 @@ class Controller:
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
         self._fence_checked_s = 0.0
+        self._leave_by_s: float | None = None  # it was asked to go until then
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
-        """`beat`, `status`, `commit`, `scale` and `release` of docs/protocols.md.
+        """`beat`, `status`, `commit`, `scale`, `release` and `preempt` of docs/protocols.md.
 
         Raises:
-            RoostreamError: an unknown method or member; more workers than there can be.
+            RoostreamError: an unknown method or member; more workers than there can be; a notice that is too short.
+            UnavailableError: who is to be preempted isn't there.
             FencedError: this controller is over; dial the other one.
         """
         match method:
@@ -75,22 +78,41 @@ class Controller:
                 return self._scale(int(header["workers"]), float(header.get("timeout_s", 60.0))), ()
             case "release":
                 return self._release(), ()
-        raise RoostreamError(f"expected a call of beat, status, commit, scale or release, got {method!r}")
+            case "preempt":
+                return self._preempt(Key(str(header["role"]), int(header["index"])), float(header["notice_s"])), ()
+        raise RoostreamError(f"expected a call of beat, status, commit, scale, release or preempt, got {method!r}")
 
-    def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None) -> None:
-        """Until `stop` is set; `turned` is called each time round.
+    def run(self, stop: threading.Event, turned: Callable[[], None] = lambda: None, closing_s: float = 0.0) -> None:
+        """Until `stop` is set or it is preempted, and then until what is trained is committed: after `stop` for `closing_s` at
+        most. `turned` is called each time round.
 
         Raises:
             FencedError: a newer controller exists.
             CheckpointError, SchemaError: what is committed can't be used by this one; says why.
             UnavailableError: stopped while the store was away.
         """
-        while not stop.is_set():
-            self.turn(stop)
+        while True:
+            if stop.is_set():
+                self._leave_within(closing_s)
+            if self._may_go():
+                return
+            self.turn(None if stop.is_set() else stop)
             turned()
             with self._changed:
                 if not self.coordinator.has_effects:
                     self._changed.wait(TURN_S)
+
+    def _leave_within(self, seconds: float) -> None:
+        """The shortest notice counts."""
+        with self._changed:
+            leave_by_s = self.clock.monotonic_s() + seconds
+            self._leave_by_s = min(self._leave_by_s or leave_by_s, leave_by_s)
+            self.coordinator.leave()
+
+    def _may_go(self) -> bool:
+        with self._changed:
+            now_s = self.clock.monotonic_s()
+            return self._leave_by_s is not None and (now_s >= self._leave_by_s or self.coordinator.is_free(now_s))
 
     def turn(self, stop: threading.Event | None = None) -> None:
         """Do what is to do now, in order; what the store can't serve now stays first, and the turn waits a little."""
@@ -152,12 +174,34 @@ class Controller:
                 self.clock.monotonic_s(),
             )
             self._changed.notify_all()
-            if self.hold_s and not it.commands(key):
-                self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED, self.hold_s)
+            if self.hold_s:
+                self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED or self._said(key), self.hold_s)
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
             hold = it.holds.now.reason if it.holds.now and it.state is State.HELD else ""
-            return {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold}
+            return {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold, **self._said(key)}
+
+    def _said(self, key: Key) -> dict[str, Any]:
+        """What who leaves is told: that it is to, within how long, or that it is free to go."""
+        now_s, member = self.clock.monotonic_s(), self.coordinator.members.get(key)
+        if member is None or not member.leaves:
+            return {}
+        if member.report.get("leaving"):
+            return {"free": True} if self.coordinator.is_free(now_s) else {}
+        return {"leave_s": max((member.leave_by_s or now_s) - now_s, 0.0)}
+
+    def _preempt(self, key: Key, notice_s: float) -> Header:
+        """Have a member, or this controller, go within its notice, once what is trained is committed; waits until it is."""
+        with self._changed:
+            it = self.coordinator
+            if key == Key("controller", 0):
+                check_notice(notice_s)
+                self._leave_within(notice_s)
+            else:
+                it.roster.ask_to_leave(key, notice_s, self.clock.monotonic_s())
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: it.is_free(self.clock.monotonic_s()), notice_s)
+            return {"seq": it.seq, "committed": bool(done), "why": "" if done else f"the controller is {it.state}: {it.reason}"}
 
     def _commit_now(self, timeout_s: float) -> Header:
         """Commit what is trained, if anything is new, and wait for it. A commit that was cut before doesn't count."""

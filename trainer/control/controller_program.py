@@ -28,6 +28,7 @@ from trainer.identity import Identity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
 
+_CLOSING_S = 8.0  # after SIGTERM, for a last commit; below runtime.program.STOP_S
 _SHOWN = (
     *("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
     *("workers", "wanted_workers"),
@@ -35,7 +36,7 @@ _SHOWN = (
 
 
 def control(config: ControllerConfig, stop: Stop) -> None:
-    """Until `stop` is set.
+    """Until `stop` is set or it is preempted, and what is trained is committed.
 
     Raises:
         RoostreamError: a newer controller exists, or what is committed belongs to other settings; says which.
@@ -84,7 +85,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
     try:
         Exports("controller", lambda: _gauges(controller.status()), {"state": "state", "device_s": "spent_on"}).register()
-        controller.run(stop, turned)
+        controller.run(stop, turned, _CLOSING_S)
     finally:
         server.stop()
 

@@ -21,7 +21,7 @@ ends the incarnation, and so do `most_aborts` in a row. Aborts for which a membe
 written now don't count: going back mends no disk, and the next commit that can be written has everything.
 
 A member that was asked to stop says that it leaves: a commit at once closes the incarnation for all, so that nothing is trained
-twice, and the next one waits until it is back.
+twice, and the next one waits until it is back. So it is when the controller itself is asked to.
 
 How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
 goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
@@ -44,6 +44,8 @@ from trainer.control.roster import Roster
 
 log = logging.getLogger("roostream.controller")
 
+_SETTLED_S = 1.0  # after this much of training every worker's beats have told whether there is anything new
+
 
 class Coordinator:
     """Call `beat`, `tick`, `claimed`, `linked` with the same monotonic clock; do what `take_effects` gives. Not thread-safe."""
@@ -65,7 +67,7 @@ class Coordinator:
         self._asking = Asking(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
         self._next_seq = 1
-        self._due_s = self._closing_s = self._not_before_s = now_s
+        self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
         self._wanted = False
 
     # Events
@@ -167,11 +169,22 @@ class Coordinator:
             self._end("released")
         return was_held
 
+    def leave(self) -> None:
+        """The controller itself goes: what is trained is committed, and nothing begins that it would not see to its end."""
+        self.roster.controller_leaves = True
+
     def want_commit(self) -> None:
         """Commit as soon as possible, if there is anything new."""
         self._wanted = True
 
     # What the adapter reads
+
+    def is_free(self, now_s: float) -> bool:
+        """Whether anybody may go now, and nothing that was trained is lost."""
+        if self.state is State.RUNNING:
+            quiet = not self.roster.trains_on() or now_s - self._running_s >= _SETTLED_S
+            return quiet and not self.has_news()
+        return self.state in (State.CLAIMING, State.GATHERING, State.RESTORING, State.HELD, State.FENCED)
 
     def commands(self, key: Key) -> list[Command]:
         """Commands that `key` has not answered, oldest first; they are given again until it does."""
@@ -202,7 +215,7 @@ class Coordinator:
 
     def _died(self, key: Key, member: MemberFacts, reason: str) -> None:
         """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
-        counts = self.state not in (State.HELD, State.FENCED) and not member.report.get("leaving")
+        counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         if counts and (hold := self.holds.died(key, member.seen_s - member.since_s)):
             return self._hold(key, hold.reason)
         self._lost(reason)
@@ -232,7 +245,7 @@ class Coordinator:
             self._ask("restore", (key,), now_s, manifest=name, **self.roster.restore_of(key))
 
     def _start(self, now_s: float) -> None:
-        self.state, self._due_s = State.RUNNING, now_s + self.facts.commit_interval_s
+        self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.facts.commit_interval_s, now_s
         self._late_restores = 0
         self._ask("start", self.roster.workers, now_s)
 
@@ -311,7 +324,8 @@ class Coordinator:
         """1. Workers train."""
         if self.state is State.COMMITTING and self._running_commit().closing:
             return self._end(self.roster.why_closing())
-        self.state, self.commit, self._due_s = State.RUNNING, None, now_s + self.facts.commit_interval_s
+        self.state, self.commit, self._running_s = State.RUNNING, None, now_s
+        self._due_s = now_s + self.facts.commit_interval_s
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state

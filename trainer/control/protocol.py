@@ -135,6 +135,12 @@ class MemberFacts:
     outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # until each one's result arrives
     incarnation: int = 0
     report: dict[str, Any] = dataclasses.field(default_factory=dict)
+    leave_by_s: float | None = None  # it was asked to go until then
+
+    @property
+    def leaves(self) -> bool:
+        """It goes as soon as what is trained is committed."""
+        return self.leave_by_s is not None or bool(self.report.get("leaving"))
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from roo.errors import ConfigError
+from roo.errors import ConfigError, UnavailableError
 from trainer.control.protocol import Facts, Key, MemberFacts, workers
+
+_LEAST_NOTICE_S = 5.0
+
+
+def check_notice(notice_s: float) -> None:
+    """Raises ConfigError: it is too short to commit in."""
+    if not _LEAST_NOTICE_S <= notice_s < math.inf:
+        raise ConfigError(f"expected a notice of {_LEAST_NOTICE_S:g} s at least, got {notice_s:g}: a commit takes its time")
 
 
 class Roster:
@@ -15,6 +24,7 @@ class Roster:
         self.facts = facts
         self.members: dict[Key, MemberFacts] = {}
         self.num_workers = self.wanted_workers = facts.num_workers
+        self.controller_leaves = False
 
     def check(self, key: Key) -> None:
         """Raises ConfigError: the member isn't one of this controller's."""
@@ -43,12 +53,31 @@ class Roster:
     def absent(self, num_workers: int) -> list[str]:
         """Who would have to come, or to come back, before so many workers can train."""
         leaving = self.leaving()
-        missing = [str(k) for k in (*self.facts.shards, *workers(num_workers)) if k not in self.members or k in leaving]
+        missing = [str(k) for k in (*self.facts.shards, *workers(num_workers)) if k not in self.members or str(k) in leaving]
+        missing += ["the controller"] if self.controller_leaves else []
         return missing or (["worker 0's address for the others"] if num_workers > 1 and not self.meet else [])
 
-    def leaving(self) -> list[Key]:
+    def leaving(self) -> list[str]:
         """Those of the incarnation that were asked to stop, and go as soon as what is trained is committed."""
-        return [key for key in self.everyone if key in self.members and self.members[key].report.get("leaving")]
+        its = [str(key) for key in self.everyone if key in self.members and self.members[key].leaves]
+        return its + (["the controller"] if self.controller_leaves else [])
+
+    def ask_to_leave(self, key: Key, notice_s: float, now_s: float) -> None:
+        """It is told with its next beat.
+
+        Raises:
+            ConfigError: it isn't one of this controller's, or the notice is too short to commit.
+            UnavailableError: it isn't there.
+        """
+        self.check(key)
+        check_notice(notice_s)
+        if key not in self.members:
+            raise UnavailableError(f"{key} isn't there, so there is nothing to preempt; see `roostream status`")
+        self.members[key].leave_by_s = now_s + notice_s
+
+    def trains_on(self) -> bool:
+        """Some worker of the incarnation hasn't told that it leaves, and how far it came."""
+        return any(key in self.members and not self.members[key].report.get("leaving") for key in self.workers)
 
     def want(self, count: int) -> None:
         """Raises ConfigError: there can't be so many."""
@@ -71,7 +100,7 @@ class Roster:
     def why_closing(self) -> str:
         """Why nobody goes on after the commit."""
         if leaving := self.leaving():
-            return f"{', '.join(map(str, leaving))} leaves"
+            return f"{', '.join(leaving)} leaves"
         return f"{self.wanted_workers} workers are wanted, no longer {self.num_workers}"
 
     def claimed(self, count: int | None) -> None:
@@ -82,10 +111,13 @@ class Roster:
         self.num_workers = count
 
     def lost(self, now_s: float) -> dict[Key, MemberFacts]:
-        """Forget those that have been silent for too long; who they were."""
+        """Forget those that have been silent for too long; who they were. Who was asked to go and is there long after goes on."""
         gone = {k: m for k, m in self.members.items() if now_s - m.seen_s >= self.facts.lost_after_s}
         for key in gone:
             del self.members[key]
+        for member in self.members.values():
+            if member.leave_by_s is not None and now_s >= member.leave_by_s + self.facts.lost_after_s:
+                member.leave_by_s = None
         return gone
 
     def restore_of(self, key: Key) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_status_says_where_everything_is() -> None:
 
 
 def test_an_unknown_call_is_refused() -> None:
-    with pytest.raises(RoostreamError, match="expected a call of beat, status, commit, scale or release, got 'dance'"):
+    with pytest.raises(RoostreamError, match="expected a call of beat, status, commit, scale, release or preempt, got 'dance'"):
         Stage().it.handle("dance", {}, ())
 
 

@@ -1,0 +1,58 @@
+"""What a controller is asked for from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from command.control import job_of
+from command.main import cli
+from infra import kinds
+from roo.errors import ConfigError
+from runtime.rpc_server import RpcServer
+from runtime.transport import Header
+
+
+@pytest.mark.parametrize("index", [0, 1, 12])
+def test_jobs_are_called_as_their_programs_are_in_a_stack(index: int) -> None:
+    assert job_of(kinds.BY_NAME["worker"].name_of(index)) == ("worker", index)
+    assert job_of(kinds.BY_NAME["shard"].name_of(index)) == ("shard", index)
+    assert job_of("controller") == ("controller", 0)
+
+
+@pytest.mark.parametrize("name", ["serving", "shard", "worker-0", "worker-x", "controller-1", "kafka", "", "shard-1 "])
+def test_a_program_that_keeps_nothing_of_training_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected controller, worker, worker-N or shard-N, got .*: other programs lose nothing"
+    ):
+        job_of(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ({"committed": True, "seq": 7, "why": ""}, 0, "shard-1 goes; everything trained is committed (commit 7)"),
+        (
+            {"committed": False, "seq": 7, "why": "the controller is cutting: start"},
+            1,
+            "within 9 s: the controller is cutting: start; what was trained since commit 7 is trained again",
+        ),
+    ],
+)
+def test_preempt_tells_what_became_of_what_was_trained(answer: Header, code: int, said: str) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def handle(method: str, header: Header, arrays: Sequence[Any]) -> tuple[Header, Sequence[Any]]:
+        asked.append((method, {k: header[k] for k in ("role", "index", "notice_s")}))
+        return answer, ()
+
+    server = RpcServer(handle).start()
+    try:
+        done = CliRunner().invoke(cli, ["preempt", "shard-1", "--notice", "9", "--controller", server.address])
+    finally:
+        server.stop()
+    assert (done.exit_code, asked) == (code, [("preempt", {"role": "shard", "index": 1, "notice_s": 9.0})])
+    assert said in done.output

@@ -1,0 +1,136 @@
+"""Whoever has to go is told, everybody commits, and training waits until it is back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from roo.errors import ConfigError, UnavailableError
+from runtime import manifest as manifests
+from tests.trainer.control.test_scaling import Fleet
+from trainer.control.protocol import Key, State
+
+JOBS = [Key("worker", 0), Key("worker", 1), Key("shard", 1), Key("controller", 0)]
+
+
+def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, most_turns: int = 200) -> dict[str, Any]:
+    """The call, beside turns; a member that is told says that it leaves."""
+    answers: list[dict[str, Any]] = []
+    call = {"role": key.role, "index": key.index, "notice_s": notice_s}
+    caller = threading.Thread(target=lambda: answers.append(dict(fleet.it.handle("preempt", call, ())[0])))
+    caller.start()
+    for _ in range(most_turns):
+        fleet.turn()
+        caller.join(0.005)
+        if not caller.is_alive():
+            return answers[0]
+    raise AssertionError(fleet.it.status())
+
+
+def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
+    """What a beat of it is answered."""
+    header = {"role": key.role, "index": key.index, "session": fleet.sessions.get(key, 1), "results": [], "report": report}
+    return dict(fleet.it.handle("beat", {**header, "incarnation": fleet.incarnations.get(key, 0)}, ())[0])
+
+
+@pytest.mark.parametrize("who", JOBS)
+def test_everybody_commits_before_a_job_goes_and_nobody_trains_until_it_is_back(who: Key) -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.step = 7
+    assert preempt(fleet, who) == {"seq": 1, "committed": True, "why": ""}
+    last = manifests.newest(fleet.store)
+    assert last is not None and last.manifest.step == 7 and "resume" not in [c["kind"] for _, c in fleet.asked]
+    for _ in range(3):
+        fleet.turn()
+    name = "the controller" if who.role == "controller" else str(who)
+    assert (fleet.it.coordinator.state, fleet.it.coordinator.reason) == (State.GATHERING, f"{name} leaves")
+    if who.role != "controller":
+        fleet.stop(who)
+        fleet.sessions[who] = 2
+        fleet.members.append(who)
+    else:
+        fleet.it.run(threading.Event())  # returns: it may go
+        after = Fleet(2, fleet.store)
+        after.incarnations, fleet = fleet.incarnations, after
+    fleet.to(State.RUNNING)
+    assert {c["manifest"] for c in fleet.restored().values()} == {last.name} and fleet.it.coordinator.num_rollbacks == 0
+
+
+def test_a_member_is_told_how_long_it_has_and_then_that_it_may_go() -> None:
+    fleet, who = Fleet(2).to(State.RUNNING), Key("shard", 0)
+    fleet.step = 3
+    fleet.turn()
+    fleet.it.coordinator.roster.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
+    fleet.clock.advance(2.0)
+    assert told(fleet, who)["leave_s"] == 18.0 and "leave_s" not in told(fleet, Key("shard", 1))
+    fleet.leaving.add(who)
+    assert "free" not in told(fleet, who, leaving=True), "what was trained isn't committed"
+    fleet.to(State.GATHERING)
+    assert told(fleet, who, leaving=True)["free"] is True
+
+
+def test_nobody_is_free_while_a_worker_may_have_trained_since_it_last_told() -> None:
+    fleet, who = Fleet().to(State.RUNNING), Key("shard", 0)
+    assert "free" not in told(fleet, who, leaving=True)
+    for _ in range(2):
+        fleet.turn(0.6)
+    assert told(fleet, who, leaving=True)["free"] is True
+    assert fleet.it.coordinator.num_commits == 0
+
+
+def test_of_a_fleet_that_all_leaves_nobody_waits_for_more() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    assert "free" not in told(fleet, Key("shard", 0), leaving=True)
+    assert told(fleet, Key("worker", 0), leaving=True)["free"] is True
+    assert told(fleet, Key("shard", 0), leaving=True)["free"] is True
+    stop = threading.Event()
+    stop.set()
+    fleet.it.run(stop, closing_s=8.0)
+    assert fleet.clock.monotonic_s() == Fleet().clock.monotonic_s(), "the controller goes at once"
+
+
+def test_who_was_asked_to_go_and_is_there_long_after_trains_on() -> None:
+    fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
+    fleet.it.coordinator.roster.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
+    fleet.step = 1
+    fleet.to(State.GATHERING)
+    for _ in range(12):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.RUNNING
+
+
+def test_a_controller_that_can_t_commit_goes_when_its_time_is_over() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    fleet.refusing, fleet.step = "freeze", 2
+    fleet.turn()
+    stop = threading.Event()
+    stop.set()
+    fleet.it.run(stop, turned=lambda: fleet.turn(1.0), closing_s=4.0)
+    assert fleet.it.coordinator.num_commits == 0 and fleet.it.coordinator.num_aborts == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "notice_s", "error", "message"),
+    [
+        (Key("worker", 9), 20.0, ConfigError, "expected shards 0..1 and workers 0..3, got worker 9"),
+        (Key("worker", 1), 20.0, UnavailableError, "worker 1 isn't there, so there is nothing to preempt"),
+        (Key("worker", 0), 1.0, ConfigError, "expected a notice of 5 s at least, got 1"),
+        (Key("controller", 0), float("nan"), ConfigError, "expected a notice of 5 s at least, got nan"),
+    ],
+)
+def test_what_can_t_be_preempted_is_refused_and_changes_nothing(
+    key: Key, notice_s: float, error: type[Exception], message: str
+) -> None:
+    fleet = Fleet().to(State.RUNNING)
+    with pytest.raises(error, match=message):
+        fleet.it.handle("preempt", {"role": key.role, "index": key.index, "notice_s": notice_s}, ())
+    assert fleet.it.coordinator.roster.leaving() == []
+
+
+def test_what_the_member_trained_since_it_last_told_counts_too() -> None:
+    fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
+    fleet.it.coordinator.roster.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
+    assert fleet.it.coordinator.is_free(fleet.clock.monotonic_s()) is False
+    assert "free" not in told(fleet, who, leaving=True, step=1)
