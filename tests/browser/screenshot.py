@@ -1,14 +1,14 @@
-"""`python -m tests.browser.screenshot`: docs/page.png, the picture of the controller's page in the README, made anew."""
+"""`python -m tests.browser.screenshot URL`: docs/page.png, the picture of the page in the README, of the controller at URL."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
 from tests.browser import chromium
 from tests.browser.conftest import FLAGS
-from tests.browser.replayed_run import ReplayedRun
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "page.png"
 MOST_BYTES = 200_000
@@ -19,12 +19,11 @@ def main() -> None:
 
     Raises:
         NoBrowserError: there is no browser here.
-        SystemExit: it is too large for a repository.
+        SystemExit: no URL is given, or it is too large for a repository.
     """
-    run, binary = ReplayedRun(step_s=16.0).to_the_end(), chromium.chromium()
-    for _ in range(2):
-        run.step()
-    url = run.serve()
+    if len(sys.argv) != 2:
+        raise SystemExit("expected the address of a controller's page, as `roostream demo` tells it")
+    url, binary = sys.argv[1], chromium.chromium()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(binary), env=chromium.environment(binary), args=list(FLAGS))
         tab = browser.new_page(viewport={"width": 1280, "height": 1010})
