@@ -60,6 +60,11 @@ class Claimed:
     new_R: np.ndarray  # bool, of the chunk's requests
     parts: tuple[ChunkPart, ...]  # later ones must see what earlier ones change; none where nothing is new
 
+    @property
+    def num_requests(self) -> int:
+        """New ones; a correction is no request of its own."""
+        return int((self.new_R & ~self.chunk.batch.correction_R).sum())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pulled:

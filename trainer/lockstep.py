@@ -206,7 +206,7 @@ class LockStep:
 
     def _num_taken(self) -> int:
         """Requests, with what is announced."""
-        return self.loop.own.num_requests + sum(int(its.new_R.sum()) for its in (self._hand, self._next) if its)
+        return self.loop.own.num_requests + sum(its.num_requests for its in (self._hand, self._next) if its)
 
     def _digest(self) -> int:
         hashed = xxhash.xxh3_64()

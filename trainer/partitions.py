@@ -92,7 +92,8 @@ class Partitions:
         for partition, row_M in rows_by_partition(batch).items():
             state = self._states[partition]
             state.dedupe.settle(new_R[row_M])
-            state.taken[1] += int(new_R[row_M].sum())
+            if partition[0] != CORRECTIONS:
+                state.taken[1] += int(new_R[row_M].sum())
         for partition in after:
             self._states[partition].taken[0] += 1
         self.progress |= after

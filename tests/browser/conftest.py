@@ -1,4 +1,7 @@
-"""One headless browser for all tests of a session; skipped, with the reason, where there is none."""
+"""One headless browser for all tests of a file; skipped, with the reason, where there is none.
+
+Its driver runs an event loop in the tests' thread, so it must be gone before other tests run theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.browser import chromium
 FLAGS = ("--no-sandbox", "--headless=shell", "--disable-gpu", "--disable-dev-shm-usage")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Playwright's Browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")

@@ -261,7 +261,8 @@ def test_a_worker_without_a_controller_stops(together: Together) -> None:
     for index in (0, 1):
         together.shard(index)
     trainer = together.worker(source)
-    together.wait_for(lambda: together.committed(8))
+    worker = trainer.monitor.worker
+    together.wait_for(lambda: together.committed(8) and worker.training and not worker.is_cut)
     together.server.stop()
     trainer.clock.ahead_s = 2 * LONG_S
     failure = together.failures.get(timeout=LONG_S)
