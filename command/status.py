@@ -23,6 +23,7 @@ from runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions
 from runtime.rpc_client import SocketTransport
 from runtime.scrape import Scraped
 from trainer.control.neighbours import click_rate, freshness, lost_records, rows_by_stack, serving_state
+from trainer.control.together import together, worker_reports
 from trainer.monitoring.quality import QUALITY
 
 _QUALITY = (*QUALITY, "requests", "candidates")
@@ -43,19 +44,18 @@ class Watcher:
         scraped = scrape.fetch_all({n: p["metrics"] for n, p in programs.items() if p["state"] in ("starting", "ready")})
         ends = self._end_offsets()
         control = self._controller_status()
-        worker = scraped.get("worker", Scraped())
         return {
             "programs": {n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]} for n, p in programs.items()},
             "troubles": troubles(programs),
             "rates": self._rates(ends),
             "topics": ends,
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
-            "trainer": trainer_state(worker, control),
+            "trainer": trainer_state(control),
             "workers": workers_state(control),
             "rows": rows_by_stack(scraped),
             "commit": commit_state(control),
             "freshness": freshness(scraped),
-            "metrics": quality(worker, control),
+            "metrics": quality(control),
             "click_rate": click_rate(scraped.get("simulate", Scraped())),
             "serving": serving_state(scraped.get("serving", Scraped())),
             "lost_records": lost_records(scraped),
@@ -127,17 +127,15 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, An
     }
 
 
-def trainer_state(worker: Scraped, control: Mapping[str, Any]) -> dict[str, Any]:
-    """Lag, watermark, caught-up state and ETA of worker 0; counts of all that train."""
-    report = _worker_report(control)
-    exported = ("eta_s", "lag_ms", "lag_records", "drained_per_s", "non_finite", "lost_records")
-    reported, counted = ("watermark_ms", "step"), ("requests", "candidates", "duplicates", "dead_letters")
-    training = [r for name, r in _worker_reports(control).items() if _is_training(name, control)]
+def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    """What all that train do together: the worst state, the furthest lag, sums of counts. None without a controller."""
+    whole = together(control) if control else {}
+    reports = worker_reports(control).values() if control else ()
+    counted = ("candidates", "duplicates", "dead_letters", "non_finite")
     return {
-        "state": worker.state("roostream_worker_state", "state") or ("unknown" if report else None),
-        **{k: worker.value(f"roostream_worker_{k}") for k in exported},
-        **{k: report.get(k) for k in reported},
-        **{k: _sum(r.get(k) for r in training) for k in counted},
+        **{k: whole.get(k) for k in ("state", "lag_ms", "lag_records", "lost_records", "watermark_ms", "step", "requests")},
+        **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
+        **{k: _sum(report.get(k) for report in reports) for k in counted},
     }
 
 
@@ -155,7 +153,7 @@ def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
             "silent_ms": members.get(name, {}).get("silent_ms"),
             **{k: report.get(k) for k in ("step", "requests", "broken")},
         }
-        for name, report in _worker_reports(control).items()
+        for name, report in _every_worker(control).items()
     }
     return {"number": control.get("workers"), "wanted": control.get("wanted_workers"), "each": each}
 
@@ -170,19 +168,14 @@ def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
     return {k: control.get(k) for k in keys}
 
 
-def quality(worker: Scraped, control: Mapping[str, Any]) -> dict[str, float | None]:
-    """Progressive metrics of the first task."""
-    report = _worker_report(control).get("metrics", {})
-    return {k: report.get(k, worker.value(f"roostream_worker_{k.replace('@', '_')}")) for k in _QUALITY}
+def quality(control: Mapping[str, Any]) -> dict[str, float | None]:
+    """Progressive metrics of the first task, of all workers that train."""
+    metrics = together(control)["metrics"] if control else {}
+    return {name: metrics.get(name) for name in _QUALITY}
 
 
-def _worker_report(control: Mapping[str, Any]) -> dict[str, Any]:
-    """That of worker 0."""
-    return next(iter(_worker_reports(control).values()), {})
-
-
-def _worker_reports(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`worker 0` … → what each told last, in their order."""
+def _every_worker(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`worker 0` … → what each told last, in their order; also of those that stand by."""
     reports: Mapping[str, Any] = control.get("reports", {})
     names = sorted((str(k) for k in reports if str(k).startswith("worker ")), key=lambda name: int(name.rpartition(" ")[2]))
     return {name: dict(reports[name]) for name in names}

@@ -129,7 +129,7 @@ class TrainLoop:
 
     def report(self) -> Report:
         """Progressive metrics of everything since the beginning."""
-        return self.own.report()
+        return self.own.metrics().report()
 
     @property
     def watermark_ms(self) -> int:

@@ -59,14 +59,14 @@ def report_of(cuts: Collection[PartitionCut], tasks: Sequence[str]) -> Report:
     states = [_PartitionState(tasks, 0) for _ in cuts]
     for state, cut in zip(states, cuts, strict=True):
         state.load(cut.tensors)
-    return _merged([state.metrics for state in states], tasks)
+    return _merged([state.metrics for state in states], tasks).report()
 
 
-def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Report:
+def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Metrics:
     merged = Metrics(tasks)
     for part in parts:
         merged.merge(part)
-    return merged.report()
+    return merged
 
 
 class Partitions:
@@ -110,7 +110,7 @@ class Partitions:
                 score_BT[of_B], batch.label_BT[of_B], batch.weight_BT[of_B], batch.request_index_B[of_B], batch.time_ms_R[row_M]
             )
 
-    def report(self) -> Report:
+    def metrics(self) -> Metrics:
         """Of everything counted in all partitions since the beginning."""
         return _merged([state.metrics for state in self._states.values()], self.tasks)
 

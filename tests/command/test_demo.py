@@ -21,18 +21,18 @@ from trainer.control import neighbours
 
 
 def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
-    control = {"reports": {"worker 0": {"requests": requests}}}
+    control = {"workers": 1, "reports": {"worker 0": {"requests": requests}}}
     return {
         "programs": {"worker": {"state": "ready", "pid": 1, "restarts": 0}},
         "troubles": troubles,
         "rates": {"impressions": None, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
-        "trainer": status.trainer_state(Scraped(), control),
+        "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
         "rows": {},
         "commit": status.commit_state(control),
         "freshness": neighbours.freshness({}),
-        "metrics": status.quality(Scraped(), control),
+        "metrics": status.quality(control),
         "click_rate": neighbours.click_rate(Scraped()),
         "lost_records": {},
         "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},

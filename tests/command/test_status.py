@@ -42,8 +42,16 @@ CONTROL = {
     "incarnation": 2,
     "commit_age_ms": 4000.0,
     "reports": {
-        "worker 0": {"step": 40, "requests": 1000, "watermark_ms": 1_700_000_000_000, "metrics": {"ne": 0.9, "auc": 0.7}}
+        "worker 0": {
+            "step": 40,
+            "requests": 1000,
+            "watermark_ms": 1_700_000_000_000,
+            "metrics": {"ne": 0.9, "auc": 0.7, "requests": 1000},
+            "watch": {"state": "caught_up", "lag_ms": 1500, "eta_s": [0.0, 0.0, 0.0]},
+        }
     },
+    "workers": 1,
+    "wanted_workers": 1,
 }
 AWAY = sums.of_gauges(Scraped())
 PROGRAMS = {"worker": {"state": "ready", "pid": 1, "restarts": 2}, "shard-0": {"state": "failed", "pid": None, "restarts": 12}}
@@ -57,12 +65,12 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "lost_records": {},
         "rates": {"impressions": 25.04, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
-        "trainer": status.trainer_state(worker, control),
+        "trainer": status.trainer_state(control),
         "workers": status.workers_state(control),
         "rows": neighbours.rows_by_stack(scraped),
         "commit": status.commit_state(control),
         "freshness": neighbours.freshness(scraped),
-        "metrics": status.quality(worker, control),
+        "metrics": status.quality(control),
         "click_rate": neighbours.click_rate(simulate),
         "guarantees": {"g1": AWAY},
     }
@@ -187,13 +195,22 @@ def test_what_is_in_no_sum_is_named() -> None:
     assert rows["audited"].startswith("events since 2023-11-14 22:13:20") and rows["beside"].startswith("5 records")
 
 
-def test_a_trainer_without_a_reading_is_unknown() -> None:
-    asked = scrape.parse('roostream_worker_state{state="unknown"} 1.0\nroostream_worker_state{state="caught_up"} 0.0\n')
-    for worker in (asked, Scraped()):
-        found = whole(worker, Scraped(), CONTROL)
-        assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
-        shown = dict(table.rows(found))["trainer"]
-        assert shown.startswith("unknown, ") and "behind – / – samples" in shown
+@pytest.mark.parametrize("watch", [{}, {"watch": {"state": "unknown"}}])
+def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
+    found = whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}})
+    assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
+    assert dict(table.rows(found))["trainer"].startswith(
+        "unknown, Kafka does not tell where the samples end, watermark –, behind – / – samples"
+    )
+
+
+def test_of_several_workers_the_worst_is_the_trainer_s_state() -> None:
+    behind = {"watch": {"state": "catching_up", "lag_ms": 70_000, "lag_records": 9, "drain_per_s": [2.0, 1.0, 3.0]}}
+    near = {"watch": {"state": "caught_up", "lag_ms": 10, "lag_records": 1, "drain_per_s": [1.5, None, None]}}
+    found = whole(Scraped(), Scraped(), {**CONTROL, "workers": 2, "reports": {"worker 0": near, "worker 1": behind}})
+    told = found["trainer"]
+    assert isinstance(told, dict)
+    assert (told["state"], told["lag_ms"], told["lag_records"], told["drain_per_s"]) == ("catching_up", 70_000, 10, 3.5)
 
 
 def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:

@@ -40,14 +40,14 @@ def test_the_report_is_that_of_one_metric_over_everything(num_candidates: int) -
         score_BT = random.random((batch.num_candidates, 1), dtype=np.float32)
         split.count(batch, score_BT)
         whole.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
-    mine, theirs = split.report(), whole.report()
+    mine, theirs = split.metrics().report(), whole.report()
     assert {k: mine[k] for k in QUALITY} == pytest.approx({k: theirs[k] for k in QUALITY}, rel=1e-12)
     assert report_of(split.cut().values(), samples.schema().tasks) == mine
     assert (mine["requests"], mine["first_ms"], mine["last_ms"]) == (theirs["requests"], theirs["first_ms"], theirs["last_ms"])
 
 
 def test_nothing_counted_is_a_report_of_nothing() -> None:
-    report = partitions().report()
+    report = partitions().metrics().report()
     assert report["requests"] == 0 and report["auc"] is None
 
 

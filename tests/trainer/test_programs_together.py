@@ -264,6 +264,12 @@ def test_a_worker_without_a_controller_stops(together: Together) -> None:
     worker = trainer.monitor.worker
     together.wait_for(lambda: together.committed(8) and worker.training and not worker.is_cut)
     together.server.stop()
-    trainer.clock.ahead_s = 2 * LONG_S
+
+    def long_after() -> bool:
+        """Again and again, since an answer may still be on its way."""
+        trainer.clock.ahead_s += 2 * LONG_S
+        return not together.failures.empty()
+
+    together.wait_for(long_after)
     failure = together.failures.get(timeout=LONG_S)
     assert isinstance(failure, UnavailableError) and "the controller has not answered for" in str(failure)

@@ -91,12 +91,12 @@ def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
 
 
 def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | None]]:
-    """Stage → p50 and p99 in ms, from whichever program measures it."""
+    """Stage → p50 and p99 in ms, the worst of the programs that measure it."""
     found: dict[str, dict[str, float | None]] = {}
     for stage in STAGES:
         for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
             values = [s.value("roostream_freshness_ms", stage=stage, quantile=quantile) for s in scraped.values()]
-            found.setdefault(stage, {})[key] = next((v for v in values if v is not None), None)
+            found.setdefault(stage, {})[key] = max((v for v in values if v is not None), default=None)
     return found
 
 

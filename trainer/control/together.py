@@ -1,11 +1,15 @@
-"""The workers' reports as one: worst state, furthest lag, the sum of what is trained. What one doesn't tell is unknown."""
+"""The workers' reports as one: worst state, furthest lag, the sum of what is trained, the quality of all.
+
+What one doesn't tell is unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.monitoring.caught_up import Liveness
+from trainer.monitoring.quality import pooled
 
 _RANK = {str(state): rank for rank, state in enumerate(Liveness)}
 
@@ -22,7 +26,6 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     worst = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
-    metrics: Mapping[str, Any] = next((report["metrics"] for report in reports.values() if report.get("metrics")), {})
     return {
         "state": _state(worst),
         "reason": str(worst.get("reason") or ""),
@@ -30,12 +33,12 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
         "lag_ms": _of_all(max, (watch.get("lag_ms") for watch in watches)),
         "lag_records": _of_all(sum, (watch.get("lag_records") for watch in watches)),
         "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None) if all(w.get("eta_s") for w in watches) else None,
-        "drain_per_s": watches[0].get("drain_per_s") if len(watches) == 1 else None,
+        "drain_per_s": _added([watch.get("drain_per_s") for watch in watches]),
         "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
         "requests": _of_all(sum, (report.get("requests") for report in reports.values())),
         "step": _of_all(max, (report.get("step") for report in reports.values())),
         "watermark_ms": _of_all(min, (report.get("watermark_ms") for report in reports.values())),
-        "metrics": metrics,
+        "metrics": pooled(report.get("metrics") or {} for report in reports.values()),
         "partitions": [
             {**row, "worker": key}
             for key, report in reports.items()
@@ -51,6 +54,14 @@ def _state(watch: Mapping[str, Any]) -> str:
 
 def _eta(eta: Any) -> float:
     return float("inf") if eta[0] is None else float(eta[0])
+
+
+def _added(rates: Sequence[Sequence[float | None] | None]) -> list[float | None] | None:
+    """One alone as it is; of several no interval is known."""
+    known = [rate for rate in rates if rate]
+    if len(known) < max(len(rates), 1):
+        return None
+    return list(known[0]) if len(known) == 1 else [sum(rate[0] or 0.0 for rate in known), None, None]
 
 
 def _of_all(fold: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:

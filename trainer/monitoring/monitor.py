@@ -60,7 +60,8 @@ class Monitor:
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
             loop = self.worker.loop
-            self._metrics = summary(loop.report())
+            counted = loop.own.metrics()
+            self._metrics = {**summary(counted.report()), "sums": counted.sums()}
             self._quality = quality_of(loop.own.windowed.report(loop.watermark_ms), loop.shadow)
 
     @property

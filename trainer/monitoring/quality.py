@@ -12,7 +12,7 @@ leaves a candidate out of a task.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class TaskMetrics:
     """One task: nine sums and the score counts."""
 
     def __init__(self, max_scores: int) -> None:
-        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self.sums = dict.fromkeys(_SUMS, 0.0)
         self._scores = ScoreCounts(max_scores)
 
     def update(self, score_B: np.ndarray, label_B: np.ndarray, weight_B: np.ndarray, request_index_B: np.ndarray) -> None:
@@ -42,7 +42,7 @@ class TaskMetrics:
         weight_B, positive_B = weight_B.astype(np.float64), label_B > 0
         clipped_B = np.clip(score_B.astype(np.float64), _EPSILON, 1 - _EPSILON)
         ranked = score_requests(score_B, positive_B, request_index_B)
-        self._add(
+        self.add(
             candidates=len(score_B),
             weight=weight_B.sum(),
             positive=weight_B[positive_B].sum(),
@@ -56,11 +56,11 @@ class TaskMetrics:
         self._scores.add(score_B, positive_B, weight_B)
 
     def merge(self, other: TaskMetrics) -> None:
-        self._add(**other._sums)
+        self.add(**other.sums)
         self._scores.merge(other._scores)
 
     def report(self) -> Report:
-        s = self._sums
+        s = self.sums
         base_rate = _ratio(s["positive"], s["weight"])
         return {
             "candidates": int(s["candidates"]),
@@ -75,16 +75,16 @@ class TaskMetrics:
         }
 
     def state(self) -> dict[str, np.ndarray]:
-        sums = np.array([self._sums[name] for name in _SUMS], dtype=np.float64)
+        sums = np.array([self.sums[name] for name in _SUMS], dtype=np.float64)
         return {"sums": sums, **{f"scores.{k}": v for k, v in self._scores.state().items()}}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        self._sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
+        self.sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
         self._scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
-    def _add(self, **sums: float) -> None:
+    def add(self, **sums: float) -> None:
         for name, value in sums.items():
-            self._sums[name] += float(value)
+            self.sums[name] += float(value)
 
 
 class Metrics:
@@ -132,6 +132,10 @@ class Metrics:
             "tasks": tasks,
         }
 
+    def sums(self) -> dict[str, dict[str, float]]:
+        """Task → the sums behind its numbers, for `pooled`."""
+        return {name: dict(task.sums) for name, task in self._tasks.items()}
+
     def state(self) -> dict[str, np.ndarray]:
         """Arrays that `load` takes back; names are stable."""
         out = {"requests": np.array([self.num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
@@ -152,6 +156,22 @@ def summary(report: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a report that beats and manifests carry."""
     tasks = {task: {name: values[name] for name in ("candidates", *QUALITY)} for task, values in report["tasks"].items()}
     return {**{name: report[name] for name in ("requests", "candidates", *QUALITY)}, "tasks": tasks}
+
+
+def pooled(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summaries of several workers as one, each with the `sums` of its tasks: exact, but `auc`, for which sums don't suffice.
+    It is None where more than one has counted anything. {} where nobody tells."""
+    given = [one for one in told if one]
+    counted = [one for one in given if one.get("requests")] or given[:1]
+    if len(counted) < 2:
+        return dict(counted[0]) if counted else {}
+    tasks: dict[str, dict[str, Any]] = {}
+    for name in counted[0]["sums"]:
+        task = TaskMetrics(1)
+        for one in counted:
+            task.add(**one["sums"][name])
+        tasks[name] = {**task.report(), "auc": None}
+    return summary({"requests": sum(one["requests"] for one in counted), **next(iter(tasks.values())), "tasks": tasks})
 
 
 class DailyMetrics:

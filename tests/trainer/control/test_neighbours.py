@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from runtime import scrape
 from runtime.clock import FakeClock
 from runtime.scrape import Scraped
-from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, read_figures
+from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, freshness, read_figures
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
 SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
@@ -25,6 +25,12 @@ def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown(
     assert figures["programs"] == {"worker": False, "shard-0": True}
     assert figures["shards"] == {"shard-0": {"rows": {"d16": 7, "d8": 3}, "pulls": 12.0, "bytes": None, "damaged": None}}
     assert figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None} and figures["accounted"] is None
+
+
+def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
+    line = 'roostream_freshness_ms{{quantile="0.5",stage="close_to_readable"}} {}\n'
+    found = freshness({name: scrape.parse(line.format(ms)) for name, ms in (("worker", 20), ("worker-1", 900))})
+    assert found["close_to_readable"] == {"p50_ms": 900.0, "p99_ms": None}
 
 
 def test_nobody_is_asked_where_no_address_is_set() -> None:

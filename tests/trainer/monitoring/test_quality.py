@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.monitoring.auc import ScoreCounts
-from trainer.monitoring.quality import DailyMetrics, Metrics
+from trainer.monitoring.quality import DailyMetrics, Metrics, pooled, summary
 
 DAY_MS = 86_400_000
 
@@ -210,6 +210,25 @@ def test_merged_workers_report_what_one_worker_would() -> None:
     for key, value in left.report().items():
         if key != "tasks":
             assert value == pytest.approx(whole[key], abs=1e-12), key
+
+
+def told_by(metrics: Metrics) -> dict[str, object]:
+    """What a worker's beat tells."""
+    return {**summary(metrics.report()), "sums": metrics.sums()}
+
+
+def test_workers_summaries_are_pooled_exactly_but_for_the_auc_that_sums_cannot_tell() -> None:
+    batches = [draw(seed) for seed in range(6)]
+    whole = summary(counted(*batches).report())
+    pool = pooled([told_by(counted(*batches[:2])), {}, told_by(counted(*batches[2:]))])
+    assert pool["auc"] is None and pool["tasks"].keys() == whole["tasks"].keys()
+    for name in whole.keys() - {"auc", "tasks"}:
+        assert pool[name] == pytest.approx(whole[name], abs=1e-12), name
+
+
+def test_a_worker_that_alone_has_counted_is_the_whole() -> None:
+    alone = told_by(counted(draw(1)))
+    assert pooled([told_by(counted()), alone]) == alone and pooled([{}]) == {}
 
 
 def test_daily_metrics_split_by_request_time() -> None:
