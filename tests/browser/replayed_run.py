@@ -54,7 +54,7 @@ class ReplayedRun:
         left = max(len(self.run) - 1 - self.at, 0)
         self.at += 1
         told = {"step": step, "watermark_ms": watermark_ms, "requests": requests, "candidates": candidates, "metrics": metrics_}
-        watch = self.watch(left, "caught_up" if left == 0 else "catching_up")
+        watch = self.watch(left, "caught_up" if left == 0 else "catching_up") | _quality(candidates, metrics_)
         self.report = {**told, "training": True, "watch": watch, **report}
         for _ in range(round(self.step_s / 2)):
             self._beats()
@@ -133,3 +133,26 @@ class ReplayedRun:
             f'roostream_traffic_click_rate{{order="{o}",window="{w}"}} {v}' for o, v in rates.items() for w in ("recent", "total")
         ]
         return {n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else Scraped() for n, texts in lines.items()}
+
+
+def _quality(candidates: int, told: dict[str, float]) -> dict[str, Any]:
+    """The rest of it: the run's own numbers as those of the last hour; two slices and inputs that moved."""
+
+    def leaf(share: float) -> dict[str, Any]:
+        sums = [candidates * share, candidates * share, candidates * share * told["base_rate"], 1.0, 1.0, 1.0]
+        numbers = {name: told[name] for name in ("base_rate", "ne", "auc", "calibration")}
+        return {"1h": {"click": {"candidates": int(candidates * share), "ne_online": told["ne"], "sums": sums, **numbers}}}
+
+    features = {f"feature {n}": n / 40 for n in range(20)}
+    drift = {
+        **{"psi": features, "coverage": dict.fromkeys(features, 0.5), "coverage_before": dict.fromkeys(features, 1.0)},
+        **{"lengths": {"feature 19": 0.02}, "new_ids": {"user": 0.031}},
+        **{"base_rate": {"click": told["base_rate"]}, "base_rate_before": {"click": 0.09}},
+    }
+    slices = {"surface": {"front": leaf(0.3), "article": leaf(0.7)}}
+    return {
+        "windows": leaf(1.0),
+        "slices": slices,
+        "shadow": {"version": "1-2", "rows": "live", "shadow": leaf(1.0)},
+        "drift": drift,
+    }

@@ -82,6 +82,21 @@ def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
     assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text("#partitions-body")
 
 
+def test_quality_is_told_by_window_and_slice_beside_the_inputs_that_moved_most(opened: Any) -> None:
+    page = opened()
+    told = page.run.page.status()["reports"]["worker 0"]["metrics"]
+    windows = [row.split("\t") for row in page.text("#windows-body tbody").strip().split("\n")]
+    assert [row[0] for row in windows] == ["click, the last hour", "click, the last hour, frozen at 1-2"]
+    assert windows[0][2:] == [
+        f"{told[name]:.{n}f}" for name, n in (("base_rate", 4), ("ne", 4), ("ne", 4), ("auc", 4), ("calibration", 3))
+    ]
+    slices = page.text("#slices-body tbody").strip().split("\n")
+    assert [row.split("\t")[0] for row in slices] == ["surface: article", "surface: front"], "the larger first"
+    inputs = [row.split("\t") for row in page.text("#drift-body tbody").strip().split("\n")]
+    assert inputs[1] == ["feature 19", "0.475, moved", "50.0 %", "100.0 %", "0.020"] and len(inputs) == 14
+    assert inputs[-1][:3] == ["new ids of user", "–", "3.1 %"]
+
+
 def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> None:
     run = ReplayedRun()
     for _ in range(6):
@@ -119,7 +134,7 @@ def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
     for _ in range(12):
         press("Tab")
         seen.append(page.tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.name"))
-    assert seen[:4] == ["Skip to the content", "Trends", "Freshness", "Commits"] and seen[7] == "span" and "Numbers" in seen[8]
+    assert seen[:4] == ["Skip to the content", "Trends", "Quality", "Freshness"] and seen[8] == "span" and "Numbers" in seen[9]
     outline = page.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid", "where the focus is can be seen"
     page.tab.focus("#span input")

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.monitoring.caught_up import Liveness
+from trainer.monitoring.cells import pooled_numbers
+from trainer.monitoring.drift import worst
 from trainer.monitoring.quality import pooled
+from trainer.monitoring.windowed import LIVE, SHADOW
 
 _RANK = {str(state): rank for rank, state in enumerate(Liveness)}
 
@@ -22,7 +25,8 @@ def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def together(status: Mapping[str, Any]) -> dict[str, Any]:
     """`status` as Controller.status gives it. `eta_s` and `drain_per_s` are [value, low, high], None where not known;
-    `partitions` as in trainer/monitoring/watch.py, each with its `worker`."""
+    `quality` (windows, slices, shadow, drift) and `partitions` are as in trainer/monitoring/watch.py, partitions each with its
+    `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     worst = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
@@ -39,12 +43,35 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
         "step": _of_all(max, (report.get("step") for report in reports.values())),
         "watermark_ms": _of_all(min, (report.get("watermark_ms") for report in reports.values())),
         "metrics": pooled(report.get("metrics") or {} for report in reports.values()),
+        "quality": _quality(watches),
         "partitions": [
             {**row, "worker": key}
             for key, report in reports.items()
             for row in ((report.get("watch") or {}).get("partitions") or ())
         ],
     }
+
+
+def _quality(watches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Windows and slices of all; a frozen copy where all have the same; drift as the worst worker sees it."""
+    shadows = [watch.get("shadow") or {} for watch in watches]
+    versions = {shadow.get("version") for shadow in shadows}
+    same = versions.pop() if len(versions) == 1 else None
+    return {
+        "windows": _merged([watch.get("windows") or {} for watch in watches]),
+        "slices": _merged([watch.get("slices") or {} for watch in watches]),
+        "shadow": {"version": same, **_merged([{n: s[n] for n in (SHADOW, LIVE) if n in s} for s in shadows])} if same else None,
+        "drift": worst([watch.get("drift") or {} for watch in watches]),
+    }
+
+
+def _merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trees whose leaves are the numbers of cells as one tree: of each leaf those that have it."""
+    out: dict[str, Any] = {}
+    for key in dict.fromkeys(key for tree in told for key in tree):
+        found = [tree[key] for tree in told if key in tree]
+        out[key] = pooled_numbers(found) if "sums" in found[0] else _merged(found)
+    return out
 
 
 def _state(watch: Mapping[str, Any]) -> str:

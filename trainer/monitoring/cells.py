@@ -127,9 +127,22 @@ class Losses:
         self.sums_TSB = np.stack(columns, axis=1)
 
 
+def pooled_numbers(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of the same cells at several workers as one, from their `sums`; `auc`, which those don't tell, is None where
+    more than one has counted anything."""
+    counted = [numbers for numbers in told if numbers["candidates"]] or told[:1]
+    if len(counted) == 1:
+        return dict(counted[0])
+    return {**_from_sums([sum(column) for column in zip(*(n["sums"] for n in counted), strict=True)]), "auc": None}
+
+
 def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
+    return {**_from_sums(sums_S.tolist()), "auc": _auc(scores_H[:STEPS], scores_H[STEPS:])}
+
+
+def _from_sums(sums: list[float]) -> dict[str, Any]:
     """`ne` is relative to the base rate of the same candidates, `ne_online` to that known before each of them."""
-    candidates, weight, positive, predicted, log_loss, base_log_loss = sums_S.tolist()
+    candidates, weight, positive, predicted, log_loss, base_log_loss = sums
     rate = positive / weight if weight else None
     entropy = 0.0 if rate in (None, 0.0, 1.0) else -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
     return {
@@ -137,8 +150,8 @@ def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
         "base_rate": rate,
         "ne": log_loss / weight / float(entropy) if entropy else None,
         "ne_online": log_loss / base_log_loss if base_log_loss else None,
-        "auc": _auc(scores_H[:STEPS], scores_H[STEPS:]),
         "calibration": predicted / positive if positive else None,
+        "sums": sums,
     }
 
 

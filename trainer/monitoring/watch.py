@@ -10,7 +10,8 @@
     eta_s                            [value, low, high]; value null = not foreseeable, high null beside a value = no bound
     windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time windows that
                                      end at the watermark, at most MOST_TASKS tasks; numbers: candidates, base_rate, ne,
-                                     ne_online, auc, calibration (cells.py; `ne_online`: against the base rate known before)
+                                     ne_online, auc, calibration (cells.py; `ne_online`: against the base rate known before),
+                                     and the `sums` behind all but auc
     slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
     shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a frozen dense
                                      part beside the model in training, on the same candidates and rows

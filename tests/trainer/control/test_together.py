@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from trainer.control.together import together
 
 
@@ -43,3 +45,41 @@ def test_a_worker_that_stands_by_says_nothing_about_training() -> None:
 def test_without_a_worker_everything_is_unknown() -> None:
     whole = together(status())
     assert whole["state"] == "unknown" and whole["lag_ms"] is None and whole["metrics"] == {} and whole["partitions"] == []
+
+
+def numbers(candidates: int, log_loss: float) -> dict[str, Any]:
+    sums = [float(candidates), float(candidates), candidates / 10, candidates / 8, log_loss, 2 * log_loss]
+    return {"candidates": candidates, "sums": sums, "auc": 0.7}
+
+
+def told(candidates: int, psi: float, version: str = "1-4") -> dict[str, Any]:
+    leaf = {"1h": {"click": numbers(candidates, candidates * 0.3)}}
+    drift = {
+        **{
+            name: {"age": value}
+            for name, value in (("psi", psi), ("coverage", 1 - psi), ("coverage_before", 1.0), ("lengths", 0))
+        },
+        **{"base_rate": {"click": 0.1 + psi}, "base_rate_before": {"click": 0.1}, "new_ids": {"user": psi / 2}},
+    }
+    shadow = {"version": version, "rows": "live", "shadow": leaf, "live": leaf}
+    return {"watch": {"windows": leaf, "slices": {"surface": {"front": leaf}}, "shadow": shadow, "drift": drift}}
+
+
+def test_windows_slices_and_the_frozen_copy_of_all_are_one_from_their_sums() -> None:
+    quality = together(status(told(100, 0.1), told(300, 0.3)))["quality"]
+    for at in (quality["windows"], quality["slices"]["surface"]["front"], quality["shadow"]["shadow"], quality["shadow"]["live"]):
+        pooled = at["1h"]["click"]
+        assert (pooled["candidates"], pooled["base_rate"], pooled["calibration"]) == (400, 0.1, 1.25) and pooled["auc"] is None
+        assert pooled["ne"] == pytest.approx(0.3 / 0.325083, rel=1e-5) and pooled["ne_online"] == 0.5
+    assert quality["shadow"]["version"] == "1-4"
+
+
+def test_drift_is_what_the_worst_worker_sees() -> None:
+    drift = together(status(told(100, 0.1), {}, told(300, 0.3)))["quality"]["drift"]
+    assert drift["psi"] == {"age": 0.3} and drift["coverage"] == {"age": 0.7} and drift["base_rate"] == {"click": 0.4}
+    assert drift["base_rate_before"] == {"click": 0.1} and drift["new_ids"] == {"user": 0.15}
+
+
+def test_frozen_copies_of_two_versions_are_not_one() -> None:
+    assert together(status(told(100, 0.1), told(300, 0.3, version="1-9")))["quality"]["shadow"] is None
+    assert together(status({}))["quality"] == {"windows": {}, "slices": {}, "shadow": None, "drift": {}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.monitoring.cells import Cells, Losses
+from trainer.monitoring.cells import Cells, Losses, pooled_numbers
 from trainer.monitoring.quality import Metrics
 
 
@@ -56,6 +56,7 @@ def test_what_is_not_defined_is_none(labels: float) -> None:
         "ne_online": None,
         "auc": None,
         "calibration": None,
+        "sums": [0.0] * 6,
     }
     score_BT = np.array([[0.2], [0.0], [1.0]], dtype=np.float32)
     cells.add(
@@ -87,3 +88,19 @@ def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
     renamed = Cells(("buy",))
     renamed.load(cells.state(lambda key: True))
     assert renamed.keys == [], "another task's numbers are nobody's"
+
+
+def test_two_workers_cells_are_pooled_as_if_one_had_counted() -> None:
+    cells, whole = [Cells(("click",)) for _ in range(2)], Cells(("click",))
+    for n, mine in enumerate(cells):
+        score_BT, label_BT, weight_BT = outcomes(500, tasks=1, seed=n)
+        losses = Losses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
+        for each in (mine, whole):
+            each.add(np.full(500, each.number_of(("a",))), losses, np.arange(500))
+    pooled = pooled_numbers([mine.report([("a",)])["click"] for mine in cells])
+    expected = whole.report([("a",)])["click"]
+    assert pooled["auc"] is None and pooled["sums"] == pytest.approx(expected["sums"])
+    for name in expected.keys() - {"auc", "sums"}:
+        assert pooled[name] == pytest.approx(expected[name]), name
+    empty = Cells(("click",)).report([])["click"]
+    assert pooled_numbers([empty, expected]) == expected and pooled_numbers([empty, empty])["candidates"] == 0

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element, list, say } from "./parts.js";
-import { changesTable, commits, members, now, partitions, rows, stages } from "./tables.js";
+import { changesTable, commits, drift, members, now, partitions, rows, slices, stages, windows } from "./tables.js";
 import { clock, count, duration, known } from "./words.js";
 
 const EVERY_MS = 2000;
@@ -107,6 +107,9 @@ function show(status) {
   say($("state-more"), more(status));
   wrong(findings, atS);
   now($("now"), status);
+  windows($("windows-body"), status);
+  slices($("slices-body"), status);
+  drift($("drift-body"), status);
   stages($("stages-body"), status);
   commits($("commits-body"), status);
   members($("members-body"), status);

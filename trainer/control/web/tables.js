@@ -106,6 +106,51 @@ export function rows(host, status) {
   table(host, "Rows in memory, by table stack", columns, lines, "Unknown: no shard tells how many rows it has.");
 }
 
+const WINDOWS = { "1h": "the last hour", "1d": "the last day", all: "all" };
+const FEATURES_SHOWN = 12;
+const MOVED = 0.25;
+
+const figures = (it) => [count(it.candidates), fixed(it.base_rate, 4), fixed(it.ne, 4), fixed(it.ne_online, 4), fixed(it.auc, 4), fixed(it.calibration, 3)];
+const FIGURES = ["candidates", "base rate", "NE", "NE, base rate known before", "AUC", "calibration"].map((name) => ({ name }));
+
+/** By window of event time; the frozen copy beside the model on the same candidates. */
+export function windows(host, status) {
+  const { windows: found, shadow } = status.page.training.quality;
+  const lines = Object.entries(WINDOWS).flatMap(([window, text]) =>
+    Object.entries(found[window] ?? {}).map(([task, it]) => [`${task}, ${text}`, ...figures(it)]),
+  );
+  for (const [of, text] of [["live", "in training"], ["shadow", `frozen at ${shadow?.version}`]]) {
+    for (const [task, it] of Object.entries(shadow?.[of]?.["1h"] ?? {})) lines.push([`${task}, the last hour, ${text}`, ...figures(it)]);
+  }
+  table(host, "Scores of before training on them, by window of event time", [{ name: "task and window" }, ...FIGURES], lines, "Unknown: no worker tells yet.");
+}
+
+/** Of the last hour, where a slice has one. */
+export function slices(host, status) {
+  const lines = Object.entries(status.page.training.quality.slices).flatMap(([slice, values]) =>
+    Object.entries(values)
+      .map(([value, told]) => [value, Object.entries(told["1h"] ?? told.all ?? {})[0]])
+      .filter(([, first]) => first)
+      .sort(([, [, a]], [, [, b]]) => b.candidates - a.candidates)
+      .map(([value, [task, it]]) => [`${plain(slice)}: ${value}`, task, ...figures(it)]),
+  );
+  table(host, "The same by slice, of the last hour", [{ name: "slice" }, { name: "task", words: true }, ...FIGURES], lines, "No slices are set (worker.slices).");
+}
+
+/** The features that moved most, the base rate of each task, new ids of each table. */
+export function drift(host, status) {
+  const found = status.page.training.quality.drift;
+  const moved = Object.entries(found.psi ?? {}).sort(([, a], [, b]) => b - a).slice(0, FEATURES_SHOWN);
+  const share = (value) => (known(value) ? `${(100 * value).toFixed(1)} %` : UNKNOWN);
+  const lines = [
+    ...Object.keys(found.base_rate ?? {}).map((task) => [`base rate of ${task}`, "–", share(found.base_rate[task]), share(found.base_rate_before[task]), "–"]),
+    ...moved.map(([name, psi]) => [name, psi > MOVED ? `${fixed(psi, 3)}, moved` : fixed(psi, 3), share(found.coverage[name]), share(found.coverage_before[name]), name in found.lengths ? fixed(found.lengths[name], 3) : "–"]),
+    ...Object.entries(found.new_ids ?? {}).map(([name, value]) => [`new ids of ${name}`, "–", share(value), "–", "–"]),
+  ];
+  const columns = [{ name: "input" }, { name: "PSI" }, { name: "present, or rate" }, { name: "before" }, { name: "PSI of lengths" }];
+  table(host, "Inputs of the newest window beside those before it", columns, lines, "Not known before two windows are full.");
+}
+
 /** By partition; where no worker watches, what is exported at least. */
 export function partitions(host, status) {
   const { training, figures } = status.page;
