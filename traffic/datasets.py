@@ -31,7 +31,7 @@ class DatasetOptions(Settings):
 
 
 class Clicks(NamedTuple):
-    """Clicks from before a log, int64 [N] each, in time order."""
+    """Clicks that are no events of a log, int64 [N] each, in time order."""
 
     user_N: np.ndarray
     item_N: np.ndarray
@@ -51,7 +51,7 @@ class EventLog:
 
     events: Iterator[Event]
     num_requests: int = 0  # 0 = not known beforehand
-    clicks_before: Clicks | None = None
+    clicks_elsewhere: Clicks | None = None  # from before its first event, or between its events; each counts from its own time on
     refuse: Callable[[Event, WireError], None] | None = None  # called for an event that doesn't fit the schema; None: raise
     skipped: Callable[[], Skipped] = Skipped  # events left out so far
 

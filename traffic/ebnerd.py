@@ -8,6 +8,9 @@ behaviors.parquet, a row a request: `impression_id`, `impression_time`, `user_id
 The data has no times of clicks, so: a click is at request + 1 s. A `read` of the first clicked article, with
 `next_read_time` as its value, is when the reading ended, click + `next_read_time`, or when the join window ends if that
 is earlier: a reader who goes on counts with the seconds that the data says. Naive times are UTC.
+
+A history may reach into the time of the log (that of a second week holds the clicks of the first): a click of it that the log
+shows itself, of the same user on the same article, is left out; any other is an event of its own time (traffic/edge.py).
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     return EventLog(
         events=events(options.behaviors, schema, window_ms),
         num_requests=num_requests(options.behaviors),
-        clicks_before=histories(options.history),
+        clicks_elsewhere=not_shown(histories(options.history), options.behaviors) if options.history else None,
     )
 
 
@@ -127,6 +130,35 @@ def histories(paths: Sequence[str]) -> Clicks:
     users_N, items_N, times_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     order_N = np.argsort(times_N, kind="stable")
     return Clicks(users_N[order_N], items_N[order_N], times_N[order_N])
+
+
+def not_shown(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
+    """Without those that the log has: of a user on an article that it was clicked in, no earlier than the log begins.
+
+    Raises as `events`.
+    """
+    first_ms = min((_times_of(path) for path in behaviors), default=0)
+    if not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < first_ms:
+        return clicks
+    shown: set[tuple[int, int]] = set()
+    needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
+    for path in behaviors:
+        table = _read(path, needed, {})
+        for chunk in table.to_batches():
+            items = _rows(chunk["article_ids_clicked"])
+            users = np.repeat(chunk["user_id"].to_numpy(), [len(x) for x in items])
+            shown.update(zip(users.tolist(), np.concatenate(items).tolist(), strict=True))
+    at_N = np.flatnonzero(clicks.time_ms_N >= first_ms)
+    pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
+    again_N = at_N[np.array([pair in shown for pair in pairs], dtype=np.bool_)]
+    return Clicks(*(np.delete(column, again_N) for column in clicks))
+
+
+def _times_of(path: str) -> int:
+    """When a file's first request was."""
+    times = _read(path, {"impression_time": _REQUIRED["impression_time"]}, {})["impression_time"]
+    first = pc.min(times).cast(pa.int64()).as_py()
+    return int(first) if first is not None else 0
 
 
 def num_requests(behaviors: Sequence[str]) -> int:

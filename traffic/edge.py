@@ -1,14 +1,14 @@
 """The edge of a replay: turns what a log says into the records that serving would have produced.
 
 Online features come from `roo.counters`, the same code as the feature updater's: before a request at time T is read, every
-event with time + label delay ≤ T has been applied, and nothing else. Memory: the counters, and the events that wait for
-their delay.
+event with time + label delay ≤ T has been applied, and nothing else; clicks that are known from elsewhere are such events.
+Memory: the counters, and the events that wait for their delay.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from roo.ids import key_bytes, unsigned
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
+from traffic.datasets import Clicks
 from traffic.events import Action, Event, Request
 from traffic.partition import partition_of
 from traffic.survey import Survey
@@ -46,6 +47,15 @@ class Edge:
         self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
         self._waiting: list[tuple[int, int, Event]] = []
         self._arrival = 0
+        self._elsewhere: Iterator[Action] = iter(())
+        self._next_elsewhere: Action | None = None
+
+    def elsewhere(self, clicks: Clicks) -> None:
+        """Count these too, each from its time and the delay on; instead of those given before."""
+        columns = (column.tolist() for column in clicks)
+        name = self.schema.online.click
+        self._elsewhere = (Action("", user, 0, at_ms, 0, item, name, 1.0) for user, item, at_ms in zip(*columns, strict=True))
+        self._next_elsewhere = next(self._elsewhere, None)
 
     def record(self, event: Event) -> Record:
         """The event's record; its offset is unknown, -1. WireError if the log's features don't fit the schema."""
@@ -109,9 +119,17 @@ class Edge:
         """Count the events whose delay is over at `time_ms`, in time order; none from the freeze on."""
         if self.freeze_at_ms:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
-        while self._waiting and self._waiting[0][0] <= time_ms:
-            event = heapq.heappop(self._waiting)[2]
+        while (event := self._next_until(time_ms)) is not None:
             if isinstance(event, Request):
                 self.counters.apply_impression(event.user_id, event.items_n, event.time_ms)
             else:
                 self.counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
+
+    def _next_until(self, time_ms: int) -> Event | None:
+        """What is to be counted next; of one time, what the log holds comes last."""
+        due_ms = self._waiting[0][0] if self._waiting else None
+        action = self._next_elsewhere
+        if action is not None and action.time_ms + self.label_delay_ms <= (time_ms if due_ms is None else min(due_ms, time_ms)):
+            self._next_elsewhere = next(self._elsewhere, None)
+            return action
+        return heapq.heappop(self._waiting)[2] if due_ms is not None and due_ms <= time_ms else None

@@ -6,13 +6,16 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from roo.counter_seed import seed
 from roo.errors import ConfigError
 from roo.schema import Schema
 from roo.wire import Record
 from traffic.config import ReplayConfig
-from traffic.datasets import Skipped, load_dataset
+from traffic.datasets import Clicks, Skipped, load_dataset
 from traffic.edge import Edge
+from traffic.events import Event
 from traffic.late import late
 from traffic.replay import HEARTBEAT_MS, records
 from traffic.survey import Survey
@@ -40,12 +43,27 @@ def open_log(config: ReplayConfig, schema: Schema) -> Log:
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
     survey = Survey(schema)
     edge = Edge(schema, label_delay_ms=config.label_delay_ms, freeze_at_ms=config.freeze_counters_at_ms, survey=survey)
-    if source.clicks_before is not None:
-        seed(edge.counters, *source.clicks_before)
     events = late(source.events, config.engagement_delay_ms, config.window_ms) if config.engagement_delay_ms else source.events
+    if source.clicks_elsewhere is not None:
+        events = _counted(events, edge, source.clicks_elsewhere)
     beat_ms = _OFTEN_MS if config.as_served else HEARTBEAT_MS
     stream = records(events, edge, settle_ms=settle_ms(config), heartbeat_ms=beat_ms, refuse=source.refuse)
     return Log(records=_not_empty(stream, survey), num_requests=source.num_requests, skipped=source.skipped, survey=survey)
+
+
+def _counted(events: Iterator[Event], edge: Edge, clicks: Clicks) -> Iterator[Event]:
+    """The events, before whose first the clicks that are known by then are counted at once; the others wait at the edge."""
+    first = next(events, None)
+    if first is None:
+        return
+    known = int(np.searchsorted(clicks.time_ms_N + edge.label_delay_ms, first.time_ms, side="right"))
+    if edge.freeze_at_ms:
+        known = min(known, int(np.searchsorted(clicks.time_ms_N + edge.label_delay_ms, edge.freeze_at_ms)))
+    seed(edge.counters, *(column[:known] for column in clicks))
+    edge.elsewhere(Clicks(*(column[known:] for column in clicks)))
+    if edge.survey is not None:
+        edge.survey.num_clicks_elsewhere = (known, len(clicks.time_ms_N) - known)
+    yield from itertools.chain((first,), events)
 
 
 def _not_empty(stream: Iterator[Record], survey: Survey) -> Iterator[Record]:

@@ -32,6 +32,7 @@ class Survey:
         self.schema = schema
         self.num_impressions = self.num_candidates = self.num_doubled = self.num_strangers = 0
         self.first_ms = self.last_ms = 0
+        self.num_clicks_elsewhere = (0, 0)  # from before the log, and from within its time
         self.actions: Counter[str] = Counter()
         self.lengths: Counter[int] = Counter()
         self.origins = Origins()
@@ -75,6 +76,7 @@ class Survey:
             "last_ms": self.last_ms,
             "list_lengths": {**quantiles, "with_an_item_twice": self.num_doubled},
             "without_user_and_session": self.num_strangers,
+            "clicks_elsewhere": dict(zip(("before", "within"), self.num_clicks_elsewhere, strict=True)),
             "features": self.features(),
         }
 

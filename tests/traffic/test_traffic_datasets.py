@@ -58,7 +58,7 @@ def lists(options: Options, schema: Schema, window_ms: int) -> EventLog:
             yield Request(f"r{n}", 5, 0, T0 + n, np.array([1, 2], dtype=np.int64))
 
     before = Clicks(*(np.array([value], dtype=np.int64) for value in (5, 1, T0 - 1)))
-    return EventLog(events=events(), num_requests=options.num_lists, clicks_before=before)
+    return EventLog(events=events(), num_requests=options.num_lists, clicks_elsewhere=before)
 
 
 def test_another_dataset_is_a_module_and_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.block import decode_block
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from traffic import ebnerd
+from traffic.config import ReplayConfig
 from traffic.events import Action, Request
+from traffic.log import open_log
 
 DAY = datetime.datetime(2023, 5, 18, 7)
 WINDOW_MS = 1_800_000
@@ -123,6 +128,31 @@ def test_histories_come_in_time_order_over_all_users(tmp_path: Path) -> None:
     clicks = list(zip(*(column.tolist() for column in ebnerd.histories([path])), strict=True))
     assert clicks == [(1, 10, at_ms(-90)), (2, 20, at_ms(-50)), (1, 11, at_ms(-10))]
     assert [len(column) for column in ebnerd.histories([])] == [0, 0, 0]
+
+
+def test_a_history_that_knows_the_log_s_future_tells_nothing_before_its_time(tmp_path: Path) -> None:
+    """The log's own click is in the history again: once, at its time. Another is in the history only."""
+    shown = [row(1, 0, [7, 8, 9], []), row(2, 2, [7, 8, 9], [7]), row(3, 3.5, [7, 8, 9], []), row(4, 5, [7, 8, 9], [])]
+    behaviors = write(tmp_path / "b.parquet", shown)
+    user = shown[0]["user_id"]
+    told = {"user_id": user, "article_id_fixed": [5, 7, 7, 9], "impression_time_fixed": [at(-5), at(-1), at(2), at(4)]}
+    history = write(tmp_path / "h.parquet", [told])
+    document = {
+        "tables": {"item": {"dim": 4}},
+        "ro": [{"name": "past", "kind": "ids", "table": "item", "online": "history"}],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "clicks", "online": "clicks_24h"}],
+        "label": [{"name": "click", "action": "click"}],
+    }
+    own = schema_from_dict(document)
+    config = ReplayConfig(dataset="ebnerd", options=ebnerd.Options(behaviors=(behaviors,), history=(history,)), schema=__file__)
+    log, seen = open_log(config, own), []
+    for record in log.records:
+        message = wire.decode(record.value)[1]
+        if isinstance(message, pb.Impression):
+            clicks = decode_block(own, "nro", message.nro, 3)["clicks"]
+            seen.append((decode_block(own, "ro", message.ro, 1)["past"], [round(float(c)) for c in clicks]))
+    assert seen == [([7, 5], [1, 0, 0]), ([7, 5], [1, 0, 0]), ([7, 7, 5], [2, 0, 0]), ([9, 7, 7, 5], [2, 0, 1])]
+    assert log.survey.report()["clicks_elsewhere"] == {"before": 2, "within": 1}
 
 
 def test_other_files_are_refused_with_file_and_column(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from roo.block import decode_block
 from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS
+from traffic.datasets import Clicks
 from traffic.edge import Edge
 from traffic.events import Action, Request
 
@@ -107,3 +108,34 @@ def test_records_carry_topic_key_and_event_time() -> None:
     assert isinstance(message, pb.Engagement)
     assert (message.header.request_id, message.event_id, message.item_id) == ("r1", 78, 1)
     assert message.header.schema == SCHEMA.fingerprint
+
+
+def of_elsewhere(*clicks: tuple[int, int, float]) -> Clicks:
+    """(user, item, seconds) each."""
+    rows_N3 = np.array([(user, item, T0 + round(at_s * 1000)) for user, item, at_s in clicks], dtype=np.int64)
+    return Clicks(*rows_N3.T)
+
+
+def test_a_click_from_elsewhere_counts_from_its_own_time_on() -> None:
+    edge = Edge(SCHEMA)
+    edge.elsewhere(of_elsewhere((5, 8, 1), (6, 1, 2), (5, 9, 3)))
+    assert [features(edge.record(request(n, at)))[0]["past"]["item"] for n, at in enumerate((0.9, 1, 2.9, 3))] == [
+        [],
+        [8],
+        [8],
+        [9, 8],
+    ]
+    _, nro = features(edge.record(request(4, 4)))
+    assert nro["clicks"][0] == pytest.approx(1, abs=1e-3) and nro["clicks"][1] == 0, "another user's click is the item's"
+
+
+def test_a_click_from_elsewhere_waits_for_the_delay_too_and_comes_before_the_log_s_own_of_that_time() -> None:
+    edge = Edge(SCHEMA, label_delay_ms=5000)
+    edge.elsewhere(of_elsewhere((5, 8, 1), (5, 9, 100)))
+    edge.record(request(1, 0))
+    edge.record(click(1, 1, item=2))
+    assert features(edge.record(request(2, 5.9)))[0]["past"]["item"] == []
+    assert features(edge.record(request(3, 6)))[0]["past"]["item"] == [2, 8]
+    frozen = Edge(SCHEMA, freeze_at_ms=T0 + 2000)
+    frozen.elsewhere(of_elsewhere((5, 8, 1.9), (5, 9, 2)))
+    assert features(frozen.record(request(1, 50)))[0]["past"]["item"] == [8]
