@@ -8,5 +8,6 @@ their gradients back. Everything else that is learned is a dense parameter of th
     config.py   settings                                          parts.py             what a model is put together from
     ranker.py   the late-stage ranker                             attention.py         target attention, list attention
     loss.py     multi-task loss                                   layers.py            layers, initial values
-    gather.py   rows by their numbers, pooled or not, and back
+    gather.py   rows by their numbers, pooled or not, and back    chosen_parts.py      which parts a configuration asks for
+    sequence/   HSTU over history and targets
 """

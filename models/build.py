@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from models.config import ModelConfig, RankerConfig
+from models.config import HstuConfig, ModelConfig, RankerConfig
 from models.layers import init_parameters
 from models.model import Model
 from models.ranker import Ranker
@@ -29,7 +29,7 @@ class ModelKind:
     build: Callable[[Schema, Any], Model]  # the second is a `config`
 
 
-KINDS = {"ranker": ModelKind(RankerConfig, Ranker)}
+KINDS = {"ranker": ModelKind(RankerConfig, Ranker), "hstu": ModelKind(HstuConfig, Ranker)}
 
 
 def build_model(schema: Schema, config: ModelConfig, seed: int) -> Model:

@@ -48,3 +48,22 @@ class RankerConfig(ModelConfig):
             width, heads = getattr(self, name), getattr(self, divisor)
             if width % heads:
                 raise refusal(divisor, f"a divisor of {name} = {width}", heads, "change one of them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HstuConfig(RankerConfig):
+    """A ranker of which each candidate stands at the end of its request's history in HSTU."""
+
+    kind: str = setting("hstu", "which kind of model, a row of models/build.py")
+    history_attention: bool = setting(False, "each candidate attends to the request's sequences too")
+    hstu_layers: int = setting(2, "HSTU's layers", least=1, most=64)
+    hstu_width: int = setting(32, "their width", least=1, most=_WIDEST)
+    hstu_heads: int = setting(2, "their heads, a divisor of hstu_width", least=1, most=_WIDEST)
+    max_history: int = setting(
+        256, "newest entries of a history that are read; attention is divided by this number + 1", least=1, most=1 << 16
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hstu_width % self.hstu_heads:
+            raise refusal("hstu_heads", f"a divisor of hstu_width = {self.hstu_width}", self.hstu_heads, "change one of them")

@@ -21,7 +21,7 @@ from roo.schema import Feature
 from roo.transform import apply
 
 # Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
-_BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
+BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +53,8 @@ class Sequence:
     shape_RN: tuple[int, int]  # of the squares; known without asking the device
     entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
     mask_RN: Tensor | None  # bool [R, N], True = an entry; None = no padding
+    host_length_R: np.ndarray  # `length_R`, where nobody waits for a device to read it
+    gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
 
     def squares(self, x_L: Tensor) -> Tensor:
         """[L] → [R · N]; padding holds some entry's value and must be masked."""
@@ -73,6 +75,7 @@ class Inputs:
     nro_float_BG: Tensor
     nro_present_BP: Tensor
     request_index_B: Tensor
+    num_candidates_R: np.ndarray  # int32
     rows: dict[str, Tensor]  # stack → [U, D] leaf
     bags: tuple[Bags, ...]
     sequences: dict[str, Sequence]
@@ -96,6 +99,7 @@ def build_inputs(
         nro_float_BG=_wrap(np.arcsinh(nro_float_BG), device),
         nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
         request_index_B=_wrap(batch.request_index_B, device),
+        num_candidates_R=batch.num_candidates_R,
         rows={stack: _leaf(rows_UD, device).requires_grad_(train) for stack, rows_UD in rows.items()},
         bags=_build_bags(batch, lookup, device),
         sequences={
@@ -170,6 +174,8 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray,
         shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
         entry_RN=None if as_it_lies else _wrap(entry_RN.ravel(), device),
         mask_RN=None if mask_RN.all() else _wrap(mask_RN, device),
+        host_length_R=length_R,
+        gap_ms_L=gap_ms,
     )
 
 
@@ -182,4 +188,4 @@ def _squares(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.
 
 def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:
     """⌊ln(max(|Δt|, 1 s)) / 0.301⌋ (HSTU, Zhai et al. 2024), int64 ms → int64 in 0..122; exact, by comparison."""
-    return np.searchsorted(_BUCKET_MS, np.abs(gap_ms_L), side="right").astype(np.int64)
+    return np.searchsorted(BUCKET_MS, np.abs(gap_ms_L), side="right").astype(np.int64)

@@ -1,7 +1,7 @@
 """What a model is put together from: parts that read `Inputs` and give a block of columns, R or B rows of it.
 
-A new module (UserArch, HSTU's target output) is one more `Part`; `request_parts` and `candidate_parts` say which ones a
-schema and a ranker's configuration ask for, and models concatenate what they get.
+A new module (HSTU's target output) is one more `Part`; chosen_parts.py says which ones a schema and a ranker's configuration
+ask for.
 
 Letters: R requests, B candidates, G floats, N sequence entries, D width.
 """
@@ -112,19 +112,3 @@ class HistoryAttention(Part):
             sources.append((table.weight, sequence.squares(bucket_L)))
         entry_LE = gather(sources)
         return entry_LE.view(*sequence.shape_RN, entry_LE.shape[1])
-
-
-def request_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
-    """Name → part that runs once a request; parts that would have no columns are left out."""
-    parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
-    return {name: part for name, part in parts.items() if part.width}
-
-
-def candidate_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
-    """Name → part that runs once a candidate."""
-    parts: dict[str, Part] = {"floats": Floats(schema, "nro"), "embeddings": Embeddings(schema, "nro")}
-    if config.history_attention and schema.lists("nro"):
-        for f in schema.lists("ro"):
-            if f.kind == "sequence":
-                parts[f"attention_{f.name}"] = HistoryAttention(schema, f, config)
-    return {name: part for name, part in parts.items() if part.width}

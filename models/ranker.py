@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import ListAttention
+from models.chosen_parts import candidate_parts, request_parts
 from models.config import RankerConfig
 from models.gather import gather
 from models.inputs import Inputs
 from models.layers import CrossNet, Mlp
 from models.loss import loss
 from models.model import Model, Targets
-from models.parts import Pooled, candidate_parts, pool, request_parts
+from models.parts import Pooled, pool
 from roo.errors import SchemaError
 from roo.schema import Schema
 

@@ -108,12 +108,13 @@ def test_config_from_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind = 'rankr'", r"model.toml:1: key 'kind': expected one of ranker, got 'rankr'; did you mean 'ranker'\?"),
+        ("kind = 'rankr'", r"model.toml:1: key 'kind': expected one of ranker, hstu, got 'rankr'; did you mean 'ranker'\?"),
         ("widht = 3", r"unknown key 'widht' = 3; did you mean 'width'\?"),
         ("width = 0", r"model.toml:1: key 'width': expected 1\.\.4096, got 0"),
         ("width = 30", r"key 'list_heads': expected a divisor of width = 30, got 4"),
         ("list_layers = 99", r"key 'list_layers': expected 0\.\.16, got 99"),
         ("deep_layers = [64, 0]", r"key 'deep_layers': expected 1\.\.4096, got 0"),
+        ("kind = 'hstu'\nhstu_width = 7", r"key 'hstu_heads': expected a divisor of hstu_width = 7, got 2"),
         ("prior = 1.0", r"key 'prior': expected above 0 and below 1, got 1\.0"),
         ('width = "wide"', r"width"),
     ],

@@ -1,0 +1,34 @@
+"""Which parts a schema and a ranker's configuration ask for; a model concatenates what they give."""
+
+from __future__ import annotations
+
+from models.config import HstuConfig, RankerConfig
+from models.parts import Embeddings, Floats, HistoryAttention, Part
+from models.sequence.hstu_part import HstuTargets
+from roo.errors import SchemaError
+from roo.schema import Schema
+
+
+def request_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
+    """Name → part that runs once a request; parts that would have no columns are left out."""
+    parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
+    return {name: part for name, part in parts.items() if part.width}
+
+
+def candidate_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
+    """Name → part that runs once a candidate. What looks at a history needs a candidate's id features to ask with.
+
+    Raises:
+        SchemaError: HSTU without a sequence, or without a candidate's ids.
+    """
+    parts: dict[str, Part] = {"floats": Floats(schema, "nro"), "embeddings": Embeddings(schema, "nro")}
+    for f in schema.lists("ro") if schema.lists("nro") else ():
+        if f.kind != "sequence":
+            continue
+        if config.history_attention:
+            parts[f"attention_{f.name}"] = HistoryAttention(schema, f, config)
+        if isinstance(config, HstuConfig):
+            parts[f"hstu_{f.name}"] = HstuTargets(schema, f, config)
+    if isinstance(config, HstuConfig) and not any(isinstance(part, HstuTargets) for part in parts.values()):
+        raise SchemaError("expected an [[ro]] sequence and [[nro]] ids for HSTU, got none; add them, or take kind = 'ranker'")
+    return {name: part for name, part in parts.items() if part.width}

@@ -1,0 +1,95 @@
+"""The history and the targets of each request as one jagged sequence, oldest entry first (ROO paper §3.3, Fig. 5b).
+
+Letters: R requests, L entries of the histories, B targets, S tokens of all sequences, G sequences of a group, N tokens of the
+group's longest, h entries and m targets of a request.
+
+    histories, newest first   [a b | c | ]     tokens     [b a x | c y z | w]
+    targets                   [x | y z | w]    position   [0 1 2 | 0 1 1 | 0]
+
+Every target is at position h, so that its place among the targets says nothing. A request without targets has no token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.candidate_groups import CandidateGroups, build_groups
+from models.inputs import BUCKET_MS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pairs:
+    """A group's pairs (query i, key j) of tokens, [G, N, N]."""
+
+    offset_GNN: Tensor  # int64: position of j - position of i, in -(N - 1) .. N - 1
+    bucket_GNN: Tensor | None  # int64: of the time from j to what follows i; None: there are no times
+    sees_GNN: Tensor  # bool: i may look at j; what padding may look at is of no matter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JaggedTargets:
+    """Built by `build_jagged_targets`, once a batch; the layers share it."""
+
+    source_S: Tensor  # int64: each token's place among [L entries, then B targets]
+    token_B: Tensor  # int64: each target's token
+    groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
+    pairs: tuple[Pairs, ...]  # of each group
+
+
+def build_jagged_targets(
+    length_R: np.ndarray,
+    gap_ms_L: np.ndarray | None,
+    num_targets_R: np.ndarray,
+    max_history: int,
+    device: str | torch.device = "cpu",
+) -> JaggedTargets:
+    """`length_R`: of histories that lie newest first, of which the newest `max_history` are read; `gap_ms_L`: int64, time from
+    each entry to its request."""
+    start_R, target_R = (np.cumsum(n_R, dtype=np.int64) - n_R for n_R in (length_R, num_targets_R))
+    history_R = np.where(num_targets_R > 0, np.minimum(length_R, max_history), 0)
+    tokens_R = history_R + num_targets_R
+    request_S = np.repeat(np.arange(len(tokens_R)), tokens_R)
+    place_S = np.arange(len(request_S)) - (np.cumsum(tokens_R) - tokens_R)[request_S]
+    history_S = history_R[request_S]
+    is_target_S = place_S >= history_S
+    of_history_S = start_R[request_S] + history_S - 1 - place_S
+    source_S = np.where(is_target_S, length_R.sum() + target_R[request_S] + place_S - history_S, of_history_S)
+    columns = [np.minimum(place_S, history_S), is_target_S]
+    if gap_ms_L is not None:
+        gap_S, next_S = np.zeros((2, len(place_S)), dtype=np.int64)
+        gap_S[~is_target_S] = gap_ms_L[of_history_S[~is_target_S]]
+        followed_S = place_S < history_S - 1  # the last entry and all targets ask at the time of the request
+        next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
+        columns += [gap_S, next_S]
+    groups = build_groups(tokens_R, str(device))
+    facts_SC = groups.pad(torch.from_numpy(np.stack(columns, axis=1).astype(np.int64)).to(device))
+    return JaggedTargets(
+        source_S=torch.from_numpy(source_S.astype(np.int64)).to(device),
+        token_B=torch.from_numpy(np.flatnonzero(is_target_S)).to(device),
+        groups=groups,
+        pairs=tuple(_pairs(group.of_slots(facts_SC)) for group in groups.groups),
+    )
+
+
+def _pairs(facts_GNC: Tensor) -> Pairs:
+    """Columns: position, is a target, and where there are times, the time to the request of the token and of the next one.
+    Padding lies behind a sequence's tokens, so that no token looks at it."""
+    position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
+    n = position_GN.shape[1]
+    itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)
+    earlier_NN = torch.ones_like(itself_NN).tril(-1)
+    return Pairs(
+        offset_GNN=position_GN[:, None, :] - position_GN[:, :, None],
+        bucket_GNN=_buckets(gaps[0][:, None, :] - gaps[1][:, :, None]) if gaps else None,
+        sees_GNN=itself_NN | (earlier_NN & (is_target_GN == 0)[:, None, :]),
+    )
+
+
+def _buckets(gap_ms: Tensor) -> Tensor:
+    """As `models.inputs.time_buckets`."""
+    steps = torch.from_numpy(BUCKET_MS).to(gap_ms.device)
+    return torch.bucketize(gap_ms.abs(), steps, right=True)

@@ -1,0 +1,178 @@
+"""HSTU over histories and targets: against an implementation of its own, sequence by sequence, and its gradients in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.inputs import time_buckets
+from models.layers import init_parameters
+from models.sequence.hstu import Hstu, SequentialUnit
+from models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
+
+D, HEADS, MOST = 4, 2, 6
+HISTORY = np.array([3, 0, 5, 9, 2, 1], dtype=np.int64)  # newest first; of the fourth the newest six are read
+TARGETS = np.array([2, 3, 0, 1, 20, 1], dtype=np.int32)
+
+
+def built(layers: int = 2, *, times: bool = True) -> Hstu:
+    module = Hstu(D, HEADS, layers, MOST, times=times)
+    init_parameters(module, seed=3)
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()) * 1.7 + i).view(parameter.shape))
+    return module.double()
+
+
+def made(seed: int = 0, num_targets: np.ndarray = TARGETS) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Tokens of all entries [L, D] and all targets [B, D], and the time from each entry to its request in ms."""
+    random = np.random.default_rng(seed)
+    length = int(HISTORY.sum())
+    gap_ms = np.concatenate([np.sort(random.integers(0, 10**8, n)) for n in HISTORY]) if length else np.zeros(0, np.int64)
+    entry, target = random.normal(size=(length, D)), random.normal(size=(int(num_targets.sum()), D))
+    return torch.from_numpy(entry), torch.from_numpy(target), gap_ms
+
+
+def run(module: Hstu, entry_LD: Tensor, target_BD: Tensor, sequences: JaggedTargets) -> Tensor:
+    x_SD = torch.cat([entry_LD, target_BD])[sequences.source_S]
+    return module(x_SD, sequences)[sequences.token_B]
+
+
+def reference_layer(layer: SequentialUnit, x_ND: Tensor, position: list[int], time_ms: list[int] | None, h: int) -> Tensor:
+    """One sequence, pair by pair; `time_ms` of tokens, then the time of the request."""
+
+    def norm(x: Tensor) -> Tensor:
+        return (x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-6)
+
+    rows = []
+    mixed = [F.silu(layer.gates_values_queries_keys.weight @ norm(x)) for x in x_ND]
+    u, v, q, k = ([m[part * D : (part + 1) * D] for m in mixed] for part in range(4))
+    for i in range(len(x_ND)):
+        seen = torch.zeros(D, dtype=torch.float64)
+        for j in range(len(x_ND)):
+            if not (j == i or (j < i and j < h)):
+                continue
+            for head in range(HEADS):
+                mine = slice(head * D // HEADS, (head + 1) * D // HEADS)
+                s = q[i][mine] @ k[j][mine] + layer.position_bias[position[j] - position[i] + MOST]
+                if time_ms is not None and layer.time_bias is not None:
+                    following = time_ms[i + 1] if i + 1 < h else time_ms[-1]
+                    seconds = max(abs(following - time_ms[j]) / 1000, 1.0)
+                    s = s + layer.time_bias[min(max(math.floor(math.log(seconds) / 0.301), 0), 128)]
+                seen[mine] += s * torch.sigmoid(s) / (MOST + 1) * v[j][mine]
+        rows.append(layer.out(u[i] * norm(seen)) + x_ND[i])
+    return torch.stack(rows)
+
+
+def reference(module: Hstu, entry_LD: Tensor, target_BD: Tensor, gap_ms: np.ndarray | None) -> Tensor:
+    """Every target in a sequence of its own behind its request's history: what impressions would train."""
+    out, first, b = [], 0, 0
+    for length, m in zip(HISTORY, TARGETS, strict=True):
+        newest_first = list(range(first, first + min(length, MOST)))
+        oldest_first = newest_first[::-1]
+        for target in range(b, b + m):
+            x = torch.cat([entry_LD[oldest_first], target_BD[target : target + 1]])
+            h = len(oldest_first)
+            times = None if gap_ms is None else [-int(gap_ms[e]) for e in oldest_first] + [0, 0]
+            for layer in module.layers:
+                assert isinstance(layer, SequentialUnit)
+                x = reference_layer(layer, x, [*range(h), h], times, h)
+            out.append(x[-1])
+        first, b = first + length, b + m
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_requests_with_all_their_targets_equal_a_sequence_for_each_target(times: bool) -> None:
+    module, (entry, target, gap_ms) = built(times=times), made()
+    gaps = gap_ms if times else None
+    with torch.no_grad():
+        got = run(module, entry, target, build_jagged_targets(HISTORY, gaps, TARGETS, MOST))
+        torch.testing.assert_close(got, reference(module, entry, target, gaps))
+
+
+def test_the_order_is_that_of_time_and_only_the_newest_are_read() -> None:
+    sequences = build_jagged_targets(np.array([2, 1, 3]), None, np.array([1, 2, 1], dtype=np.int32), 2)
+    assert sequences.source_S.tolist() == [1, 0, 6, 2, 7, 8, 4, 3, 9]
+    assert sequences.token_B.tolist() == [2, 4, 5, 8]
+    (pairs,) = sequences.pairs
+    assert pairs.bucket_GNN is None
+    assert pairs.offset_GNN[1].tolist() == [[0, 1, 1], [-1, 0, 0], [-1, 0, 0]], "both targets stand where the second entry would"
+    assert pairs.sees_GNN[1].tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+
+
+def test_the_time_of_a_pair_is_from_the_key_to_what_follows_the_query() -> None:
+    gap_ms = np.array([5_000, 60_000, 3_600_000], dtype=np.int64)
+    (pairs,) = build_jagged_targets(np.array([3]), gap_ms, np.array([1], dtype=np.int32), 9).pairs
+    assert pairs.bucket_GNN is not None
+    following = [60_000, 5_000, 0, 0]
+    keys = [3_600_000, 60_000, 5_000, 0]
+    expected = [time_buckets(np.array([key - f for key in keys])).tolist() for f in following]
+    assert pairs.bucket_GNN[0].tolist() == expected
+
+
+def test_a_request_gives_the_same_alone_and_in_any_batch() -> None:
+    module, (entry, target, gap_ms) = built(), made()
+    together = run(module, entry, target, build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST))
+    starts, firsts = np.cumsum(HISTORY) - HISTORY, np.cumsum(TARGETS) - TARGETS
+    for r, (length, m) in enumerate(zip(HISTORY, TARGETS, strict=True)):
+        mine, its = slice(starts[r], starts[r] + length), slice(firsts[r], firsts[r] + m)
+        sequences = build_jagged_targets(HISTORY[r : r + 1], gap_ms[mine], TARGETS[r : r + 1], MOST)
+        torch.testing.assert_close(run(module, entry[mine], target[its], sequences), together[its], rtol=0, atol=1e-12)
+
+
+def test_another_target_changes_its_own_output_only_and_no_entry_sees_it() -> None:
+    module, (entry, target, gap_ms) = built(), made()
+    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    changed = target.clone()
+    changed[9] += 1
+    before, after = run(module, entry, target, sequences), run(module, entry, changed, sequences)
+    moved = (before != after).any(dim=1)
+    assert moved.nonzero().flatten().tolist() == [9]
+
+
+def test_an_entry_changes_its_own_request_only() -> None:
+    module, (entry, target, gap_ms) = built(), made()
+    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    changed = entry.clone()
+    changed[1] += 1
+    moved = (run(module, entry, target, sequences) != run(module, changed, target, sequences)).any(dim=1)
+    assert moved.nonzero().flatten().tolist() == [0, 1]
+
+
+def test_gradients_are_right_in_float64() -> None:
+    module, (entry, target, gap_ms) = built(1), made()
+    lengths, counts = HISTORY[:2] + 1, TARGETS[:2]
+    sequences = build_jagged_targets(lengths, gap_ms[: lengths.sum()], counts, MOST)
+    leaves = (entry[: lengths.sum()].requires_grad_(), target[: counts.sum()].requires_grad_())
+    assert torch.autograd.gradcheck(lambda *_: run(module, *leaves, sequences), (*leaves, *module.parameters()))
+
+
+@pytest.mark.parametrize("counts", [[0], [0, 0]], ids=str)
+def test_without_a_target_there_is_nothing(counts: list[int]) -> None:
+    sequences = build_jagged_targets(np.array([2] * len(counts)), None, np.array(counts, dtype=np.int32), MOST)
+    entry = torch.zeros(2 * len(counts), D, dtype=torch.float64)
+    assert run(built(times=False), entry, entry[:0], sequences).shape == (0, D)
+
+
+def test_its_matrix_is_normal_at_first() -> None:
+    module = Hstu(64, 2, 1, MOST)
+    init_parameters(module, seed=3)
+    weight = dict(module.named_parameters())["layers.0.gates_values_queries_keys.weight"]
+    assert weight.std().item() == pytest.approx(0.02, rel=0.05) and abs(weight.mean().item()) < 1e-3
+    assert (weight.abs() > 0.04).float().mean().item() == pytest.approx(0.0455, rel=0.2), "beyond two deviations"
+
+
+def test_dropout_is_of_training_apart_from_serving() -> None:
+    module, (entry, target, gap_ms) = Hstu(D, HEADS, 1, MOST, dropout=0.5).double(), made()
+    init_parameters(module, seed=3)
+    sequences = build_jagged_targets(HISTORY, gap_ms, TARGETS, MOST)
+    torch.manual_seed(0)
+    assert not torch.equal(run(module, entry, target, sequences), run(module, entry, target, sequences))
+    module.eval()
+    assert torch.equal(run(module, entry, target, sequences), run(module, entry, target, sequences))

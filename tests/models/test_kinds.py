@@ -1,0 +1,104 @@
+"""Kinds of models, and what a ranker can be put together from: G9, G10, independence of requests and gradients of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from models.build import build_model
+from models.config import HstuConfig, ModelConfig
+from roo.errors import SchemaError
+from tests.models.expansion import expand_with_context
+from tests.models.model_cases import make_batch, make_schema
+from tests.models.model_checks import (
+    COUNTS,
+    SMALL,
+    assert_row_gradients,
+    assert_same_bits_as_served,
+    assert_same_in_any_batch,
+    assert_same_learning,
+    learn,
+    score,
+    trained_model,
+)
+
+_SIZES = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name not in ("kind", "history_attention")}
+CONFIGS: dict[str, ModelConfig] = {
+    "hstu": HstuConfig(**_SIZES, hstu_width=6, hstu_heads=2, max_history=5),
+    "hstu and attention": HstuConfig(**_SIZES, hstu_width=4, hstu_layers=1, history_attention=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 13])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_g9_a_request_alone_scores_the_same_bits_in_training_and_serving(name: str, n: int) -> None:
+    assert_same_bits_as_served(make_schema("everything"), CONFIGS[name], n)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_g9_in_any_batch_and_order_logits_agree_to_1e5(name: str) -> None:
+    schema = make_schema("everything")
+    assert_same_in_any_batch(schema, trained_model(schema, CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_g10_training_on_requests_equals_training_on_impressions_that_carry_their_list(name: str) -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [3, 1, 0, 6, 17], seed=3)
+    assert_same_learning(trained_model(schema, CONFIGS[name]), batch, expand_with_context(batch))
+
+
+@pytest.mark.parametrize("case", ["plain history"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_g10_without_list_context_a_request_is_its_impressions(name: str, case: str) -> None:
+    schema = make_schema(case)
+    config = dataclasses.replace(CONFIGS[name], **({"list_layers": 0} if hasattr(CONFIGS[name], "list_layers") else {}))
+    batch = make_batch(schema, COUNTS, seed=2)
+    assert_same_learning(trained_model(schema, config), batch, batch.expand())
+
+
+@pytest.mark.parametrize("counts", [[], [0], [1], COUNTS], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> None:
+    schema = make_schema("everything")
+    model, batch = trained_model(schema, CONFIGS[name]), make_batch(schema, counts, seed=5)
+    assert score(model, batch).shape == (sum(counts), 2)
+    value, dense, rows = learn(model, batch)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in rows.values())
+    if sum(counts) > 1:
+        assert [n for n, p in model.named_parameters() if n not in dense or not torch.isfinite(dense[n]).all()] == []
+    if not sum(counts):
+        assert value == 0.0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_another_request_changes_nothing(name: str) -> None:
+    schema = make_schema("everything")
+    model, batch, other = trained_model(schema, CONFIGS[name]), make_batch(schema, COUNTS, 6), make_batch(schema, COUNTS, 7)
+    mine = np.array([0, 3, 6])
+    again = score(model, batch)[np.isin(batch.request_index_B, mine)]
+    torch.testing.assert_close(score(model, batch.take_requests(mine)), again, rtol=0, atol=1e-5)
+    assert not torch.allclose(score(model, other), score(model, batch), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_of_the_whole_model_are_right_in_float64(name: str) -> None:
+    schema = make_schema("everything", labels=1)
+    assert_row_gradients(trained_model(schema, CONFIGS[name]), make_batch(schema, [2, 0, 3], seed=11, longest=3))
+
+
+@pytest.mark.parametrize("case", ["candidate only", "history without candidate ids"])
+def test_hstu_without_a_history_or_a_candidate_to_put_behind_it_is_refused(case: str) -> None:
+    with pytest.raises(SchemaError, match=r"expected an \[\[ro\]\] sequence and \[\[nro\]\] ids for HSTU"):
+        build_model(make_schema(case), CONFIGS["hstu"], 0)
