@@ -12,6 +12,9 @@ _WIDEST = 4096
 LossName = Literal["log", "fnw", "fnc", "dfm", "es_dfm"]
 """How labels that come late are met: a row of models/loss.py."""
 
+InteractionName = Literal["cross", "dot", "mix"]
+"""What a layer of DHEN adds up: a class each in models/interaction/dhen.py."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
@@ -31,8 +34,13 @@ class RankerConfig(ModelConfig):
     time_buckets: int = setting(
         64, "buckets of ln(seconds since the entry) / 0.301 in a sequence with a time column", least=1, most=_WIDEST
     )
+    interaction: Literal["dcn", "dhen"] = setting("dcn", "how a candidate's features meet: DCNv2's cross network, or DHEN")
     cross_layers: int = setting(2, "DCNv2 layers; 0 = none", least=0, most=16)
     cross_rank: int = setting(32, "rank of a cross layer's matrix; 0 = full", least=0, most=_WIDEST)
+    dhen_layers: int = setting(2, "DHEN layers", least=1, most=16)
+    dhen_interactions: tuple[InteractionName, ...] = setting(("cross", "dot", "mix"), "what each of them adds up, each once")
+    dhen_tokens: int = setting(8, "tokens of a candidate", least=1, most=_WIDEST)
+    dhen_width: int = setting(16, "width of a token", least=1, most=_WIDEST)
     width: int = setting(64, "width of a candidate after the interaction", least=1, most=_WIDEST)
     list_layers: int = setting(
         1, "attention blocks over the candidates of a request; 0 = candidates don't see each other", least=0, most=16
@@ -44,6 +52,8 @@ class RankerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.dhen_interactions or len(set(self.dhen_interactions)) < len(self.dhen_interactions):
+            raise refusal("dhen_interactions", "one or more of cross, dot, mix, each once", list(self.dhen_interactions))
         for name, divisor in (("history_width", "history_heads"), ("width", "list_heads")):
             width, heads = getattr(self, name), getattr(self, divisor)
             if width % heads:

@@ -3,7 +3,7 @@
 Letters: R requests, B candidates, T tasks, D width.
 
     request parts ─► tower (R rows) ─► gather to B ─┐
-    candidate parts (B rows) ───────────────────────┴► cross ─► dense ─► list attention ─► deep ─► a tower a task
+    candidate parts (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower a task
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from models.chosen_parts import candidate_parts, request_parts
 from models.config import RankerConfig
 from models.gather import gather
 from models.inputs import Inputs
-from models.layers import CrossNet, Mlp
+from models.interaction.cross_net import CrossNet
+from models.interaction.dhen import Dhen
+from models.layers import Mlp
 from models.loss import loss
 from models.model import Model, Targets
 from models.parts import Pooled, pool
@@ -43,8 +45,8 @@ class Ranker(Model):
         width = self.request_tower.width + sum(part.width for part in candidate.values())
         if width == 0:
             raise SchemaError("expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to look at")
-        self.cross = CrossNet(width, config.cross_layers, config.cross_rank)
-        self.dense = Mlp(width, (config.width,))
+        self.cross = _interaction(width, config)
+        self.dense = Mlp(self.cross.width, (config.width,))
         self.list_attention = nn.ModuleList(ListAttention(config.width, config.list_heads) for _ in range(config.list_layers))
         self.deep = Mlp(config.width, config.deep_layers)
         self.heads = Heads(self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels])
@@ -67,6 +69,13 @@ class Ranker(Model):
     def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         """What all candidates of a request share, [R, D]."""
         return self.request_tower(torch.cat([part(inputs, pooled) for part in self.request_parts.values()], dim=1))
+
+
+def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
+    if config.interaction == "dcn":
+        return CrossNet(width, config.cross_layers, config.cross_rank)
+    tokens = {"tokens": config.dhen_tokens, "token_width": config.dhen_width, "rank": config.cross_rank}
+    return Dhen(width, config.dhen_layers, config.dhen_interactions, **tokens)
 
 
 class Heads(nn.Module):

@@ -115,6 +115,8 @@ def test_config_from_toml(tmp_path: Path) -> None:
         ("list_layers = 99", r"key 'list_layers': expected 0\.\.16, got 99"),
         ("deep_layers = [64, 0]", r"key 'deep_layers': expected 1\.\.4096, got 0"),
         ("kind = 'hstu'\nhstu_width = 7", r"key 'hstu_heads': expected a divisor of hstu_width = 7, got 2"),
+        ("dhen_interactions = ['dot', 'dott']", r"key 'dhen_interactions': expected one of cross, dot, mix, got 'dott'"),
+        ("dhen_interactions = ['dot', 'dot']", r"key 'dhen_interactions': expected one or more of cross, dot, mix, each once"),
         ("prior = 1.0", r"key 'prior': expected above 0 and below 1, got 1\.0"),
         ('width = "wide"', r"width"),
     ],

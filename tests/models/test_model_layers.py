@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.attention import (
     Attended,
@@ -22,44 +22,12 @@ from models.build import build_model
 from models.candidate_groups import build_groups
 from models.config import RankerConfig
 from models.inputs import build_inputs
-from models.layers import CrossNet, Mlp, init_parameters
+from models.layers import Mlp
 from models.parts import pool
 from models.ranker import Heads
 from roo.lookup import build_lookup
+from tests.models.layer_checks import assert_gradients, built, randn
 from tests.models.model_cases import make_batch, make_rows, make_schema
-
-
-def built(module: nn.Module) -> nn.Module:
-    init_parameters(module, seed=2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.1)
-    return module.double()
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def assert_gradients(module: nn.Module, call, *inputs: Tensor) -> None:  # type: ignore[no-untyped-def]
-    """Of inputs and parameters."""
-    parameters = tuple(module.parameters())
-    leaves = tuple(x.requires_grad_() for x in inputs)
-    assert torch.autograd.gradcheck(lambda *_: call(*leaves), (*leaves, *parameters))
-
-
-@pytest.mark.parametrize("rank", [0, 2, 99])
-def test_cross_net_is_dcnv2(rank: int) -> None:
-    net, x = built(CrossNet(5, 3, rank)), randn(4, 5)
-    assert isinstance(net, CrossNet)
-    expected = x
-    for i, layer in enumerate(net.layers):
-        assert isinstance(layer, nn.Linear)
-        down = net.down[i].weight if 0 < rank < 5 else None
-        weight = layer.weight if down is None else layer.weight @ down
-        expected = x * (expected @ weight.T + layer.bias) + expected
-    torch.testing.assert_close(net(x), expected)
-    assert_gradients(net, net, x)
 
 
 def test_mlp_gradients_and_the_identity() -> None:
