@@ -7,7 +7,7 @@ their gradients back. Everything else that is learned is a dense parameter of th
     build.py    the kinds of models, and making one               candidate_groups.py  candidates of a request, padded in groups
     config.py   settings                                          parts.py             what a model is put together from
     ranker.py   the late-stage ranker                             attention.py         target attention, list attention
-    loss.py     multi-task loss                                   layers.py            layers, initial values
+    loss.py     multi-task loss; objectives.py: of what kinds     layers.py            layers, initial values
     gather.py   rows by their numbers, pooled or not, and back    chosen_parts.py      which parts a configuration asks for
     sequence/   HSTU over history and targets                     interaction/         DCNv2, DHEN
 """

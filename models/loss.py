@@ -1,9 +1,9 @@
 """The multi-task loss, and how it meets labels that come late.
 
 Letters: B candidates, T tasks; z a logit, p = σ(z), y a label, d the share of positives that are known when a sample is made.
-Every task is a binary event, whatever its label's fold: a folded label counts as positive when it is above 0 (an `any` label is 0
-or 1; of a `count`, `sum`, `max` or `last` the model learns the probability that there was something). A label with `threshold`
-says from which value on an engagement counts.
+A task is a binary event, whatever its label's fold, unless its label has another `objective` (objectives.py): a folded label
+counts as positive when it is above 0 (an `any` label is 0 or 1; of a `count`, `sum`, `max` or `last` the model learns the
+probability that there was something). A label with `threshold` says from which value on an engagement counts.
 
 A sample that is made early calls some candidates negative that are positive later; a correction says so then. What both together
 come to depends on the loss. Of each of these the minimum over the whole stream is the true probability, and p is what is served:
@@ -27,19 +27,23 @@ classifiers, of a delayed positive and of a real negative, follow from p and d h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.candidate_groups import CandidateGroups
 from models.config import LossName
 from models.model import Targets
+from models.objectives import Task, of_tasks
 
 
-def loss(logits_BT: Tensor, targets: Targets) -> Tensor:
-    """The weighted mean over candidates of each task, summed over tasks → scalar.
+def loss(logits_BT: Tensor, targets: Targets, tasks: Sequence[Task] = (), groups: CandidateGroups | None = None) -> Tensor:
+    """The weighted mean over candidates of each task, summed over tasks by their weights → scalar.
+
+    `tasks`: empty = all are events of weight 1; `groups`: the requests' lists, for those that compare candidates.
 
     Weight 0 leaves a candidate's label out; a task whose weights are all 0 (or B = 0) contributes 0. Weighted means are the same
     for a batch and for its expansion to impressions (G10). The candidates of a correction count in the mean as those of its
@@ -47,9 +51,12 @@ def loss(logits_BT: Tensor, targets: Targets) -> Tensor:
     whole, and so do their gradients.
     """
     weight_BT = targets.weight_BT
-    each_BT = each(logits_BT, targets)
+    each_BT = of_tasks(logits_BT, targets, each(logits_BT, targets), tasks, groups) if tasks else each(logits_BT, targets)
     total_T = weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
-    return ((each_BT * weight_BT).sum(dim=0) / torch.where(total_T > 0, total_T, 1.0)).sum()
+    mean_T = (each_BT * weight_BT).sum(dim=0) / torch.where(total_T > 0, total_T, 1.0)
+    if tasks:
+        mean_T = mean_T * mean_T.new_tensor([task.weight for task in tasks])
+    return mean_T.sum()
 
 
 def each(logits_BT: Tensor, targets: Targets) -> Tensor:

@@ -24,6 +24,7 @@ from models.interaction.dhen import Dhen
 from models.layers import Mlp
 from models.loss import loss
 from models.model import Model, Targets
+from models.objectives import tasks_of
 from models.parts import Pooled, pool
 from roo.errors import SchemaError
 from roo.schema import Schema
@@ -49,6 +50,7 @@ class Ranker(Model):
         self.dense = Mlp(self.cross.width, (config.width,))
         self.list_attention = nn.ModuleList(ListAttention(config.width, config.list_heads) for _ in range(config.list_layers))
         self.deep = Mlp(config.width, config.deep_layers)
+        self._tasks = tasks_of(schema)
         self.heads = Heads(self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels])
 
     def forward(self, inputs: Inputs) -> Tensor:
@@ -63,8 +65,8 @@ class Ranker(Model):
         return self.heads(self.deep(x_BD))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Pointwise: of every candidate, see models/loss.py."""
-        return loss(logits_BT, targets)
+        """Of every candidate, see models/loss.py; of pairs in a request's list where a label asks for it."""
+        return loss(logits_BT, targets, self._tasks, inputs.groups)
 
     def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         """What all candidates of a request share, [R, D]."""

@@ -24,6 +24,7 @@ T = TypeVar("T")
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 Fold = Literal["any", "count", "sum", "max", "last"]
 _FLOAT = 3e38  # fits a float32
+Objective = Literal["event", "weighted", "amount", "pairwise"]
 Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 
@@ -102,11 +103,23 @@ class Label(Settings):
     window_ms: int = setting(0, "only engagements within this time of the request; 0 = the join window", least=0, most=1 << 53)
     threshold: float = setting(0.0, "only engagements whose value is at least this count; 0 = all", least=-_FLOAT, most=_FLOAT)
     prior: float = setting(0.0, "probability that an untrained model predicts; 0 = the model's own prior", least=0, below=1)
+    objective: Objective = setting("event", "what is learned of it (models/objectives.py): event | weighted | amount | pairwise")
+    scale: float = setting(
+        1.0, "weighted: what counts as much as one event; amount: the largest told apart", above=0, most=_FLOAT
+    )
+    weight: float = setting(1.0, "its loss counts so much beside the other labels'; 0 = predicted and measured only", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_name("label", self.name)
         check_text("action", self.action)
+        if self.learns_value and self.fold == "any":
+            raise refusal("fold", f"count, sum, max or last for objective {self.objective!r}", self.fold)
+
+    @property
+    def learns_value(self) -> bool:
+        """How much there was counts, not only whether."""
+        return self.objective in ("weighted", "amount")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,10 @@ def without_idle(batch: Batch, config: LoopConfig) -> Batch:
     """The batch without corrections that change nothing which is to be trained; itself if all do."""
     if not batch.correction_R.any():
         return batch
-    changes_B = ((_before(batch, config) > 0) != (batch.label_BT > 0)).any(axis=1, where=batch.weight_BT > 0)
+    before_BT, after_BT = _before(batch, config), batch.label_BT
+    by_value_T = np.array([label.learns_value for label in batch.schema.labels], dtype=np.bool_)
+    changes_BT = np.where(by_value_T, before_BT != after_BT, (before_BT > 0) != (after_BT > 0))
+    changes_B = changes_BT.any(axis=1, where=batch.weight_BT > 0)
     num_changes_R = np.bincount(batch.request_index_B, changes_B, batch.num_requests)
     kept_R = ~batch.correction_R | ((num_changes_R > 0) & _not_frozen(batch, config))
     return batch if kept_R.all() else batch.take_requests(np.flatnonzero(kept_R))

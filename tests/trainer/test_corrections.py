@@ -18,12 +18,13 @@ from roo.batch import Batch
 from roo.decode import Decoder
 from roo.errors import ConfigError
 from roo.lookup import build_lookup
+from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, Built, build
 from trainer.config import LoopConfig
-from trainer.corrections import due_ms_of, targets_of
+from trainer.corrections import due_ms_of, targets_of, without_idle
 
 BOTH = (*PARTITIONS, ("corrections", 0), ("corrections", 1))
 N8 = samples.records(list(range(1, 9)))
@@ -99,6 +100,16 @@ def test_every_schema_of_these_tests_can_be_corrected() -> None:
         batch = make_batch(make_schema(case), [2, 3])
         targets = targets_of(as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on"))
         assert targets.before_BT is not None and (targets.before_BT == 0).all()
+
+
+@pytest.mark.parametrize(("objective", "kept"), [("event", 0), ("amount", 1)])
+def test_of_a_label_whose_value_is_learned_another_value_is_a_change(objective: str, kept: int) -> None:
+    label = {"name": "read_s", "action": "read", "fold": "sum", "objective": objective, "scale": 600.0}
+    schema = schema_from_dict({**CASES["everything"], "label": [label]})
+    batch = make_batch(schema, [2])
+    batch = dataclasses.replace(batch, label_BT=np.full_like(batch.label_BT, 30.0), weight_BT=np.ones_like(batch.weight_BT))
+    assert without_idle(as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")).num_requests == kept
+    assert without_idle(as_correction(batch, batch.label_BT), LoopConfig(corrections="on")).num_requests == 0
 
 
 # the loop

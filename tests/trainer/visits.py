@@ -54,7 +54,10 @@ SCHEMA: Schema = schema_from_dict(
             {"name": "item", "kind": "ids", "table": "item"},
             {"name": "category", "kind": "ids", "table": "category"},
         ],
-        "label": [{"name": "click", "action": "click"}, {"name": "read_s", "action": "read", "fold": "sum"}],
+        "label": [
+            {"name": "click", "action": "click"},
+            {"name": "read_s", "action": "read", "fold": "sum", "objective": "amount", "scale": 120.0, "weight": 0.5},
+        ],
     }
 )
 

@@ -7,6 +7,7 @@ leaves a candidate out of a task.
     auc            over all candidates, by weight, ties ½; `auc_error` bounds what max_scores cost (auc.py), 0 = exact
     request_auc    and `mrr`, `ndcg@10`: mean over requests with a positive and a negative (request_metrics.py)
     calibration    Σ predictions / Σ positives
+    mae            of a label with objective "amount" alone: mean absolute error of its value, in its unit, up to its scale
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_re
 
 
 class TaskMetrics:
-    """One task: nine sums and the score counts."""
+    """One task: nine sums and the score counts; of an amount, its errors."""
 
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
+        self.absolute_error = self.scale = 0.0  # scale 0: no amount
         self._scores = ScoreCounts(max_scores)
 
-    def update(self, score_B: np.ndarray, label_B: np.ndarray, weight_B: np.ndarray, request_index_B: np.ndarray) -> None:
+    def update(
+        self, score_B: np.ndarray, label_B: np.ndarray, weight_B: np.ndarray, request_index_B: np.ndarray, scale: float = 0.0
+    ) -> None:
+        """`scale`: of an amount (models/objectives.py); 0 = an event."""
         kept_B = weight_B > 0
         if not kept_B.all():
             score_B, label_B, weight_B, request_index_B = (x[kept_B] for x in (score_B, label_B, weight_B, request_index_B))
@@ -54,9 +59,15 @@ class TaskMetrics:
             ndcg=ranked.ndcg_M.sum(),
         )
         self._scores.add(score_B, positive_B, weight_B)
+        if scale:
+            self.scale = scale
+            expected_B = np.expm1(score_B.astype(np.float64) * np.log1p(scale))
+            self.absolute_error += float((weight_B * np.abs(expected_B - np.clip(label_B, 0, scale))).sum())
 
     def merge(self, other: TaskMetrics) -> None:
         self.add(**other.sums)
+        self.absolute_error += other.absolute_error
+        self.scale = self.scale or other.scale
         self._scores.merge(other._scores)
 
     def report(self) -> Report:
@@ -72,14 +83,17 @@ class TaskMetrics:
             "mrr": _ratio(s["mrr"], s["ranked_requests"]),
             "ndcg@10": _ratio(s["ndcg"], s["ranked_requests"]),
             "calibration": _ratio(s["predicted"], s["positive"]),
+            **({"mae": _ratio(self.absolute_error, s["weight"])} if self.scale else {}),
         }
 
     def state(self) -> dict[str, np.ndarray]:
         sums = np.array([self.sums[name] for name in _SUMS], dtype=np.float64)
-        return {"sums": sums, **{f"scores.{k}": v for k, v in self._scores.state().items()}}
+        amount = {"amount": np.array([self.absolute_error, self.scale])} if self.scale else {}
+        return {"sums": sums, **amount, **{f"scores.{k}": v for k, v in self._scores.state().items()}}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         self.sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
+        self.absolute_error, self.scale = state.get("amount", np.zeros(2)).tolist()
         self._scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
     def add(self, **sums: float) -> None:
@@ -103,10 +117,12 @@ class Metrics:
         weight_BT: np.ndarray,
         request_index_B: np.ndarray,
         time_ms_R: np.ndarray,
+        scale_T: Sequence[float] = (),
     ) -> None:
-        """Probabilities and labels of a batch. `request_index_B` points into the R requests, also those without candidates."""
+        """Scores and labels of a batch. `request_index_B` points into the R requests, also those without candidates.
+        `scale_T`: of amounts, 0 of events; empty = all are events."""
         for t, task in enumerate(self._tasks.values()):
-            task.update(score_BT[:, t], label_BT[:, t], weight_BT[:, t], request_index_B)
+            task.update(score_BT[:, t], label_BT[:, t], weight_BT[:, t], request_index_B, scale_T[t] if scale_T else 0.0)
         self.num_requests += len(time_ms_R)
         if len(time_ms_R):
             self._first_ms = min(self._first_ms, int(time_ms_R.min()))

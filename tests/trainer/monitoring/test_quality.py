@@ -202,6 +202,21 @@ def test_a_task_that_the_state_lacks_starts_at_nothing() -> None:
     assert tasks["new"]["candidates"] == 0 and tasks["click"]["candidates"] > 0
 
 
+def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_kept() -> None:
+    score, _, weight, index, time = draw(3)
+    label = np.random.default_rng(0).exponential(20.0, score.shape).astype(np.float32)
+    expected = np.abs(np.expm1(score.astype(np.float64) * math.log1p(60)) - np.minimum(label, 60)).mean()
+    metrics, parts = Metrics(["read_s"]), [Metrics(["read_s"]) for _ in range(3)]
+    metrics.update(score, label, weight, index, time, [60.0])
+    assert metrics.report()["mae"] == pytest.approx(expected)
+    for part, mine in zip(parts, np.array_split(np.arange(len(score)), 2), strict=False):
+        part.update(score[mine], label[mine], weight[mine], index[mine], time, [60.0])
+    parts[1].merge(parts[0])
+    parts[2].load(parts[1].state())
+    assert parts[2].report()["mae"] == pytest.approx(expected)
+    assert "mae" not in counted(draw(3)).report() and "click.amount" not in counted(draw(3)).state(), "of an event there is none"
+
+
 def test_merged_workers_report_what_one_worker_would() -> None:
     batches = [draw(seed) for seed in range(6)]
     left, right = counted(*batches[:2]), counted(*batches[2:])

@@ -1,0 +1,152 @@
+"""What tasks learn beside events: minima, pairs within a request, weights of tasks, corrections, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.candidate_groups import build_groups
+from models.inputs import build_inputs
+from models.loss import loss
+from models.model import Targets
+from models.objectives import Task, tasks_of
+from roo.batch import Batch
+from roo.errors import SchemaError
+from roo.lookup import build_lookup
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
+from tests.models.model_cases import CASES, make_batch, make_rows
+from tests.models.model_checks import SMALL, learn, trained_model
+
+COUNTS = np.array([4, 0, 20, 1], dtype=np.int32)
+GROUPS = build_groups(COUNTS)
+EVENT = Task("event", 1.0, 1.0)
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, label values and weights of 25 candidates and one task, in float64."""
+    random = np.random.default_rng(seed)
+    label = np.where(random.random((25, 1)) < 0.4, random.exponential(20.0, (25, 1)), 0.0)
+    weight = random.choice([0.0, 1.0, 2.0], (25, 1), p=[0.2, 0.6, 0.2])
+    return torch.from_numpy(random.normal(size=(25, 1))), torch.from_numpy(label), torch.from_numpy(weight)
+
+
+def at_minimum(task: Task, label: Tensor) -> float:
+    """The logit, the same for all candidates, of the least loss, by halving where the slope changes its sign."""
+    low, high, ones = -20.0, 20.0, torch.ones_like(label)
+    for _ in range(60):
+        z = torch.tensor((low + high) / 2, dtype=torch.float64, requires_grad=True)
+        loss(z.expand_as(label), Targets(label, ones), [task], GROUPS).backward()  # type: ignore[no-untyped-call]
+        assert z.grad is not None
+        low, high = (float(z.detach()), high) if z.grad < 0 else (low, float(z.detach()))
+    return low
+
+
+def test_an_amount_is_learned_as_the_mean_share_of_a_logarithm() -> None:
+    _, label, _ = drawn()
+    p = 1 / (1 + math.exp(-at_minimum(Task("amount", 30.0, 1.0), label)))
+    assert p == pytest.approx(float((torch.log1p(label) / math.log(31)).clamp_max(1).mean()), rel=1e-9)
+    assert (label > 30).any(), "what is beyond the scale counts as the scale"
+
+
+def test_weighted_odds_are_the_sum_of_values_over_the_number_of_negatives() -> None:
+    _, label, _ = drawn()
+    odds = math.exp(at_minimum(Task("weighted", 10.0, 1.0), label))
+    assert odds == pytest.approx(float(label.sum()) / 10 / int((label == 0).sum()), rel=1e-9)
+
+
+def test_pairwise_is_the_loss_of_every_pair_of_a_positive_and_a_negative_of_one_request() -> None:
+    z, label, weight = drawn()
+    got = loss(z, Targets(label, weight), [Task("pairwise", 1.0, 1.0)], GROUPS)
+    expected, first = 0.0, 0
+    for count in COUNTS:
+        mine = range(first, first + count)
+        negatives = [j for j in mine if label[j] == 0 and weight[j] > 0]
+        for i in mine:
+            if label[i] > 0 and weight[i] > 0 and negatives:
+                expected += float(weight[i]) * np.mean([math.log1p(math.exp(float(z[j] - z[i]))) for j in negatives])
+        first += count
+    assert float(got) == pytest.approx(expected / float(weight.sum()), rel=1e-12) and expected > 0
+
+
+def test_an_order_is_indifferent_to_what_all_of_a_request_have_in_common() -> None:
+    z, label, weight = drawn()
+    tasks = [Task("pairwise", 1.0, 1.0)]
+    shift = torch.from_numpy(np.repeat(np.arange(4.0), COUNTS))[:, None]
+    moved = loss(z + shift, Targets(label, weight), tasks, GROUPS)
+    torch.testing.assert_close(moved, loss(z, Targets(label, weight), tasks, GROUPS))
+
+
+def test_tasks_of_different_objectives_add_up_by_their_weights() -> None:
+    made = [drawn(seed) for seed in range(4)]
+    z, label, weight = (torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
+    tasks = [EVENT, Task("weighted", 3.0, 0.5), Task("amount", 60.0, 0.0), Task("pairwise", 1.0, 2.0)]
+    alone = [loss(*[made[t][0], Targets(*made[t][1:])], [task._replace(weight=1.0)], GROUPS) for t, task in enumerate(tasks)]
+    expected = alone[0] + 0.5 * alone[1] + 2 * alone[3]
+    torch.testing.assert_close(loss(z, Targets(label, weight), tasks, GROUPS), expected)
+    torch.testing.assert_close(alone[0], loss(made[0][0], Targets(*made[0][1:])))
+
+
+@pytest.mark.parametrize("objective", ["weighted", "amount", "pairwise"])
+def test_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(objective: str) -> None:
+    z, before, weight = drawn()
+    after, tasks = drawn(1)[1], [Task(objective, 9.0, 1.0)]  # type: ignore[arg-type]
+    whole = loss(z, Targets(after, weight), tasks, GROUPS)
+    both = loss(z, Targets(before, weight), tasks, GROUPS) + loss(z, Targets(after, weight, before), tasks, GROUPS)
+    torch.testing.assert_close(both, whole)
+
+
+@pytest.mark.parametrize("objective", ["event", "weighted", "amount", "pairwise"])
+def test_gradients_are_right_in_float64_and_parts_add_up(objective: str) -> None:
+    z, label, weight = drawn()
+    task = Task(objective, 9.0, 0.7)  # type: ignore[arg-type]
+    assert torch.autograd.gradcheck(lambda x: loss(x, Targets(label, weight), [task], GROUPS), (z.requires_grad_(),))
+    total, parts = weight.sum(dim=0), ((slice(0, 4), COUNTS[:2]), (slice(4, 25), COUNTS[2:]))
+    sum_of_parts = sum(
+        loss(z[mine], Targets(label[mine], weight[mine], total_T=total), [task], build_groups(counts)) for mine, counts in parts
+    )
+    torch.testing.assert_close(sum_of_parts, loss(z, Targets(label, weight), [task], GROUPS))
+
+
+def schema_of(**label: object) -> Schema:
+    labels = [{"name": "click", "action": "click"}, {"name": "read_s", "action": "read", "fold": "sum", **label}]
+    return schema_from_dict({**CASES["everything"], "label": labels})
+
+
+def test_labels_say_what_is_learned_of_them_and_change_no_bytes_by_it() -> None:
+    plain, own = schema_of(), schema_of(objective="amount", scale=600.0, weight=0.25)
+    assert tasks_of(plain) == () and tasks_of(own) == (EVENT, Task("amount", 600.0, 0.25))
+    assert plain.fingerprint == own.fingerprint
+    batch = make_batch(own, [3, 0, 5], seed=1)
+    values = [learn(trained_model(schema, SMALL), batch)[0] for schema in (plain, own, schema_of(weight=0.0))]
+    assert len(set(values)) == 3, "of the same parameters"
+
+
+def test_a_label_of_weight_0_teaches_nothing() -> None:
+    schema = schema_of(weight=0.0)
+    _, dense, _ = learn(trained_model(schema, SMALL), make_batch(schema, [3, 0, 5], seed=1))
+    assert dense["heads.logits.0.weight"].any() and not dense["heads.logits.1.weight"].any()
+
+
+def test_the_losses_of_a_batch_s_requests_alone_add_up_to_its_own_where_lists_are_compared() -> None:
+    schema = schema_of(objective="pairwise")
+    model, batch = trained_model(schema, SMALL), make_batch(schema, [5, 9, 0, 18], seed=3)
+    total_T = torch.from_numpy(batch.weight_BT.sum(axis=0))
+
+    def value(of: Batch) -> float:
+        lookup = build_lookup(of)
+        inputs = build_inputs(of, lookup, make_rows(schema, lookup))
+        targets = Targets(torch.from_numpy(of.label_BT), torch.from_numpy(of.weight_BT), total_T=total_T)
+        return float(model.loss(inputs, model(inputs), targets).detach())
+
+    alone = sum(value(batch.take_requests(np.array([r]))) for r in range(4))
+    assert alone == pytest.approx(value(batch), rel=1e-5)
+
+
+def test_an_amount_of_what_is_only_there_or_not_is_refused() -> None:
+    with pytest.raises(SchemaError, match="expected count, sum, max or last for objective 'amount', got 'any'"):
+        schema_of(objective="amount", fold="any")
