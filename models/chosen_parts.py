@@ -5,14 +5,22 @@ from __future__ import annotations
 from models.config import HstuConfig, RankerConfig
 from models.parts import Embeddings, Floats, HistoryAttention, Part
 from models.sequence.hstu_part import HstuTargets
+from models.user_arch import UserArch
 from roo.errors import SchemaError
 from roo.schema import Schema
 
 
 def request_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:
-    """Name → part that runs once a request; parts that would have no columns are left out."""
+    """Name → part that the request's tower reads; parts that would have no columns are left out."""
+    if config.request_side == "userarch":
+        return {}
     parts: dict[str, Part] = {"floats": Floats(schema, "ro"), "embeddings": Embeddings(schema, "ro")}
     return {name: part for name, part in parts.items() if part.width}
+
+
+def user_arch(schema: Schema, config: RankerConfig) -> UserArch | None:
+    """None where none is asked for, or where it would have nothing to compress."""
+    return UserArch(schema, config) if config.request_side != "direct" and schema.ro else None
 
 
 def candidate_parts(schema: Schema, config: RankerConfig) -> dict[str, Part]:

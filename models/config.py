@@ -28,6 +28,9 @@ class RankerConfig(ModelConfig):
     """All widths are numbers of float32; the defaults train in a few ms a batch on one core."""
 
     request_layers: tuple[int, ...] = setting((64, 32), "layers of the tower that runs once a request", least=1, most=_WIDEST)
+    request_side: Literal["direct", "userarch", "both"] = setting("direct", "that tower, UserArch, or both beside each other")
+    userarch_embeddings: int = setting(4, "embeddings that UserArch compresses the request's to", least=1, most=_WIDEST)
+    userarch_width: int = setting(16, "width of each", least=1, most=_WIDEST)
     history_attention: bool = setting(True, "each candidate attends to the request's sequences")
     history_width: int = setting(32, "width of that attention", least=1, most=_WIDEST)
     history_heads: int = setting(2, "its heads, a divisor of history_width", least=1, most=_WIDEST)

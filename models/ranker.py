@@ -2,7 +2,7 @@
 
 Letters: R requests, B candidates, T tasks, D width.
 
-    request parts ─► tower (R rows) ─► gather to B ─┐
+    request parts ─► tower, UserArch (R) ─► gather ─┐
     candidate parts (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower a task
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import ListAttention
-from models.chosen_parts import candidate_parts, request_parts
+from models.chosen_parts import candidate_parts, request_parts, user_arch
 from models.config import RankerConfig
 from models.gather import gather
 from models.inputs import Inputs
@@ -43,7 +43,9 @@ class Ranker(Model):
         self.request_parts, self.candidate_parts = nn.ModuleDict(request), nn.ModuleDict(candidate)
         request_width = sum(part.width for part in request.values())
         self.request_tower = Mlp(request_width, config.request_layers if request_width else ())
-        width = self.request_tower.width + sum(part.width for part in candidate.values())
+        self.user_arch = user_arch(schema, config)
+        width = self.request_tower.width + (self.user_arch.width if self.user_arch else 0)
+        width += sum(part.width for part in candidate.values())
         if width == 0:
             raise SchemaError("expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to look at")
         self.cross = _interaction(width, config)
@@ -57,8 +59,8 @@ class Ranker(Model):
         """→ logits_BT in the order of `schema.tasks`."""
         pooled = pool(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
-        if len(self.request_parts):
-            blocks.insert(0, gather([(self.request(inputs, pooled), inputs.request_index_B)]))
+        if request := self.request(inputs, pooled):
+            blocks.insert(0, gather([(x_RD, inputs.request_index_B) for x_RD in request]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
@@ -68,9 +70,11 @@ class Ranker(Model):
         """Of every candidate, see models/loss.py; of pairs in a request's list where a label asks for it."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)
 
-    def request(self, inputs: Inputs, pooled: Pooled) -> Tensor:
-        """What all candidates of a request share, [R, D]."""
-        return self.request_tower(torch.cat([part(inputs, pooled) for part in self.request_parts.values()], dim=1))
+    def request(self, inputs: Inputs, pooled: Pooled) -> list[Tensor]:
+        """What all candidates of a request share, blocks of [R, D]."""
+        blocks = [part(inputs, pooled) for part in self.request_parts.values()]
+        shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
+        return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
 
 
 def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:

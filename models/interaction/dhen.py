@@ -9,7 +9,7 @@ Each layer sees what different kinds of interaction made of the layer below, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class DhenLayer(nn.Module):
 
     def __init__(self, names: Sequence[InteractionName], tokens: int, width: int, rank: int) -> None:
         super().__init__()
-        makers = {
+        makers: dict[InteractionName, Callable[[], nn.Module]] = {
             "cross": lambda: CrossTokens(tokens, width, rank),
             "dot": lambda: DotProducts(tokens, width),
             "mix": lambda: MixTokens(tokens, width),

@@ -47,8 +47,7 @@ class SequentialUnit(nn.Module):
         weight.div_(bound).clamp_(-1 + 1e-6, 1 - 1e-6).erfinv_().mul_(_STD * math.sqrt(2))
 
     def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
-        d = self._width
-        u_SD, v_SD, q_SD, k_SD = F.silu(self.gates_values_queries_keys(_norm(x_SD))).split(d, dim=1)
+        u_SD, v_SD, q_SD, k_SD = F.silu(self.gates_values_queries_keys(_norm(x_SD))).chunk(4, dim=1)
         seen_SD = pointwise_attention(
             torch.cat([q_SD, k_SD, v_SD], dim=1), sequences, self.position_bias, self.time_bias, self._heads, self._divisor
         )

@@ -29,6 +29,8 @@ _SIZES = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f
 CONFIGS: dict[str, ModelConfig] = {
     "hstu": HstuConfig(**_SIZES, hstu_width=6, hstu_heads=2, max_history=5),
     "hstu and attention": HstuConfig(**_SIZES, hstu_width=4, hstu_layers=1, history_attention=True),
+    "userarch": dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings=2, userarch_width=4),
+    "tower and userarch": dataclasses.replace(SMALL, request_side="both", userarch_embeddings=9, userarch_width=3),
     "dhen": dataclasses.replace(SMALL, interaction="dhen", dhen_tokens=3, dhen_width=4),
 }
 

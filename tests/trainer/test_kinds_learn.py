@@ -18,6 +18,7 @@ from trainer.loop import TrainLoop
 SMALL = {"request_layers": (16,), "width": 16, "deep_layers": (16,), "task_layers": (8,), "list_heads": 2, "cross_rank": 8}
 KINDS: dict[str, ModelConfig] = {
     "ranker": RankerConfig(**SMALL, history_width=8),
+    "userarch": RankerConfig(**SMALL, history_width=8, request_side="userarch", userarch_embeddings=3, userarch_width=8),
     "dhen": RankerConfig(**SMALL, history_width=8, interaction="dhen", dhen_tokens=4, dhen_width=8),
     "hstu": HstuConfig(**SMALL, hstu_width=16, max_history=20),
 }

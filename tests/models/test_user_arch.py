@@ -1,0 +1,53 @@
+"""UserArch against its formula, by loops; once a request; its gradients in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from models.ranker import Ranker
+from models.user_arch import LinearCompression, UserArch
+from tests.models.layer_checks import assert_gradients, built, randn
+from tests.models.model_cases import make_batch, make_schema
+from tests.models.model_checks import COUNTS, SMALL, score, trained_model
+
+CONFIG = dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings=2, userarch_width=4)
+
+
+def test_compression_is_a_matrix_across_embeddings_and_then_one_on_each() -> None:
+    net, x_RCI = built(LinearCompression(5, 3, 2, 4)), randn(6, 3, 5)
+    assert isinstance(net, LinearCompression)
+    got = net(x_RCI)
+    assert got.shape == (6, 2, 4)
+    for r in range(6):
+        for o in range(2):
+            one_C = sum(x_RCI[r, :, i] * net.across.weight[o, i] for i in range(5)) + net.across.bias[o]
+            torch.testing.assert_close(got[r, o], net.each.weight @ one_C + net.each.bias)
+    assert_gradients(net, net, x_RCI)
+
+
+def test_every_list_is_an_embedding_and_all_floats_are_one() -> None:
+    part = UserArch(make_schema("everything"), CONFIG)
+    assert part.compression is not None and part.compression.across.weight.shape == (2, 4), "user, history, topics, floats"
+    assert part.width == 8 and set(part.widen) == {"user", "topics"}, "those of another width than 4"
+    few = UserArch(make_schema("plain history"), CONFIG)
+    assert few.width == 4, "never more out than in"
+
+
+def test_it_runs_on_requests_and_stands_in_the_place_of_the_tower() -> None:
+    schema = make_schema("everything")
+    model = trained_model(schema, CONFIG)
+    assert isinstance(model, Ranker) and model.user_arch is not None
+    assert not [name for name, _ in model.named_parameters() if name.startswith("request_tower")]
+    rows: list[int] = []
+    model.user_arch.register_forward_hook(lambda _, args, out: rows.append(out.shape[0]))
+    score(model, make_batch(schema, COUNTS, seed=1))
+    assert rows == [len(COUNTS)]
+
+
+def test_without_request_features_there_is_none() -> None:
+    schema = make_schema("candidate only")
+    model = trained_model(schema, CONFIG)
+    assert isinstance(model, Ranker) and model.user_arch is None
+    assert score(model, make_batch(schema, [3, 2])).shape == (5, 2)
