@@ -52,7 +52,7 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     replay = config.replay()
     schema = load_schema(replay.schema_path)
     log = open_log(replay, schema)
-    topics, delays = LocalTopics(schema.tasks), Delays()
+    topics, delays = LocalTopics(schema), Delays()
     engine = LocalEngine(JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get)
     errors: list[str] = []
     try:

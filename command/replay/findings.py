@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from command.replay.baselines import Baselines
@@ -11,6 +11,7 @@ from command.replay.prediction_metrics import PredictionMetrics
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError, printable
+from roo.schema import Schema
 from roo.wire import Record
 from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
 
@@ -18,9 +19,9 @@ from runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES
 class Findings:
     """Feed every record, each partition in its order. 8 bytes of memory a sample and more for exact AUC."""
 
-    def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0) -> None:
-        self.metrics = PredictionMetrics(tasks, measure_from_ms)
-        self.baselines = Baselines(tasks, measure_from_ms)
+    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
+        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms)
+        self.baselines = Baselines(schema, measure_from_ms)
         self._sampled: set[int] = set()
         self._corrected: Counter[str] = Counter()
         self._letters: dict[str, pb.DeadLetter] = {}
@@ -39,7 +40,7 @@ class Findings:
         elif isinstance(message, pb.Sample) and message.sample_id not in self._sampled:
             self._sampled.add(message.sample_id)
             if kind == wire.SAMPLE:
-                self.baselines.add(message)
+                self.baselines.add(message, record)
             else:
                 self._correct(message)
 

@@ -124,7 +124,7 @@ class _Local:
     def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
         self.schema = schema
         self.measure_from_ms = config.measure_from_ms
-        self.topics = LocalTopics(schema.tasks, config.measure_from_ms)
+        self.topics = LocalTopics(schema, config.measure_from_ms)
         self.accounts = self.topics.accounts
         choices = choices_of(config)
         registry, clock = {schema.fingerprint: schema}.get, SystemClock()

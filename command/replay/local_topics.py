@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from command.accounts import Accounts
 from command.replay.findings import Findings
+from roo.schema import Schema
 from roo.wire import Record
 from runtime.kafka.topics import DEFAULT_PARTITIONS, partitions_of
 from traffic.partition import partition_of
@@ -15,8 +15,8 @@ from traffic.partition import partition_of
 class LocalTopics:
     """Nothing is kept: `accounts` and `findings` have seen what went through."""
 
-    def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0) -> None:
-        self.accounts, self.findings = Accounts(), Findings(tasks, measure_from_ms)
+    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
+        self.accounts, self.findings = Accounts(), Findings(schema, measure_from_ms)
         self._offsets: Counter[tuple[str, int]] = Counter()
 
     def place(self, record: Record) -> Record:

@@ -125,7 +125,7 @@ class _Replay:
 
     def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
         self.stack, self.stage, self.stop = stack, stage, stop
-        self.findings = Findings(schema.tasks, config.measure_from_ms)
+        self.findings = Findings(schema, config.measure_from_ms)
         self.auditor = Auditor(
             Broker(stack.endpoints.kafka),
             stack.prefix,

@@ -105,7 +105,10 @@ def test_a_report_has_its_stable_keys(tmp_path: Path) -> None:
     week(tmp_path)
     report = replay(tmp_path, measure_from="2023-05-19")
     assert {"counts", "accounted", "metrics", "wall_s", "features_digest", "settings", "warnings"} <= set(report)
-    assert set(report["baselines"]) == {"random", "place", "item"} and set(report["positives"]) == {"click", "long_read"}
+    assert set(report["baselines"]) == {"random", "place", "item", "recent", "linear"} and set(report["positives"]) == {
+        "click",
+        "long_read",
+    }
     assert report["training"]["steps"] == 15 and report["training"]["non_finite"] == 0
     assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
     assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32
