@@ -18,7 +18,7 @@ from roo.decode import Decoder
 from roo.schema import Schema
 from roo.wire import Record
 
-_RATE = 0.05
+_RATE = 0.2
 _FURTHEST = 5.0  # standard deviations
 _LOGITS = 15.0
 

@@ -83,7 +83,7 @@ def test_what_floats_tell_is_found_by_the_line_on_them() -> None:
         clicked = rng.random(4) < 1 / (1 + prices)
         fed(baselines, CLICK, n, rng.integers(0, 1 << 40, 4).tolist(), clicked.astype(float).tolist(), prices=prices)
     found = baselines.report()["linear"]["overall"]
-    assert found["auc"] > 0.78 and found["ne"] < 0.92 and 0.9 < found["calibration"] < 1.1
+    assert found["auc"] > 0.8 and found["ne"] < 0.85 and 0.9 < found["calibration"] < 1.1
 
 
 def test_a_sample_is_scored_before_it_counts_and_measured_from_the_time_given() -> None:
