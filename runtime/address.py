@@ -29,6 +29,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def told_to(host: str, port: int, other: str) -> str:
+    """The "host:port" of something that listens on `host`, for whoever is at `other` (host:port); "" where that would lead them
+    elsewhere: a wildcard names no machine, and a loopback address only one's own."""
+    bare = host.strip("[]")
+    try:
+        is_wildcard = ipaddress.ip_address(bare).is_unspecified
+    except ValueError:
+        is_wildcard = not bare
+    if is_wildcard or (is_loopback(host) and not is_loopback(parse_address(other)[0])):
+        return ""
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
 def check_addresses(key: str, *addresses: str) -> None:
     """Raises ConfigError: one isn't host:port; names the key."""
     for address in addresses:

@@ -115,7 +115,9 @@ class ControllerConfig(Deployment):
     )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
-    neighbours: tuple[str, ...] = setting((), "NAME=URL of the /metrics of programs whose figures the controller's page shows")
+    neighbours: tuple[str, ...] = setting(
+        (), "NAME=URL of the /metrics of programs whose figures the controller's page shows; workers tell it themselves"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

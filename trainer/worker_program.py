@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from models.build import load_model_config
 from param_server.client import Client
@@ -14,6 +17,7 @@ from roo.schema import Registry, Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
+from runtime.address import told_to
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
@@ -60,7 +64,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     config.check_device()
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
-    metrics.serve(config, health)
+    seen_at = told_to(config.metrics_host, metrics.serve(config, health), config.controller)
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
@@ -104,7 +108,8 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
-        member = _member(config, worker, monitor, left, ending)
+        report = partial(_report, monitor, seen_at)
+        member = _member(config, worker, report, left, ending)
         opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
@@ -124,11 +129,17 @@ def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: St
     )
 
 
-def _member(config: WorkerConfig, worker: Worker, monitor: Monitor, left: threading.Event, ending: StopBudget) -> Member:
+def _report(monitor: Monitor, seen_at: str) -> dict[str, Any]:
+    return {**monitor.report(), "seen_at": seen_at}
+
+
+def _member(
+    config: WorkerConfig, worker: Worker, report: Callable[[], dict[str, Any]], left: threading.Event, ending: StopBudget
+) -> Member:
     def dial() -> SocketTransport:
         return SocketTransport(config.controller)
 
-    return Member(dial, "worker", config.index, worker.submit, monitor.report, left, hear=worker.hear, ending=ending)
+    return Member(dial, "worker", config.index, worker.submit, report, left, hear=worker.hear, ending=ending)
 
 
 def open_shadow(config: WorkerConfig, store: CheckpointStore, schema: Schema) -> FrozenCopy | None:

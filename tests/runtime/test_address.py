@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roo.errors import ConfigError
-from runtime.address import check_addresses, check_listen, is_loopback
+from runtime.address import check_addresses, check_listen, is_loopback, told_to
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
@@ -26,3 +26,20 @@ def test_what_is_no_address_is_named_with_its_key() -> None:
     check_addresses("shards", "a:1", "b:2")
     with pytest.raises(ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"):
         check_addresses("shards", "a:1", "b")
+
+
+@pytest.mark.parametrize(
+    ("host", "other", "expected", "why"),
+    [
+        ("127.0.0.1", "127.0.0.1:7000", "127.0.0.1:9", "one machine"),
+        ("127.0.0.1", "10.0.0.7:7000", "", "it would ask itself"),
+        ("10.0.0.3", "10.0.0.7:7000", "10.0.0.3:9", "two machines"),
+        ("0.0.0.0", "10.0.0.7:7000", "", "it names no machine"),
+        ("::", "127.0.0.1:7000", "", "nor does that"),
+        ("worker-1.pod", "controller:7000", "worker-1.pod:9", "a name"),
+        ("localhost", "controller:7000", "", "a name of one's own"),
+        ("[::1]", "[::1]:7000", "[::1]:9", "IPv6"),
+    ],
+)
+def test_what_another_one_is_told_leads_here_or_is_nothing(host: str, other: str, expected: str, why: str) -> None:
+    assert told_to(host, 9, other) == expected, why

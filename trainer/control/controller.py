@@ -161,6 +161,13 @@ class Controller:
                 "reports": {str(key): member.report for key, member in it.members.items()},
             }
 
+    def workers_seen_at(self) -> dict[int, str]:
+        """Workers that train, or stand by → "host:port" of their metrics as they tell it; "" of who doesn't. Any thread."""
+        with self._changed:
+            members = self.coordinator.members
+            keys = {*self.coordinator.roster.workers, *(key for key in members if key.role == "worker")}
+            return {key.index: str(members[key].report.get("seen_at", "")) if key in members else "" for key in keys}
+
     def _beat(self, header: Header) -> Header:
         key = Key(str(header["role"]), int(header["index"]))
         with self._changed:

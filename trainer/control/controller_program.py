@@ -71,7 +71,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     )
     coordinator = Coordinator(facts, clock.monotonic_s())
     controller = Controller(coordinator, store, clock, check=identity.check, keep_commits=config.keep_commits)
-    neighbours = Neighbours(config.neighbour_urls, clock)
+    neighbours = Neighbours(config.neighbour_urls, clock, workers=controller.workers_seen_at)
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()
 

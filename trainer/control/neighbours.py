@@ -21,11 +21,23 @@ Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
 
 
 class Neighbours:
-    """The programs at `urls` (name → URL of /metrics), read by a thread that calls `run`; `figures` is safe from any thread."""
+    """The programs at `urls` (name → URL of /metrics), and workers where they themselves say that they are; read by a thread that
+    calls `run`. `figures` is safe from any thread."""
 
-    def __init__(self, urls: Mapping[str, str], clock: Clock, fetch: Fetch = scrape.fetch_all) -> None:
-        self.urls, self.clock, self._fetch = dict(urls), clock, fetch
+    def __init__(
+        self,
+        urls: Mapping[str, str],
+        clock: Clock,
+        fetch: Fetch = scrape.fetch_all,
+        workers: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        """`workers()`: those that are there → "host:port" of their metrics, "" where they can't say. Any thread calls it."""
+        self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
         self._found: tuple[float, dict[str, Scraped]] | None = None
+
+    @property
+    def urls(self) -> dict[str, str]:
+        return with_workers(self.settings, self._workers())
 
     def run(self, stop: threading.Event) -> None:
         """Look every LOOK_S until `stop`."""
@@ -35,14 +47,33 @@ class Neighbours:
 
     def look(self) -> None:
         """Ask all of them once, side by side."""
-        if self.urls:
-            self._found = self.clock.monotonic_s(), self._fetch(self.urls)
+        if urls := self.urls:
+            self._found = self.clock.monotonic_s(), self._fetch(urls)
 
     def figures(self) -> dict[str, Any]:
         """What they told last; all unknown where nobody was asked, or the last answers are older than STALE_S."""
         found = self._found
         fresh = found is not None and self.clock.monotonic_s() - found[0] <= STALE_S
         return read_figures(self.urls, found[1] if found and fresh else {})
+
+
+def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
+    """`urls` with the workers of a number that `roostream scale` changes: what settings say of one stands, what one says
+    of itself is added, and who is not among `workers`, where there are any, is left out."""
+    kept = {
+        name: url for name, url in urls.items() if not workers or (number := _worker_number(name)) is None or number in workers
+    }
+    known, numbers = set(kept.values()), {_worker_number(name) for name in kept}
+    told = {n: f"http://{at}/metrics" for n, at in sorted(workers.items()) if at and n not in numbers}
+    return kept | {f"worker-{n}" if n else "worker": url for n, url in told.items() if url not in known}
+
+
+def _worker_number(name: str) -> int | None:
+    """`worker` is 0, `worker-3` is 3."""
+    kind, _, number = name.partition("-")
+    if kind != "worker":
+        return None
+    return int(number) if number.isdecimal() else 0
 
 
 def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+import pytest
 
 from runtime import scrape
 from runtime.clock import FakeClock
 from runtime.scrape import Scraped
-from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, freshness, read_figures
+from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, freshness, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
 SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
@@ -71,3 +73,39 @@ def test_partitions_of_all_workers_are_told_together() -> None:
         f"worker-{n}": scrape.parse(f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n') for n in (0, 1)
     }
     assert read_figures({}, texts)["partition_lag_records"] == {"samples-0": 0, "samples-1": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "expected", "why"),
+    [
+        ({"worker": "http://a"}, {0: "h:1", 1: "h:2"}, {"worker": "http://a", "worker-1": "http://h:2/metrics"}, "new ones"),
+        ({"worker": "http://a"}, {0: "h:1", 1: ""}, {"worker": "http://a"}, "one that can't say where it is"),
+        ({"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"}, {0: ""}, {"worker", "shard-1"}, "one that went"),
+        ({"worker-0": "http://a", "worker-1": "http://b"}, {0: "h:1", 1: "h:2"}, {"worker-0", "worker-1"}, "names of one's own"),
+        ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
+        ({}, {0: "[::1]:1"}, {"worker": "http://[::1]:1/metrics"}, "nothing is set"),
+    ],
+)
+def test_workers_say_themselves_where_they_are(
+    settings: dict[str, str], workers: dict[int, str], expected: Collection[str], why: str
+) -> None:
+    found = with_workers(settings, workers)
+    assert (found if isinstance(expected, dict) else found.keys()) == expected, why
+
+
+def test_a_worker_that_came_later_is_asked_too() -> None:
+    workers, asked = {0: ""}, []
+
+    def fetch(urls: Mapping[str, str | None]) -> dict[str, Scraped]:
+        asked.append(dict(urls))
+        return {name: scrape.parse(SHARD) for name in urls}
+
+    neighbours = Neighbours({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
+    neighbours.look()
+    workers[1] = "127.0.0.1:9"
+    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": False}, "it has not been asked yet"
+    neighbours.look()
+    assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
+    assert neighbours.figures()["programs"] == {"worker": True, "worker-1": True}
+    del workers[1]
+    assert neighbours.figures()["programs"] == {"worker": True}

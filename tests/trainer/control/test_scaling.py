@@ -43,7 +43,7 @@ class Fleet:
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         report = {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
-        report |= {"leaving": key in self.leaving}
+        report |= {"leaving": key in self.leaving, "seen_at": f"h:{key.index}"}
         header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         return self.it.handle("beat", header, ())[0]["commands"]
@@ -172,6 +172,18 @@ def test_workers_that_aren_t_there_are_waited_for_without_stopping_those_that_tr
     for _ in range(25):
         fleet.turn(1.0)
     assert fleet.it.coordinator.roster.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
+
+
+def test_it_is_known_where_workers_are_watched_that_came_later_and_not_of_those_that_went() -> None:
+    fleet = Fleet().to(State.RUNNING)
+    assert fleet.it.workers_seen_at() == {0: "h:0"}
+    fleet.start_workers(2)
+    fleet.turn()
+    assert fleet.it.workers_seen_at() == {0: "h:0", 1: "h:1"}, "it stands by"
+    fleet.stop(Key("worker", 0))
+    fleet.stop(Key("worker", 1))
+    fleet.turn(4.0)
+    assert fleet.it.workers_seen_at() == {0: ""}, "one that trains is wanted, wherever it is"
 
 
 def test_a_number_whose_worker_is_gone_for_good_is_changed_while_it_is_waited_for() -> None:
