@@ -4,7 +4,8 @@ workers sum by."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,22 +20,51 @@ class Killed(BaseException):
     """Unwinds the process that died; nothing in it catches this."""
 
 
+class _Strand:
+    """A thread that runs acts, one after the other, each when it is let go; `idle` has those that have none."""
+
+    idle: ClassVar[list[_Strand]] = []
+
+    def __init__(self) -> None:
+        self.actor: Actor | None = None
+        self.act: Callable[[], object] = lambda: None
+        self.go, self.back = threading.Lock(), threading.Lock()
+        self.go.acquire()
+        self.back.acquire()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def switch(self) -> None:
+        """Let it run until its act ends or pauses."""
+        self.go.release()
+        self.back.acquire()
+
+    def _run(self) -> None:
+        while True:
+            self.go.acquire()
+            assert self.actor is not None
+            Actor.running.actor = self.actor
+            self.actor.run(self.act)
+            self.idle.append(self)
+            self.back.release()
+
+
 class Actor:
     """Acts of one process, each run until it ends or pauses; whoever called `do` or `go_on` waits meanwhile."""
 
-    _running = threading.local()
+    running = threading.local()
 
     def __init__(self) -> None:
         self.busy = False  # an act has paused
         self.is_running = False
         self._dead = False
         self._error: BaseException | None = None
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._strand: _Strand | None = None
 
     def do(self, act: Callable[[], object]) -> None:
         """Begin an act. Raises what it raises, but Killed."""
         assert not self.busy and not self._dead
-        threading.Thread(target=self._run, args=(act,), daemon=True).start()
+        self._strand = _Strand.idle.pop() if _Strand.idle else _Strand()
+        self._strand.actor, self._strand.act = self, act
         self._switch()
 
     def go_on(self) -> None:
@@ -56,35 +86,36 @@ class Actor:
             Killed: they killed this one.
             TransportError: nobody is there who could wait (a copy of a message that came late).
         """
-        actor: Actor | None = getattr(cls._running, "actor", None)
+        actor: Actor | None = getattr(cls.running, "actor", None)
         if actor is None:
             raise TransportError("nobody waits for this answer")
+        strand = actor._strand
+        assert strand is not None
         actor.busy = True
-        actor._back.release()
-        actor._go.acquire()
+        strand.back.release()
+        strand.go.acquire()
         actor.busy = False
         if actor._dead:
             raise Killed
 
-    def _switch(self) -> None:
-        self.is_running = True
-        self._go.release()
-        self._back.acquire()
-        self.is_running = False
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, act: Callable[[], object]) -> None:
-        self._running.actor = self
-        self._go.acquire()
+    def run(self, act: Callable[[], object]) -> None:
+        """In the strand's thread."""
         try:
             act()
         except Killed:
             pass
         except BaseException as error:
             self._error = error
-        self._back.release()
+
+    def _switch(self) -> None:
+        strand = self._strand
+        assert strand is not None
+        self.is_running = True
+        strand.switch()
+        self.is_running = False
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
@@ -98,10 +129,15 @@ def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
 
 class Hall:
     """Where the workers of a simulation sum. `tears(name)`: does this worker, of those who were given a sum, see an error
-    instead, since another one went away meanwhile?"""
+    instead, since another one went away meanwhile? `hears(worker, other)`: does what the other tells arrive at this worker?"""
 
-    def __init__(self, clock: Clock, tears: Callable[[str], bool] = lambda worker: False) -> None:
-        self.clock, self.tears = clock, tears
+    def __init__(
+        self,
+        clock: Clock,
+        tears: Callable[[str], bool] = lambda worker: False,
+        hears: Callable[[int, int], bool] = lambda worker, other: True,
+    ) -> None:
+        self.clock, self.tears, self.hears = clock, tears, hears
         self.posted: dict[tuple[int, int], dict[int, Tensor]] = {}
         self.members: dict[tuple[int, int], HallReduction] = {}
         self.num_sums = 0
@@ -141,9 +177,9 @@ class HallReduction:
         posted = self.hall.posted.setdefault(at, {})
         assert self.index not in posted
         posted[self.index] = bucket_N.clone()
-        wait_until(lambda: len(posted) == self.workers or self._is_over(), self.hall.clock, "the other workers' part")
+        wait_until(lambda: self._has_all(posted) or self._is_over(), self.hall.clock, "the other workers' part")
         assert len({len(part_N) for part_N in posted.values()}) == 1, "the workers are not in step"
-        if len(posted) < self.workers or (self._someone_is_gone() and self.hall.tears(f"worker {self.index}")):
+        if not self._has_all(posted) or (self._someone_is_gone() and self.hall.tears(f"worker {self.index}")):
             self.leave()
             raise UnavailableError("interrupted" if self.interrupted else "another worker is gone")
         bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
@@ -156,9 +192,13 @@ class HallReduction:
     def leave(self) -> None:
         self.left = True
 
+    def _has_all(self, posted: Mapping[int, Tensor]) -> bool:
+        return len(posted) == self.workers and all(other == self.index or self.hall.hears(self.index, other) for other in posted)
+
     def _is_over(self) -> bool:
         return self.interrupted or self._someone_is_gone()
 
     def _someone_is_gone(self) -> bool:
-        its = [r for (incarnation, _), r in self.hall.members.items() if incarnation == self.meeting.incarnation]
-        return any(reduction.left for reduction in its)
+        """That this worker hears of."""
+        its = {i: r for (incarnation, i), r in self.hall.members.items() if incarnation == self.meeting.incarnation and r.left}
+        return any(other == self.index or self.hall.hears(self.index, other) for other in its)

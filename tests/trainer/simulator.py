@@ -4,8 +4,8 @@ named moments, messages that are lost, late or come twice, and a store that is a
 Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many commands a member does in
 a round, how much is trained between them, and what becomes of a message is drawn; the same seed gives the same run.
 
-Workers are actors (actors.py): one waits for the others in a sum, or in a push that a shard holds, while the rest goes on. Which
-worker goes on first, and how far, is drawn too.
+What lies between the programs is in network.py, with faults that last. Workers are actors (actors.py): one waits for the others
+in a sum, or in a push that a shard holds, while the rest goes on. Which worker goes on first, and how far, is drawn too.
 
 A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker between the
 pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
@@ -14,48 +14,43 @@ pushes of one batch. `kill_at` names the moment, which of its occurrences, and w
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import FencedError, RoostreamError, TransportError, UnavailableError
+from roo.errors import FencedError, RoostreamError
 from roo.wire import Record
 from runtime import manifest as manifests
-from runtime.clock import FakeClock
-from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
 from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
 from runtime.member import Member
-from runtime.transport import Arrays, Header
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
-from tests.trainer.actors import Actor, Hall, HallTeam, Killed
+from tests.trainer.actors import Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import MemoryOutputs
-from tests.trainer.memory_store import MemoryStore
+from tests.trainer.network import CONTROLLER, BeatWire, Disorder, Lasting, Network, ShakyStore, StoreLink, Wire
+from tests.trainer.places import EvenClock, Place, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
-from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Claim, Effect, Facts, Link, State
+from trainer.control.protocol import Facts, State
 from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.worker import Worker
 
-CONTROLLER, WORKER = "controller", "worker 0"
+WORKER = "worker 0"
+NOTHING_LASTS = Lasting()
+MOST_ROUNDS, ROUND_S = 400, 0.25
 PARTITIONS = (("samples", 0), ("samples", 1))
 KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
 
@@ -65,142 +60,6 @@ class Kill:
     moment: tuple[str, str, str]
     victim: str
     occurrence: int = 1
-
-
-class Disorder:
-    """What becomes of messages: `draw` names a fault, or "" for none. After `most` faults the network is well, so that every run
-    ends."""
-
-    def __init__(self, seed: int | None, *, share: float = 0.15, most: int = 60) -> None:
-        self.random = random.Random(seed)
-        self.share, self.left = share, 0 if seed is None else most
-        self.drawn: Counter[str] = Counter()
-        self.late: list[Callable[[], object]] = []  # copies that are still on their way
-
-    def draw(self, *faults: str) -> str:
-        if not self.left or self.random.random() >= self.share:
-            return ""
-        self.left -= 1
-        fault = self.random.choice(faults)
-        self.drawn[fault] += 1
-        return fault
-
-    def deliver_late(self) -> None:
-        """Some copies arrive now, in any order; nobody waits for their answers."""
-        self.random.shuffle(self.late)
-        while self.late and self.random.random() < 0.5:
-            with contextlib.suppress(RoostreamError):
-                self.late.pop()()
-
-
-class EvenClock(FakeClock):
-    """Every wait takes a tenth of a second: how long a retry waits is drawn where no seed reaches."""
-
-    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
-        return super().sleep(0.1, stop)
-
-
-class ShakyStore(MemoryStore):
-    """A store that now and then can't be read or written for a call, before or after it had its effect; `well` while a test
-    looks."""
-
-    def __init__(self, disorder: Disorder) -> None:
-        super().__init__()
-        self.disorder, self.well = disorder, True
-
-    def _fault(self, method: str, when: str) -> None:
-        super()._fault(method, when)
-        if not self.well and self.disorder.draw("store away"):
-            raise UnavailableError(f"{method}: the store is away")
-
-
-class Wire:
-    """A transport to whichever process is behind a place now."""
-
-    def __init__(self, find: Callable[[], FakeShard | RealShard | None], disorder: Disorder) -> None:
-        self.find, self.disorder = find, disorder
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
-        fault = self.disorder.draw("lost", "answer lost", "twice", "late copy")
-        if fault == "lost":
-            raise TransportError(f"{method}: lost")
-        if fault == "late copy":
-            self.disorder.late.append(lambda: self._handle(method, header, arrays))
-        answer = self._handle(method, header, arrays)
-        if fault == "twice":
-            answer = self._handle(method, header, arrays)
-        if fault == "answer lost":
-            raise TransportError(f"{method}: the answer was lost")
-        return answer
-
-    def close(self) -> None: ...
-
-    def _handle(self, method: str, header: Header, arrays: Arrays) -> Any:
-        shard = self.find()
-        if shard is None:
-            raise TransportError(f"{method}: connection refused")
-        return shard.handle(method, dict(header), [np.array(a) for a in arrays])
-
-
-class BeatWire:
-    """A member's transport to whichever controller there is. `overtake` lets the member beat once more, from its other thread,
-    while an answer is on its way."""
-
-    def __init__(self, find: Callable[[], Controller | None], disorder: Disorder, overtake: Callable[[], None]) -> None:
-        self.find, self.disorder, self.overtake = find, disorder, overtake
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
-        fault = self.disorder.draw("beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer")
-        if fault == "beat lost":
-            raise TransportError("beat: lost")
-        if fault == "late copy of a beat":
-            self.disorder.late.append(lambda: self._handle(header))
-        answer = self._handle(header)
-        if fault == "beat twice":
-            answer = self._handle(header)
-        if fault == "beat's answer lost":
-            raise TransportError("beat: the answer was lost")
-        if fault == "late answer":
-            self.overtake()
-        return answer, []
-
-    def close(self) -> None: ...
-
-    def _handle(self, header: Header) -> Header:
-        controller = self.find()
-        if controller is None:
-            raise TransportError("beat: connection refused")
-        return copy.deepcopy(controller.handle("beat", copy.deepcopy(header), ())[0])
-
-
-class TrickleReader(KafkaReader):
-    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not yet trained."""
-
-    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
-        return super().poll(min(max_records, 3), 0.0, partition)
-
-
-class WatchedController(Controller):
-    """A controller whose effects are moments."""
-
-    moment: Callable[[str, str, str], None]
-
-    def _do(self, effect: Effect) -> None:
-        what = {Claim: "claim", Link: "link"}.get(type(effect), "retire")
-        self.moment(CONTROLLER, what, "before")
-        super()._do(effect)
-        self.moment(CONTROLLER, what, "after")
-
-
-@dataclasses.dataclass
-class Place:
-    """A member's place: its process (None = dead), and its side of the controller."""
-
-    process: Any = None
-    session: int = 0
-    member: Member | None = None
-    actor: Actor = dataclasses.field(default_factory=Actor)
-    dead_rounds: int = 0
 
 
 class Simulation:
@@ -219,8 +78,12 @@ class Simulation:
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
         seed: int | None = None,
+        lasting: Lasting = NOTHING_LASTS,
+        limits: dict[str, float] | None = None,
     ) -> None:
+        """`limits`: time limits of `Facts` that are not the product's own."""
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
+        self.network = Network(lasting)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
         self.config = LoopConfig(exact=exact, batch_requests=batch_requests, max_batch_wait_ms=500)
         self.facts = Facts(
@@ -232,6 +95,7 @@ class Simulation:
             num_partitions=4,
             kafka=KAFKA,
             commit_interval_s=commit_interval_s,
+            **(limits or {}),
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.disks: list[Any] = [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
@@ -242,14 +106,14 @@ class Simulation:
         self.killed: list[str] = []
         self.defects: list[Exception] = []
         self.outputs = MemoryOutputs()
-        self.hall = Hall(self.clock, lambda worker: bool(self.disorder.draw("torn sum")))
+        self.hall = Hall(self.clock, lambda worker: bool(self.disorder.draw("torn sum")), self.network.hears)
 
     # Processes
 
     def start(self, who: str) -> None:
         if who == CONTROLLER:
             coordinator = Coordinator(self.facts, self.clock.monotonic_s())
-            self.controller = WatchedController(coordinator, self.store, self.clock, hold_s=0)
+            self.controller = WatchedController(coordinator, self._store(CONTROLLER), self.clock, hold_s=0)
             self.controller.moment = self.moment
             return
         session = self.places[who].session + 1
@@ -282,13 +146,20 @@ class Simulation:
         )
 
     def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
+        member = place.member
+        assert member is not None
+        who = f"{member.role} {member.index}"
+
         def overtake() -> None:
-            if not overtaking and place.member is not None:
+            if not overtaking:
                 self._control()
                 with contextlib.suppress(RoostreamError):
-                    place.member.beat(self._beat_wire(place, overtaking=True))
+                    member.beat(self._beat_wire(place, overtaking=True))
 
-        return BeatWire(lambda: self.controller, self.disorder, overtake)
+        return BeatWire(self, who, lambda: self.controller, overtake)
+
+    def _store(self, who: str) -> StoreLink:
+        return StoreLink(self.store, who, self.network)
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
@@ -313,18 +184,19 @@ class Simulation:
                 raise Killed
 
     def _shard(self, index: int) -> FakeShard | RealShard:
+        store = self._store(f"shard {index}")
         if self.real_shards:
-            return RealShard(index, len(self.disks), self.store, self.clock, self.disks[index])
-        return FakeShard(index, samples.schema(), self.store, self.disks[index], self.clock)
+            return RealShard(index, len(self.disks), store, self.clock, self.disks[index])
+        return FakeShard(index, samples.schema(), store, self.disks[index], self.clock)
 
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
 
-    def _wire(self, shard: str) -> Wire:
-        return Wire(lambda: self.places[shard].process, self.disorder)
+    def _wire(self, source: str, shard: str) -> Wire:
+        return Wire(self, source, shard, lambda: self.places[shard].process)
 
     def _rows(self, worker: int) -> FakeRows | Client:
-        shards = [self._wire(f"shard {i}") for i in range(len(self.disks))]
+        shards = [self._wire(f"worker {worker}", f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
             client = Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
             client.close()
@@ -357,14 +229,15 @@ class Simulation:
             seed=self.facts.seed,
         )
         loop = TrainLoop(self.config, samples.schema(), samples.MODEL, wiring)
-        return Worker(loop, self.outputs, self.store, identity, index, HallTeam(self.hall, index))
+        return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, HallTeam(self.hall, index))
 
     # Time
 
     def round(self) -> None:
         """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts, workers train."""
         self.store.well = False
-        self.clock.advance(0.25)
+        self.network.round += 1
+        self.clock.advance(ROUND_S)
         self._revive()
         for who in self.places:
             self._guard(lambda who=who: self._beat(who))
@@ -375,7 +248,7 @@ class Simulation:
                 self._train(who, 1)
         self.store.well = True
 
-    def run(self, most_rounds: int = 400) -> Simulation:
+    def run(self, most_rounds: int = MOST_ROUNDS) -> Simulation:
         for _ in range(most_rounds):
             self.round()
             assert not self.defects, self.defects
@@ -385,7 +258,7 @@ class Simulation:
 
     def run_as_far_as_kills_go(self) -> Simulation:
         """`run`, where some of the kills may name moments that never come."""
-        for _ in range(400):
+        for _ in range(MOST_ROUNDS):
             self.round()
             pending, self.kills = self.kills, []
             done = self.is_done()
@@ -436,6 +309,8 @@ class Simulation:
             return
         with contextlib.suppress(RoostreamError):
             place.member.beat(self._beat_wire(place))
+        if self._begins_late(who, place):
+            return
         most = self.disorder.random.randint(0, 3) if self.seeded else None
         while not place.member._commands.empty() and most != 0:
             if not self._is_free(place):
@@ -446,6 +321,17 @@ class Simulation:
             if who.startswith("worker"):
                 self._train(who, self.disorder.random.randint(0, 3) if self.seeded else 2)
             most = most and most - 1
+
+    def _begins_late(self, who: str, place: Place) -> bool:
+        """A slow shard has been asked for something, and isn't there yet."""
+        if place.member is None or place.member._commands.empty():
+            return False
+        if not place.begins_at and (slow := self.network.late(who)):
+            place.begins_at = self.network.round + slow.late
+        if self.network.round < place.begins_at:
+            return True
+        place.begins_at = 0
+        return False
 
     def _train(self, who: str, times: int) -> None:
         for _ in range(times):

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from runtime import manifest as manifests
 from tests.trainer import samples
-from tests.trainer.simulator import CONTROLLER, WORKER, Kill, Simulation
+from tests.trainer.network import CONTROLLER
+from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.control.protocol import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")

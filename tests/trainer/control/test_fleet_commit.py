@@ -7,33 +7,19 @@ A schedule is a seed: which processes die at which moments, what becomes of ever
 from __future__ import annotations
 
 import functools
-import random
 
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.simulator import CONTROLLER, Kill, Simulation
+from tests.trainer.actors import MOST_WAIT_S
+from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
+from tests.trainer.schedules import LIMITS, has_answers, kills_of, lasting_of, links
+from tests.trainer.simulator import ROUND_S, Kill, Simulation
 from trainer.control.protocol import State
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [n for i in range(1, 25) for n in ((i, i - 4) if i > 4 and i % 5 == 0 else (i,))]  # some are emitted again
 NUM_SCHEDULES, CHUNK, NUM_CHAOS = 200, 10, 3000
-
-
-def moments(workers: int) -> list[tuple[str, str, str]]:
-    names, both = [f"worker {i}" for i in range(workers)], ("before", "after")
-    return [
-        *((w, kind, when) for w in names for kind in ("restore", "start", "cut", "resume", "write", "commit") for when in both),
-        *((s, kind, when) for s in ("shard 0", "shard 1") for kind in ("restore", "freeze", "write", "commit") for when in both),
-        *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in both),
-        *((w, "push", "before") for w in names),
-    ]
-
-
-def kills_of(seed: int, workers: int) -> list[Kill]:
-    draw = random.Random(seed)
-    everyone = [CONTROLLER, "shard 0", "shard 1", *(f"worker {i}" for i in range(workers))]
-    return [Kill(m, draw.choice(everyone), draw.randint(1, 4)) for m in draw.sample(moments(workers), draw.randint(0, 3))]
 
 
 @functools.cache
@@ -49,10 +35,15 @@ def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
     assert simulation.pushes() == dict.fromkeys(sorted(set(numbers)), 1)
 
 
+def lasting(seed: int, workers: int) -> dict[str, object]:
+    return {"lasting": lasting_of(seed, workers), "limits": LIMITS} if seed % 3 else {}
+
+
 def schedule(seed: int) -> None:
-    """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second controller."""
+    """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second controller; two
+    of three with faults that last."""
     workers, real = 2 + seed % 2, seed % 5 == 0
-    simulation = fleet(workers, seed=seed, kills=kills_of(seed, workers), real_shards=real)
+    simulation = fleet(workers, seed=seed, kills=kills_of(seed, workers), real_shards=real, **lasting(seed, workers))
     if seed % 7 == 0:
         for _ in range(4 + seed % 9):
             simulation.round()
@@ -88,12 +79,64 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 @pytest.mark.parametrize("seed", range(400, 406))
 def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None:
-    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, seed=seed, kills=kills_of(seed, 2))
+    faults = lasting(seed, 2)
+    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, seed=seed, kills=kills_of(seed, 2), **faults)  # type: ignore[arg-type]
     simulation.run_as_far_as_kills_go()
     assert_applied_once(simulation, LIVE_NUMBERS)
     of = simulation.last.workers
     assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
     assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
+
+
+def test_the_schedules_have_faults_that_last_of_every_kind() -> None:
+    drawn = [lasting_of(seed, 3) for seed in range(NUM_SCHEDULES) if seed % 3]
+    kinds = {(link.source.split()[0], link.target.split()[0], link.answers_only) for faults in drawn for link in faults.links}
+    both = {
+        (source, target, only)
+        for source, target in links(3)
+        for only in ({False, True} if has_answers((source, target)) else {False})
+    }
+    assert kinds == {(source.split()[0], target.split()[0], only) for source, target, only in both}
+    slow = [fault for faults in drawn for fault in faults.slow]
+    assert {fault.begins_late for fault in slow} == {False, True}
+    assert max(fault.late for fault in slow) * ROUND_S > max(MOST_WAIT_S, *LIMITS.values()), "slower than anyone waits"
+    assert any(faults.links and faults.slow for faults in drawn)
+
+
+LONG = 30  # rounds; a member is lost after 12, a step of a commit late after 20
+DEAD = {
+    "requests to a shard don't arrive": DeadLink("worker 0", "shard 1", 6, LONG),
+    "a shard's answers don't arrive": DeadLink("worker 1", "shard 0", 6, LONG, True),
+    "a worker isn't heard by the controller": DeadLink("worker 1", CONTROLLER, 6, LONG),
+    "a worker doesn't hear the controller": DeadLink("worker 0", CONTROLLER, 6, LONG, True),
+    "a shard doesn't hear the controller": DeadLink("shard 0", CONTROLLER, 6, LONG, True),
+    "the store doesn't hear the controller": DeadLink(CONTROLLER, STORE, 6, LONG),
+    "the controller doesn't hear the store": DeadLink(CONTROLLER, STORE, 6, LONG, True),
+    "a worker doesn't hear the store": DeadLink("worker 1", STORE, 6, LONG, True),
+    "a worker doesn't hear the other": DeadLink("worker 0", "worker 1", 6, LONG),
+}
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("what", DEAD)
+def test_g2_g11_a_link_that_is_dead_for_long_changes_nothing(what: str, real: bool) -> None:
+    link = DEAD[what]
+    simulation = fleet(2, lasting=Lasting((link,)), limits=LIMITS, real_shards=real).run()
+    assert simulation.network.struck, what
+    assert simulation.bits() == undisturbed(2, real)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("begins_late", [False, True], ids=["answers late", "begins late"])
+@pytest.mark.parametrize(("late", "is_waited_for"), [(4, True), (40, False)])
+def test_g2_g11_a_slow_shard_is_waited_for_or_given_up_and_nothing_is_applied_twice(
+    late: int, is_waited_for: bool, begins_late: bool, real: bool
+) -> None:
+    slow = SlowShard("shard 1", 4, 60, late, begins_late)
+    simulation = fleet(2, lasting=Lasting(slow=(slow,)), limits=LIMITS, real_shards=real).run()
+    assert simulation.bits() == undisturbed(2, real) and simulation.controller is not None
+    coordinator = simulation.controller.coordinator
+    assert (coordinator.num_rollbacks == 0) == is_waited_for, coordinator.reason
 
 
 @pytest.mark.parametrize("victim", ["worker 0", "worker 1"])

@@ -1,0 +1,56 @@
+"""Where the programs of a simulation run: their clock, what they read, and what of them is a moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from roo.wire import Record
+from runtime.clock import FakeClock
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.topics import Partition
+from runtime.member import Member
+from tests.trainer.actors import Actor
+from tests.trainer.network import CONTROLLER
+from trainer.control.controller import Controller
+from trainer.control.protocol import Claim, Effect, Link
+
+
+class EvenClock(FakeClock):
+    """Every wait takes a tenth of a second: how long a retry waits is drawn where no seed reaches."""
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        return super().sleep(0.1, stop)
+
+
+class TrickleReader(KafkaReader):
+    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not yet trained."""
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        return super().poll(min(max_records, 3), 0.0, partition)
+
+
+class WatchedController(Controller):
+    """A controller whose effects are moments."""
+
+    moment: Callable[[str, str, str], None]
+
+    def _do(self, effect: Effect) -> None:
+        what = {Claim: "claim", Link: "link"}.get(type(effect), "retire")
+        self.moment(CONTROLLER, what, "before")
+        super()._do(effect)
+        self.moment(CONTROLLER, what, "after")
+
+
+@dataclasses.dataclass
+class Place:
+    """A member's place: its process (None = dead), and its side of the controller."""
+
+    process: Any = None
+    session: int = 0
+    member: Member | None = None
+    actor: Actor = dataclasses.field(default_factory=Actor)
+    dead_rounds: int = 0
+    begins_at: int = 0  # of a slow shard: the round in which it does what it was asked; 0 = when it comes
