@@ -1,4 +1,4 @@
-"""`roostream checkpoint list | verify | export | rollback`."""
+"""`roostream checkpoint list | verify | export | import | rollback`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.checkpoint_store import CheckpointStore, open_store
 
 @click.group()
 def checkpoint() -> None:
-    """Look at commits, copy one, go back to one.
+    """Look at commits, copy one, take one over to another Kafka, go back to one.
 
     \b
     Example:
@@ -122,6 +122,25 @@ def export_command(home: Path, store: str, seq: int | None, to: Path) -> None:
     opened = _opened(home, store)
     written = checkpoints.export(opened, _number(opened, seq), home.expanduser().resolve(), to)
     click.echo(f"{to}: {len(written)} files and folders")
+
+
+@checkpoint.command("import")
+@place_options
+@click.option("--from", "folder", type=click.Path(path_type=Path), required=True, help="folder that `checkpoint export` made")
+def import_command(home: Path, store: str, folder: Path) -> None:
+    """Begin an empty home with an exported model, on whatever Kafka it has: rows, weights and trained ids come, offsets don't.
+
+    \b
+    Example:
+      roostream checkpoint import --from /backup/12 --home /srv/other && roostream up --home /srv/other
+    """
+    from command.checkpoint_import import bring
+
+    place = Home(home)
+    if not store and place.is_locked():
+        raise SetupError(f"a stack runs in {place.root}; end it with `roostream down --home {place.root}`, or name another home")
+    brought = bring(folder, open_store(store or place.root / "store"), place.root)
+    click.echo(f"{place.root}: commit {brought.seq} with {brought.step} steps; training begins at the oldest sample there is")
 
 
 @checkpoint.command("rollback")

@@ -174,7 +174,7 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     (to / "rows").mkdir()
     for index in manifest.shards:
         with shard_segments(manifest, schema, index, home) as (segments, state):
-            written += _copy_segments(segments, state, to / f"shard-{index}" / "segments")
+            written += copy_segments(segments, state, to / f"shard-{index}" / "segments")
             for stack, block in _rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
                 file = to / "rows" / f"{stack}-{index}.safetensors"
@@ -198,8 +198,12 @@ def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> li
     return [f"store/{name}" for name in (*files, *names)]
 
 
-def _copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> list[str]:
-    """As they are: their checksums are of their keys too."""
+def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> list[str]:
+    """As they are, since their checksums are of their keys too; what was written, from the home that `to` lies in.
+
+    Raises:
+        CheckpointError: a part is damaged.
+    """
     if damaged := segments.check(state, segments.buckets):
         raise CheckpointError(f"expected whole segments, got damaged ones: {', '.join(damaged)}; `checkpoint verify` says more")
     copy = RocksBlobs(to).open()

@@ -1,6 +1,7 @@
-"""Bringing a shard's tables to the state of a manifest: all of it, or exactly what has changed since.
+"""Bringing a shard's tables to the state of a manifest: all of it, or exactly what has changed since; rows of a table that is
+stored otherwise since they were committed, wider or with another update rule, come over (docs/decisions/0040).
 
-Letters: K keys.
+Letters: K keys of a block, the first L of them live; D width, A numbers of state.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from param_server.config import ShardIdentity
 from param_server.index import KeyIndex, Keys, join_keys, no_keys
+from param_server.initial import initial_rows
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import BEGINNING, Commit, Segments, commit_of
 from param_server.table import StackTable
-from roo.errors import UnavailableError
+from roo.errors import SchemaError, UnavailableError
 from roo.ids import buckets_of
+from roo.rules import RULES
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 
@@ -101,17 +106,87 @@ def roll_back(tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segm
 
 
 def reload(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
-    """Read everything. **If it fails** (CheckpointError): as `roll_back`."""
+    """Read everything, also rows of a table that was in another stack then: `segments.moved` says whether there were any.
+
+    Raises:
+        SchemaError: a table has become narrower.
+
+    **If it fails** (CheckpointError too): as `roll_back`.
+    """
+    segments.moved = False
     unpublished: dict[str, list[Keys]] = {name: [] for name in tables}
     for table in tables.values():
         table.clear()
     for part in segments.read(state):
         for block in reversed(part.blocks):
-            tables[part.stack].put(block)
+            own = tables.get(part.stack)
+            if own is None or not (own_K := _of(block.keys, own)).all():
+                segments.moved = True
+                _put_moved(tables, part.stack, block)
+                if own is None:
+                    continue
+                block = block.take(own_K)
+            own.put(block)
             unpublished[part.stack].append(block.keys.take(block.unpublished_K != 0))
     _load_residency(tables, segments, state)
     for name, keys in unpublished.items():
         tables[name].mark_unpublished(join_keys(no_keys(), *keys))
+
+
+def _put_moved(tables: Mapping[str, StackTable], stack: str, block: RowBlock) -> None:
+    """Those of `stack`'s rows that are of another stack's tables now; of tables that the schema has no more, none."""
+    left_K = np.ones(len(block.keys), np.bool_)
+    for name, table in tables.items():
+        its_K = _of(block.keys, table)
+        left_K &= ~its_K
+        if name != stack and its_K.any():
+            table.put(as_stored_now(block.take(its_K), stack, table))
+    if left_K.any():
+        log.warning("%d rows of stack %s are left out: the schema has no such tables any more", left_K.sum(), stack)
+
+
+def _of(keys: Keys, table: StackTable) -> np.ndarray:
+    """bool [K]: which keys are of this stack's tables."""
+    belonging_K: np.ndarray = np.isin(keys.table_U, table.held.table_K)
+    return belonging_K
+
+
+def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
+    """A block that was committed in `stack`, all of whose keys are `table`'s now. Columns that were there stay, new ones are
+    those of the keys' initial rows; the state of the same rule goes on, another rule's begins.
+
+    Raises:
+        SchemaError: the rows were wider.
+    """
+    width = block.rows_LD.shape[1]
+    if width > table.width:
+        name = table.names[int(block.keys.table_U[0])]
+        raise SchemaError(
+            f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the narrower table a new name"
+        )
+    live = block.live
+    which_L = np.searchsorted(np.sort(table.held.table_K), live.table_U)
+    order_K = np.argsort(table.held.table_K)[which_L]
+    rows_LD = initial_rows(int(table.held.seed), live.table_U, live.id_U, table.width, table.held.scale_K[order_K])
+    rows_LD[:, :width] = block.rows_LD
+    state_LA = np.repeat(table.first_state_K[order_K][:, None], table.state_width, axis=1)
+    if stack.partition("-")[2] == table.rule:
+        for now, then in _kept_columns(table.rule, width, table.width):
+            state_LA[:, now] = block.state_LA[:, then]
+    return RowBlock(
+        keys=block.keys, unpublished_K=block.unpublished_K, stamp_ms_L=block.stamp_ms_L, rows_LD=rows_LD, state_LA=state_LA
+    )
+
+
+def _kept_columns(rule: str, then: int, now: int) -> list[tuple[slice, slice]]:
+    """Where numbers of a row's state go when it is widened, by the order in which the rule keeps them (param_server/rules.py)."""
+    if rule == "adam":  # m, v, t
+        return [
+            (slice(0, then), slice(0, then)),
+            (slice(now, now + then), slice(then, 2 * then)),
+            (slice(2 * now, None), slice(2 * then, None)),
+        ]
+    return [(slice(0, width := RULES[rule].state_width(then)), slice(0, width))]
 
 
 def _load_residency(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:

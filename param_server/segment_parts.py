@@ -16,6 +16,7 @@ from param_server import row_block as blocks
 from param_server.blobs import Blobs
 from param_server.row_block import RowBlock
 from roo.errors import CheckpointError
+from roo.schema import stack_shape
 
 FORMAT = 2
 """Of directories. 1 is read too: it had no buckets that are whole."""
@@ -114,7 +115,14 @@ class SegmentParts:
         data = self.store.get(key)
         if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
             raise CheckpointError(f"segment part {key.decode()} is absent or not the one that was committed: it is damaged")
-        return blocks.decode(data, key, *self.shapes[stack])
+        return blocks.decode(data, key, *self.shape(stack))
+
+    def shape(self, stack: str) -> tuple[int, int]:
+        """(width, state width); of a stack that the schema had once, as its name says."""
+        shape = self.shapes.get(stack) or stack_shape(stack)
+        if shape is None:
+            raise CheckpointError(f"expected a stack such as d16-adagrad, got {stack!r}; use the Roostream that wrote it")
+        return shape
 
     def residency(self, name: str, stack: str, checksum: str) -> bytes:
         key = _residency_key(name, stack)

@@ -93,6 +93,7 @@ class Segments:
         self.damaged: dict[str, Damage] = {}  # parts of the last commit's state
         self.num_damaged = 0  # parts found damaged since the start
         self.lost: set[str] = set()  # accepted parts that the last restore did without
+        self.moved = False  # memory has rows in other stacks than the segments: the next commit writes every bucket whole
         self._parts = SegmentParts(store, shapes)
         self._restored: Commit | None = None  # since the last `commit`
         self._read_back = ""  # the segment that was read back last
@@ -101,7 +102,10 @@ class Segments:
 
     def to_rewrite(self, base: Sequence[Segment], share: float) -> frozenset[int]:
         """Buckets that the next segment over `base` should hold whole, where `share` of the rows have changed: those of damaged
-        parts, and where the list is long that share of all, the oldest segment's first. None where nothing changed."""
+        parts, and where the list is long that share of all, the oldest segment's first. None where nothing changed; all where
+        rows have moved."""
+        if self.moved:
+            return frozenset(self.buckets)
         chosen: list[int] = []
         if len(base) >= FEW_SEGMENTS and share > 0:
             number = math.ceil(len(self.buckets) * min(max(share, 1 / MANY_SEGMENTS), 1))
@@ -143,6 +147,7 @@ class Segments:
     def commit(self, commit: Commit) -> None:
         """A manifest names this state: remember it, read a part of it back, and delete what none of the newest `keep`
         needs. Nothing is deleted while something is damaged."""
+        self.moved = False
         history = self._remember(commit)
         self._forget_healed(commit.segments)
         if history:
@@ -171,17 +176,16 @@ class Segments:
 
     def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
         """Every part of a state (of the given stacks' buckets), verified as it is read. Marks of what is unpublished are those
-        of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now are passed over, and
-        accepted parts that can't be read, which `lost` and `damaged` then have.
+        of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now come first, unless
+        `buckets` are given. Accepted parts that can't be read are passed over; `lost` and `damaged` then have them.
 
         Raises:
             CheckpointError: a segment, or a part of it, is absent or damaged.
         """
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
-        for stack in sorted(stacks - set(self.shapes)):
-            log.warning("rows of stack %s are left out: the schema has no such tables any more", stack)
-        for stack in self.shapes:
+        former = sorted(stacks - set(self.shapes)) if buckets is None else []
+        for stack in (*former, *self.shapes):
             for bucket in range(self.num_buckets) if buckets is None else sorted(buckets.get(stack, ())):
                 part = list(self._blocks(directories, stack, bucket))
                 if part:
@@ -218,7 +222,8 @@ class Segments:
                 directories.append(self._parts.directory(segment))
             except CheckpointError:
                 found[segment.name] = Damage(frozenset(self.buckets), segment.rows)
-        wanted = [(stack, bucket) for stack in self.shapes for bucket in buckets]
+        stacks = {*self.shapes, *(stack for directory in directories for stack in directory.blocks)}
+        wanted = [(stack, bucket) for stack in sorted(stacks) for bucket in buckets]
         for stack, bucket in wanted:
             for name, entry in _entries(directories, stack, bucket):
                 try:
@@ -274,7 +279,7 @@ class Segments:
         self.damaged[part] = damage
 
     def _rows_in(self, stack: str, entry: BlockEntry) -> int:
-        return blocks.rows_in(entry.bytes, *self.shapes[stack])
+        return blocks.rows_in(entry.bytes, *self._parts.shape(stack))
 
     # Which parts a state needs
 

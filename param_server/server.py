@@ -323,7 +323,7 @@ class Shard:
         known, self._known = self._known, False
         self.segments.lost.clear()
         try:
-            if known and target.commit.segments in states:
+            if known and not self.segments.moved and target.commit.segments in states:
                 frozen = self._frozen.changed if self._frozen else {}
                 roll_back(self.tables, frozen, self.segments, target.commit.segments)
             else:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from roo.config import Refusal, Settings, check_name, check_text, refusal, setting
 from roo.errors import SchemaError
 from roo.ids import hash64, table_id
-from roo.rules import Adagrad, Rule
+from roo.rules import RULES, Adagrad, Rule
 from roo.wire import MAX_MESSAGE_BYTES, RECORD_OVERHEAD
 
 T = TypeVar("T")
@@ -56,6 +56,14 @@ class Table(Settings):
     def stack(self) -> str:
         """Name of the stack that stores it, e.g. `d16-adagrad`: equal names mean equal width and update rule."""
         return f"d{self.dim}-{self.rule.name}"
+
+
+def stack_shape(stack: str) -> tuple[int, int] | None:
+    """(width, numbers of state a row) of a stack by its name, also of one that a schema had once; None where it is no stack's."""
+    dim, _, rule = stack.partition("-")
+    if not dim.startswith("d") or not dim[1:].isdecimal() or rule not in RULES:
+        return None
+    return int(dim[1:]), RULES[rule].state_width(int(dim[1:]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,10 +266,10 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
     entry a writer's feature in its order: the reader's index, or -1 (removed since; skipped and counted).
 
     Raises:
-        SchemaError: a feature's kind, table, width or columns changed, or what a label counts; says expected and got.
+        SchemaError: a feature's kind, table or columns changed, or what a label counts; says expected and got. How wide a table's
+            rows are is no matter of what is read.
     """
     plan: dict[str, list[int]] = {}
-    dims = (writer.table_by_name, reader.table_by_name)
     for side in ("ro", "nro"):
         mine = {f.name: f for f in getattr(reader, side)}
         for f in getattr(writer, side):
@@ -274,12 +282,6 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
                     raise SchemaError(
                         f"feature {f.name!r}: expected {what} {expected!r} (schema in use), "
                         f"got {got!r} (schema of the data); give the changed feature a new name"
-                    )
-            for table in filter(None, (f.table, *f.column_tables.values())):
-                if dims[0][table].dim != dims[1][table].dim:
-                    raise SchemaError(
-                        f"table {table!r}: expected dim {dims[1][table].dim} (schema in use), got {dims[0][table].dim} "
-                        "(schema of the data); give the changed table a new name"
                     )
         for group in ("floats", "lists"):
             index = {f.name: i for i, f in enumerate(getattr(reader, group)(side))}

@@ -55,22 +55,27 @@ class Identity:
 
 
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
-    """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing."""
+    """Raises ConfigError: offsets of another cluster, or of topics that were deleted and made again, mean nothing. A manifest
+    that names no cluster has none: `roostream checkpoint import` brought it, and the first commit names this one."""
+    if not manifest.kafka:
+        return
     named = manifest.kafka.get("topics", {})  # a manifest of before corrections were trained doesn't name theirs
     here = {name: kafka.get("topics", {}).get(name) for name in named}
     if manifest.kafka.get("cluster_id") != kafka.get("cluster_id") or named != here:
         raise ConfigError(
             f"{manifest.name}: expected Kafka cluster {manifest.kafka.get('cluster_id')} with {manifest.kafka.get('topics')}, "
             f"got {kafka.get('cluster_id')} with {kafka.get('topics')}: the committed offsets mean nothing there; "
-            "bring the old broker's data back, or begin anew with `roostream reset`"
+            "bring the old broker's data back, take the model over with `roostream checkpoint export` and `import`, "
+            "or begin anew with `roostream reset`"
         )
 
 
 def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None:
-    """A schema may gain and lose features; what it keeps must mean the same.
+    """A schema may gain and lose features, and tables may become wider; what it keeps must mean the same.
 
     Raises:
-        SchemaError: a feature changed its kind, table, width or columns, or the labels differ; says expected and got.
+        SchemaError: a feature changed its kind, table or columns, a table has become narrower, or the labels differ; says
+            expected and got.
         ConfigError: the manifest's schema isn't in the store.
     """
     if manifest.schema == f"{schema.fingerprint:016x}":
@@ -79,6 +84,13 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
     if written is None:
         raise ConfigError(f"{manifest.name}: expected its schema {manifest.schema} in the store, got nothing; restore the file")
     reading_plan(written, schema)
+    for name, table in schema.table_by_name.items():
+        committed = written.table_by_name.get(name)
+        if committed is not None and committed.dim > table.dim:
+            raise SchemaError(
+                f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, got {table.dim}: "
+                "columns of its rows would be lost; give the narrower table a new name"
+            )
     if written.labels != schema.labels:
         names = [[label.name for label in s.labels] for s in (written, schema)]
         raise SchemaError(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command import checkpoints
 from command.main import cli
 from param_server.blobs import RocksBlobs
-from roo.errors import CheckpointError, FencedError, RoostreamError, SetupError
+from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, SetupError
 from roo.schema_registry import register
 from runtime import manifest as manifests
 from runtime import tensor_file
@@ -21,6 +21,7 @@ from runtime.checkpoint_store import FileStore
 from runtime.manifest import StoredFile
 from tests.param_server.shard_support import ITEM, TOPIC, link_manifest, make_shard, push_to, small_schema, state_of
 from tests.runtime.manifest_cases import a_part
+from trainer.identity import check_kafka
 
 
 class OneShardHome:
@@ -241,3 +242,69 @@ def test_a_home_without_commits_says_so(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     with pytest.raises(CheckpointError, match="nothing was committed yet"):
         ran("verify", "--home", tmp_path)
+
+
+def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:
+    """(export, the home that it came into)."""
+    ran("export", "--home", home.root, "--seq", seq, "--to", tmp_path / "export")
+    code, text = ran("import", "--from", tmp_path / "export", "--home", tmp_path / "other")
+    assert code == 0 and f"commit {seq}" in text and "oldest sample" in text
+    return tmp_path / "export", tmp_path / "other"
+
+
+def test_a_model_comes_over_to_another_kafka_with_everything_that_it_learned_and_no_offset(
+    home: OneShardHome, tmp_path: Path
+) -> None:
+    export, other = imported(home, tmp_path)
+    assert restored(other) == home.states[2]
+    store, then = FileStore(other / "store"), manifests.load(home.store, "manifests/00000002").manifest
+    newest = manifests.newest(store)
+    assert newest is not None
+    now = newest.manifest
+    assert (now.dense, now.shards, now.model, now.schema, now.step) == (
+        then.dense,
+        then.shards,
+        then.model,
+        then.schema,
+        then.step,
+    )
+    assert {i: (part.file, part.metrics) for i, part in now.workers.items()} == {
+        i: (part.file, part.metrics) for i, part in then.workers.items()
+    }
+    assert now.offsets == {("samples", 0): 0} != then.offsets and now.rows_end == {} and now.kafka == {} != then.kafka
+    check_kafka(now, {"cluster_id": "another", "topics": {"samples": "x"}})
+    with pytest.raises(ConfigError, match="`roostream checkpoint export` and `import`"):
+        check_kafka(then, {"cluster_id": "another", "topics": {"samples": "x"}})
+    assert set(OneShardHome.verified(home, 2, export).values()) <= {"ok", "not reached"}, "the export is as it was"
+    assert {o.state for o in checkpoints.verify(store, 2, other)} == {"ok", "not reached"}
+
+
+def test_incarnations_go_on_above_those_of_the_other_cluster(home: OneShardHome, tmp_path: Path) -> None:
+    for _ in range(4):
+        newest = manifests.claim_incarnation(home.store, 0, {"workers": 3, "configured": 1, "hold": {"reason": "x"}})
+    _, other = imported(home, tmp_path)
+    store = FileStore(other / "store")
+    assert manifests.kept_wish(store) == {}, "what was wanted there is not what is wanted here"
+    assert manifests.claim_incarnation(store, 0) == newest + 1
+
+
+def test_a_model_comes_only_into_what_is_empty_and_only_whole(home: OneShardHome, tmp_path: Path) -> None:
+    export, other = imported(home, tmp_path)
+    before = restored(home.root)
+    with pytest.raises(SetupError, match="expected a store without commits, got 3 in it"):
+        ran("import", "--from", export, "--home", home.root)
+    assert restored(home.root) == before
+    (other / "store" / "manifests" / "00000002").unlink()
+    with pytest.raises(SetupError, match="expected a home without rows, got shard-0"):
+        ran("import", "--from", export, "--home", other)
+    with pytest.raises(CheckpointError, match=r"got no export.json that can be read .*; it is made by `checkpoint export`"):
+        ran("import", "--from", home.root, "--home", tmp_path / "third")
+    about = json.loads((export / "export.json").read_text())
+    (export / "export.json").write_text(json.dumps(about | {"format": 9}))
+    with pytest.raises(CheckpointError, match="expected an export of format 1, got 9"):
+        ran("import", "--from", export, "--home", tmp_path / "third")
+    (export / "export.json").write_text(json.dumps(about))
+    FileStore(export / "store").put("dense/00000002-1.safetensors", b"x")
+    with pytest.raises(CheckpointError, match=r"dense/00000002-1\.safetensors is damaged"):
+        ran("import", "--from", export, "--home", tmp_path / "third")
+    assert not (tmp_path / "third").exists()

@@ -246,11 +246,15 @@ def test_a_format_of_the_future_says_expected_and_got() -> None:
         state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))
 
 
-def test_stacks_that_the_schema_lost_are_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_stacks_that_the_schema_had_once_are_read_by_their_names_and_come_first() -> None:
     store = MemoryBlobs()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
-    assert state(Segments(store, {"d3-adagrad": (3, 3)}, 8), live) == {}
-    assert "left out" in caplog.text
+    now = Segments(store, {"d3-adagrad": (3, 3)}, 8)
+    assert [part.stack for part in now.read(live)] == [STACK] and state(now, live) == {1: 1.0}
+    assert list(now.read(live, {"d3-adagrad": range(8)})) == [], "who asks for certain rows knows their stack"
+    assert now.check(live, range(8)) == {}
+    store.data[key] = store.data[key := next(k for k in store.data if k.startswith(b"b/"))][:-1] + b"x"
+    assert list(now.check(live, range(8))) == [key[2:].decode().replace("0000", "")]
 
 
 def test_a_damaged_list_of_commits_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:

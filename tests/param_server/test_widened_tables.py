@@ -1,0 +1,203 @@
+"""A table that is wider, or has another update rule, than when its rows were committed: what was learned stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.blobs import MemoryBlobs
+from param_server.calls import Calls
+from param_server.config import ShardIdentity
+from param_server.index import Keys
+from param_server.initial import initial_rows
+from param_server.server import Shard
+from roo.errors import CheckpointError, SchemaError
+from roo.rules import RULES
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
+from tests.param_server.shard_support import MemoryStore, commit, make_shard, state_of
+
+SEED, IDS = 0, np.arange(40, dtype=np.int64)
+
+
+def schema(dim: int = 4, rule: str = "adagrad", **more: Any) -> Schema:
+    """`user` shares a stack with `item` as long as that is d4-adagrad."""
+    tables = {"item": {"dim": dim, "rule": {"name": rule}, "init_scale": 0.5}, "user": {"dim": 4}, **more}
+    return schema_from_dict(
+        {"tables": {name: t for name, t in tables.items() if t}, "label": [{"name": "click", "action": "click"}]}
+    )
+
+
+class Home:
+    """What outlives a shard's processes."""
+
+    def __init__(self) -> None:
+        self.blobs, self.store, self.incarnation, self.seq, self.last = MemoryBlobs(), MemoryStore(), 0, 0, ""
+
+    def start(self, its: Schema) -> Shard:
+        shard = make_shard(self.blobs, self.store, schema=its, seed=SEED, publishing=False)
+        self.restore(shard)
+        return shard
+
+    def restore(self, shard: Shard) -> None:
+        self.incarnation += 1
+        shard.restore(self.incarnation, self.last)
+
+    def commit(self, shard: Shard) -> None:
+        self.seq += 1
+        self.last = commit(shard, self.store, self.seq)
+
+
+def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
+    its = shard.identity.schema.table_by_name[table]
+    sequence = shard._sequences.get(0, 0) + 1
+    header = {"incarnation": shard.incarnation, "worker": 0, "sequence": sequence, "step": sequence, "time_ms": 1000}
+    header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [its.stack]}
+    gradient_UD = np.random.default_rng([sequence, its.id]).normal(size=(len(ids), its.dim)).astype(np.float32)
+    Calls(shard).handle("push", header, [np.full(len(ids), its.id, np.uint32), ids, gradient_UD])
+
+
+def held(shard: Shard, table: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [N, D] and their state [N, A], in the order of IDS."""
+    its = shard.identity.schema.table_by_name[table]
+    rows = shard.tables[its.stack]
+    place_N = rows.index.find(Keys(np.full(len(IDS), its.id, np.uint32), IDS))
+    assert (place_N >= 0).all()
+    return rows.held.rows_ND[place_N].copy(), rows.state_NA[place_N].copy()
+
+
+def trained(rule: str = "adagrad", **more: Any) -> tuple[Home, Shard]:
+    """Two commits of a table of width 4."""
+    home = Home()
+    shard = home.start(schema(4, rule, **more))
+    for _ in range(2):
+        push(shard, "item")
+        push(shard, "user")
+        home.commit(shard)
+    return home, shard
+
+
+def initial_of(its: Schema) -> np.ndarray:
+    table = its.table_by_name["item"]
+    return initial_rows(SEED, np.full(len(IDS), table.id, np.uint32), IDS, table.dim, table.init_scale)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_that_were_there_stay_and_new_ones_begin_as_those_of_any_new_row(rule: str) -> None:
+    home, before = trained(rule)
+    (rows_N4, _), users = held(before, "item"), held(before, "user")
+    shard = home.start(schema(6, rule))
+    rows_N6, _ = held(shard, "item")
+    assert np.array_equal(rows_N6[:, :4], rows_N4)
+    assert np.array_equal(rows_N6[:, 4:], initial_of(schema(6, rule))[:, 4:])
+    assert all(np.array_equal(now, then) for now, then in zip(held(shard, "user"), users, strict=True))
+    push(shard, "item")
+    assert np.isfinite(held(shard, "item")[0]).all() and not np.array_equal(held(shard, "item")[0], rows_N6)
+
+
+def test_what_a_rule_knows_of_a_row_goes_on_and_begins_for_the_new_columns() -> None:
+    home, before = trained("adagrad")
+    _, state_N6 = held(home.start(schema(6)), "item")
+    assert np.array_equal(state_N6[:, :4], held(before, "item")[1]) and (state_N6[:, 4:] == np.float32(1e-5)).all()
+    home, before = trained("rowwise_adagrad")
+    assert np.array_equal(held(home.start(schema(6, "rowwise_adagrad")), "item")[1], held(before, "item")[1])
+    home, before = trained("adam")
+    (_, then_N9), (_, now_N13) = held(before, "item"), held(home.start(schema(6, "adam")), "item")
+    m_v_t = [then_N9[:, :4], np.zeros((40, 2)), then_N9[:, 4:8], np.zeros((40, 2)), then_N9[:, 8:]]
+    assert np.array_equal(now_N13, np.concatenate(m_v_t, axis=1)) and (now_N13[:, 12] == 2).all()
+
+
+@pytest.mark.parametrize(("then", "now"), [("adagrad", "adam"), ("adam", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")])
+@pytest.mark.parametrize("dim", [4, 5])
+def test_another_rule_begins_with_rows_that_were_learned(then: str, now: str, dim: int) -> None:
+    home, before = trained(then)
+    shard = home.start(schema(dim, now))
+    rows_ND, state_NA = held(shard, "item")
+    assert np.array_equal(rows_ND[:, :4], held(before, "item")[0])
+    assert (state_NA == np.float32(shard.identity.schema.table_by_name["item"].rule.first_state)).all()
+
+
+def test_the_first_commit_writes_everything_once_and_later_ones_only_what_changed() -> None:
+    home, _ = trained()
+    shard = home.start(schema(6))
+    assert shard.segments.moved
+    push(shard, "user", IDS[:1])
+    bits = state_of(shard)
+    home.commit(shard)
+    (first,) = shard.committed.segments
+    assert first.rows == 80 and not shard.segments.moved
+    assert state_of(home.start(schema(6))) == bits
+    push(shard, "user", IDS[:1])
+    home.commit(shard)
+    assert [segment.rows for segment in shard.committed.segments] == [80, 1]
+
+
+def test_a_rollback_and_an_abandoned_commit_before_the_first_one_lose_nothing() -> None:
+    home, _ = trained()
+    shard = home.start(schema(6))
+    bits = state_of(shard)
+    push(shard, "item")
+    shard.freeze(3, 0)
+    shard.write(3)
+    shard.abort(3)
+    home.restore(shard)
+    assert state_of(shard) == bits
+    push(shard, "item", IDS[:1])
+    after = state_of(shard)
+    home.seq += 1
+    home.commit(shard)
+    assert state_of(home.start(schema(6))) == after
+    push(shard, "item")
+    home.restore(shard)
+    assert state_of(shard) == after, "a survivor goes back to the first commit of the wide rows"
+
+
+def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
+    home, _ = trained()
+    last = home.last
+    shard = home.start(schema(6))
+    bits = state_of(shard)
+    push(shard, "item")
+    home.commit(shard)
+    home.last = last
+    home.restore(shard)
+    assert state_of(shard) == bits and shard.segments.moved
+
+
+def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    home, before = trained()
+    assert {name for name, *_ in state_of(before)} == {"d4-adagrad"}
+    shard = home.start(schema(6))
+    table = {t.name: t.id for t in schema(6).tables}
+    assert {(stack, t) for stack, t, _ in state_of(shard)} == {("d6-adagrad", table["item"]), ("d4-adagrad", table["user"])}
+    shard = home.start(schema(4, user=None))
+    assert {t for _, t, _ in state_of(shard)} == {table["item"]}
+    assert "rows of stack d4-adagrad are left out: the schema has no such tables any more" in caplog.text
+
+
+def test_a_narrower_table_is_refused_in_one_sentence_and_changes_nothing() -> None:
+    home, before = trained()
+    shard = make_shard(home.blobs, home.store, schema=schema(3), seed=SEED)
+    with pytest.raises(SchemaError, match=r"^table 'item': expected dim 4 or more, as committed, got 3; give the narrower table"):
+        home.restore(shard)
+    assert not shard.ready
+    assert state_of(home.start(schema())) == state_of(before)
+
+
+def test_a_damaged_part_of_the_former_stack_is_named() -> None:
+    home, _ = trained("adam")
+    key = next(k for k in home.blobs.data if b"/d4-adam/" in k)
+    home.blobs.data[key] = home.blobs.data[key][:-1] + b"x"
+    with pytest.raises(CheckpointError, match=r"damaged of 2-1 are .*/d4-adam/"):
+        home.start(schema(6, "adam"))
+
+
+def test_ids_that_were_never_trained_begin_by_the_scale_in_use() -> None:
+    identity = ShardIdentity(schema=schema(6), seed=SEED)
+    shard = make_shard(schema=identity.schema, seed=SEED)
+    shard.restore(1, "")
+    stack = identity.schema.table_by_name["item"].stack
+    keys = Keys(np.full(len(IDS), identity.schema.table_by_name["item"].id, np.uint32), IDS)
+    assert np.array_equal(shard.tables[stack].pull(keys), initial_of(schema(6)))
