@@ -7,7 +7,7 @@ own future.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from roo.wire import Record
 from runtime.kafka.topics import Partition
@@ -51,19 +51,29 @@ class Merge:
         by_bytes = self.buffered * (self.buffered_bytes - self._bytes[partition]) // self.buffered_bytes
         return max(min(self.buffered - len(self._buffers[partition]), by_bytes), 0)
 
-    def take(self, max_records: int) -> list[Record]:
-        """Oldest first by (timestamp, partition), for as long as no silent partition could hold an older one."""
+    def head(self, partition: Partition) -> int | None:
+        """Offset of its next record; None: none is here."""
+        buffer = self._buffers[partition]
+        return buffer[0].offset if buffer else None
+
+    def take(self, max_records: int, closed: Callable[[Partition], bool] | None = None) -> list[Record]:
+        """Oldest first by (timestamp, partition), for as long as no silent partition could hold an older one. A partition that is
+        `closed` now has no say, and gives nothing."""
         out: list[Record] = []
         while len(out) < max_records:
-            heads = [(b[0].timestamp_ms, n, p) for n, (p, b) in enumerate(self._buffers.items()) if b]
-            if not heads or any(not b and not self._at_end[p] for p, b in self._buffers.items()):
+            have_say = [(n, p, b) for n, (p, b) in enumerate(self._buffers.items()) if closed is None or not closed(p)]
+            heads = [(b[0].timestamp_ms, n, p) for n, p, b in have_say if b]
+            if not heads or any(not b and not self._at_end[p] for _, p, b in have_say):
                 break
             out.append(self._pop(min(heads)[2]))
         return out
 
-    def take_of(self, partition: Partition, max_records: int) -> list[Record]:
-        """The next of one partition, whatever the others hold."""
-        return [self._pop(partition) for _ in range(min(max_records, len(self._buffers[partition])))]
+    def take_of(self, partition: Partition, max_records: int, closed: Callable[[Partition], bool] | None = None) -> list[Record]:
+        """The next of one partition, whatever the others hold, until it is `closed`."""
+        out: list[Record] = []
+        while len(out) < max_records and self._buffers[partition] and not (closed and closed(partition)):
+            out.append(self._pop(partition))
+        return out
 
     def take_any(self, max_records: int) -> list[Record]:
         """What is there, partition by partition."""

@@ -15,7 +15,7 @@ from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.merge import Merge
 from runtime.kafka.reading import Ends, Reading
-from runtime.kafka.record_reader import PartitionLag, RecordsGoneError
+from runtime.kafka.record_reader import PartitionLag, ReadLimits, RecordsGoneError
 from runtime.kafka.topics import Partition, Progress
 
 log = logging.getLogger("roostream.reader")
@@ -41,6 +41,7 @@ class KafkaReader:
         self._fetched = dict.fromkeys(reading.partitions, 0)  # next offset to come from the broker
         self._gone: set[Partition] = set()  # the broker has no such offset any more
         self._held: set[Partition] = set()
+        self.bound({})
         self._paused: set[Partition] = set()
         self._consumer: Consumer | None = consumer
         self._silent_since_s = 0.0
@@ -89,6 +90,14 @@ class KafkaReader:
         self._held = set(partitions)
         self._balance()
 
+    def bound(self, ends: Progress) -> None:
+        self._limits = ReadLimits(ends, self._next_of)
+
+    def left(self, partition: Partition) -> bool | None:
+        if self._limits.closes(partition):
+            return False
+        return None if self._merge.head(partition) is None else True
+
     def positions(self) -> Progress:
         return dict(self._given)
 
@@ -125,9 +134,14 @@ class KafkaReader:
             self._consumer = None
 
     def _take(self, max_records: int, partition: Partition | None) -> list[Record]:
+        closed = self._limits.closes if self._limits.ends else None
         if partition is not None:
-            return self._merge.take_of(partition, max_records)
-        return self._merge.take(max_records) if self.reading.merged else self._merge.take_any(max_records)
+            return self._merge.take_of(partition, max_records, closed)
+        return self._merge.take(max_records, closed) if self.reading.merged else self._merge.take_any(max_records)
+
+    def _next_of(self, partition: Partition) -> int:
+        head = self._merge.head(partition)
+        return self._fetched[partition] if head is None else head
 
     def _fetch(self, max_records: int, timeout_s: float) -> None:
         self._skip_gone()

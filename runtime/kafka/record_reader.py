@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from roo.errors import UnavailableError
@@ -42,6 +42,20 @@ class PartitionLag:
         return max(self.newest_ms - self.position_ms, 0) if self.records and self.position_ms else 0
 
 
+class ReadLimits:
+    """How far a reader may go: of some partitions, an offset that it gives nothing from on."""
+
+    def __init__(self, ends: Progress, next_of: Callable[[Partition], int]) -> None:
+        """`next_of`: the offset of a partition's next record, or, where none is there, the lowest that it can have."""
+        self.ends, self.next_of = dict(ends), next_of
+        self._by_number = {number: (topic, number) for topic, number in self.ends}
+
+    def closes(self, partition: Partition) -> bool:
+        """Its next record isn't to be given now."""
+        bounded = partition if partition in self.ends else self._by_number.get(partition[1])
+        return bounded is not None and self.next_of(bounded) >= self.ends[bounded]
+
+
 class RecordReader(Protocol):
     """Committed records of chosen partitions, in order within each. One thread, but for `lag` and `num_lost`."""
 
@@ -77,6 +91,15 @@ class RecordReader(Protocol):
     def hold(self, partitions: Collection[Partition]) -> None:
         """Fetch nothing of exactly these partitions for now; what was fetched before may still come."""
 
+    def bound(self, ends: Progress) -> None:
+        """Give nothing of these partitions from these offsets on, until told otherwise; {} = everything. A partition that isn't
+        named waits with the one of its number that is: what is about the same records comes no earlier than they do. Any
+        thread. Only a `seek` may follow where an end is lowered. Kept by what merges, and where one partition is asked for."""
+
+    def left(self, partition: Partition) -> bool | None:
+        """Of a bounded partition: whether a record is there that `poll` may give. False: all before the bound was given. None:
+        not known yet; `poll`."""
+
     def positions(self) -> Progress:
         """Offset after the last record that `poll` gave, or where `seek` put it."""
 
@@ -105,6 +128,7 @@ class MemoryReader:
         self._at = dict.fromkeys(self.partitions, 0)
         self._position_ms = dict.fromkeys(self.partitions, 0)
         self._held: set[Partition] = set()
+        self.bound({})
         self.append(records)
 
     @property
@@ -139,7 +163,9 @@ class MemoryReader:
         out: list[Record] = []
         while len(out) < max_records and not self.away:
             heads = [
-                (self._logs[p][self._at[p]].timestamp_ms, n) for n, p in enumerate(chosen) if self._at[p] < len(self._logs[p])
+                (self._logs[p][self._at[p]].timestamp_ms, n)
+                for n, p in enumerate(chosen)
+                if self._at[p] < len(self._logs[p]) and not self._limits.closes(p)
             ]
             if not heads:
                 break
@@ -151,6 +177,14 @@ class MemoryReader:
 
     def hold(self, partitions: Collection[Partition]) -> None:
         self._held = set(partitions)
+
+    def bound(self, ends: Progress) -> None:
+        self._limits = ReadLimits(ends, lambda p: self._at[p])
+
+    def left(self, partition: Partition) -> bool | None:
+        if self._limits.closes(partition):
+            return False
+        return True if self._at[partition] < len(self._logs[partition]) else None
 
     def positions(self) -> Progress:
         return dict(self._at)

@@ -254,6 +254,22 @@ def test_a_reader_that_may_skip_goes_on_at_the_end_of_a_log_that_was_cut(records
     assert places(read(reader, 1)) == [(P0, 2)]
 
 
+def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> None:
+    reader = records.reader()
+    records.write(P0, 1_000, 1_010, 1_040)
+    records.write(P1, 1_020, 1_030)
+    records.write(SHOWN, 1_005, 1_050)
+    reader.seek({})
+    reader.bound({P0: 1, P1: 2})
+    assert places(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], "of number 0 nothing comes before its bound is moved"
+    assert reader.poll(10, 0.2) == [] and (reader.left(P0), reader.left(P1)) == (False, False)
+    reader.bound({P0: 3, P1: 3})
+    assert places(read(reader, 1)) == [(SHOWN, 0)] and reader.left(P0) is True and reader.left(P1) is None
+    assert places(read(reader, 2, P0)) == [(P0, 1), (P0, 2)] and reader.poll(10, 0.2, P0) == []
+    reader.bound({})
+    assert places(read(reader, 1)) == [(SHOWN, 1)]
+
+
 def test_closing_twice_is_closing_once(records: Log) -> None:
     reader = records.reader()
     reader.seek({})

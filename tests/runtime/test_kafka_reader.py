@@ -248,3 +248,14 @@ def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
     reader.close()
     reader.close()
     assert reader.lag() == {}
+
+
+def test_a_bound_behind_which_only_a_marker_lies_is_reached_when_the_end_is_told() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)], [end(AT0, 3)], [])
+    reader = KafkaReader(consumer, dataclasses.replace(MERGED, partitions=(P0,)))
+    reader.seek({})
+    reader.bound({P0: 3})
+    assert [r.offset for r in reader.poll(9, 0)] == [0, 1]
+    assert reader.left(P0) is None, "there may be a third record"
+    assert reader.poll(9, 0) == []
+    assert reader.left(P0) is False and reader.positions() == {P0: 2}

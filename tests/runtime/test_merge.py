@@ -51,6 +51,16 @@ def test_a_partition_at_its_end_holds_up_nobody() -> None:
     assert times(merge.take(5)) == [20]
 
 
+def test_a_partition_that_is_closed_gives_nothing_and_holds_up_nobody() -> None:
+    merge = Merge([P0, P1])
+    for r in (record(P0, 0, 10), record(P1, 0, 20), record(P0, 1, 30)):
+        merge.offer(r)
+    assert times(merge.take(9, lambda p: p == P0)) == [20] and merge.head(P1) is None
+    assert times(merge.take(9, lambda p: p == P1 or merge.head(p) == 1)) == [10], "as it is at each record"
+    assert times(merge.take_of(P0, 9, lambda p: merge.head(p) == 1)) == []
+    assert times(merge.take_of(P0, 9)) == [30]
+
+
 def test_a_partition_is_drained_when_all_of_it_is_given() -> None:
     merge = Merge([P0])
     merge.offer(record(P0, 0, 10))
