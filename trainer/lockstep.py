@@ -221,7 +221,8 @@ class LockStep:
         at = self.reduction.index * len(own)
         control_N[at : at + len(own)] = torch.tensor(own, dtype=torch.float64)
         bucket_N = torch.cat([control_N.to(device), *self._gradients()]) if gradients else control_N.to(device)
-        self.reduction.sum(bucket_N)
+        with self.loop.stages("reduce"):
+            self.reduction.sum(bucket_N)
         if gradients:
             self._spread(bucket_N[self._control :])
         said_WN = bucket_N[: self._control].view(workers, -1).tolist()

@@ -108,6 +108,22 @@ def test_a_worker_without_data_adds_nothing_and_ends_up_with_the_same_weights() 
 USER = samples.schema().table_by_name["user"].id
 
 
+def test_the_time_of_sums_is_a_stage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(N48[:8], 2, rows_of(fake_shard()))
+    own, step = fleet.built[0], fleet.steps[0]
+    summed = step.reduction.sum
+
+    def slow(bucket_N: torch.Tensor) -> None:
+        own.clock.advance(2)
+        summed(bucket_N)
+
+    monkeypatch.setattr(step.reduction, "sum", slow)
+    fleet.run()
+    spent_s = own.loop.stages.seconds()
+    assert sum(seconds for (stage, _), seconds in spent_s.items() if stage == "reduce") == 2 * step.num_turns > 0
+    assert sum(spent_s.values()) == 2 * step.num_turns, "a fake clock stands still otherwise"
+
+
 def test_an_idle_fleet_sums_words_alone_and_trains_when_something_comes() -> None:
     fleet = Fleet(N48[:3], 2, rows_of(fake_shard()), max_batch_wait_ms=500)
     for _ in range(10):

@@ -147,6 +147,7 @@ class Controller:
                 "commit_age_ms": (now_s - it.committed_at_s) * 1000,
                 "commit_ms": it.commit_s * 1000,
                 "paused_ms": it.paused_s * 1000,
+                "phases_ms": {name: seconds * 1000 for name, seconds in it.phases_s.items()},
                 "commits": it.num_commits,
                 "aborts": it.num_aborts,
                 "rollbacks": it.num_rollbacks,

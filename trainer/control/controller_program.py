@@ -34,6 +34,8 @@ _SHOWN = (
     *("workers", "wanted_workers"),
 )
 
+_LABELS = {"state": "state", "device_s": "spent_on", "commit_phase_ms": "phase"}
+
 
 def control(config: ControllerConfig, stop: Stop) -> None:
     """Until `stop` is set or it is preempted, and what is trained is committed.
@@ -84,12 +86,12 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
     try:
-        Exports("controller", lambda: _gauges(controller.status()), {"state": "state", "device_s": "spent_on"}).register()
+        Exports("controller", lambda: _gauges(controller.status()), _LABELS).register()
         controller.run(stop, turned, _CLOSING_S)
     finally:
         server.stop()
 
 
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:
-    own = {"device_s": status["device_s"], "held": bool(status["holds"])}
+    own = {"device_s": status["device_s"], "held": bool(status["holds"]), "commit_phase_ms": status["phases_ms"]}
     return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

@@ -61,6 +61,7 @@ class Coordinator:
         self.commit: CommitInHand | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
         self.commit_s = self.paused_s = 0.0  # of the last commit
+        self.phases_s: dict[str, float] = {}
         self.committed_at_s = now_s
         self._effects: list[Effect] = [Claim(frozenset())]
         self._passed_over: set[str] = set()
@@ -273,6 +274,7 @@ class Coordinator:
         """4. Nothing moves: the shards fix their dirty sets, and expire rows by the watermark that will be the manifest's."""
         commit = self._running_commit()
         self.state, commit.cuts = State.FREEZING, self._asking.answers("cut", self.roster.workers)
+        commit.cut_s = now_s
         if cut_twice(commit):
             return self._abort("two workers cut the same partition", now_s)
         self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_of(commit))
@@ -287,10 +289,11 @@ class Coordinator:
         for key in self.roster.workers:
             self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.roster.workers[0])
 
-    def _link(self) -> None:
+    def _link(self, now_s: float) -> None:
         """6. The manifest is complete; creating it is the commit."""
         self.state = State.LINKING
         commit = self._running_commit()
+        commit.written_s = now_s
         shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.roster.workers)
         commit.manifest = draft(self.facts, self.incarnation, self.last, commit, shards, its)
         self._effects.append(Link(commit.manifest))
@@ -304,6 +307,7 @@ class Coordinator:
         self.holds.committed()
         self._aborts_in_a_row = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
+        self.phases_s = commit.phases_s(now_s)
         self.committed_at_s = now_s
         self._ask("commit", self.roster.everyone, now_s, seq=commit.seq)
         self._effects.append(Retire())
@@ -378,6 +382,6 @@ class Coordinator:
             case State.FREEZING:
                 self._write(now_s)
             case State.WRITING:
-                self._link()
+                self._link(now_s)
             case State.COMMITTING | State.ABORTING:
                 self._go_on(now_s)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from runtime.deployment import MAX_WORKERS
 from runtime.manifest import Manifest
+
+PHASES = ("cut", "freeze", "write", "link")
+"""Of a commit, until its manifest is there."""
 
 
 class State(enum.StrEnum):
@@ -151,5 +155,12 @@ class CommitInHand:
     started_s: float
     closing: bool = False  # nobody goes on training after it: the incarnation ends with it
     cuts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in the order of workers
+    cut_s: float = 0.0
     frozen_s: float = 0.0
+    written_s: float = 0.0
     manifest: Manifest | None = None
+
+    def phases_s(self, linked_s: float) -> dict[str, float]:
+        """What each part of it took; training stands still in the first two."""
+        ends_s = (self.started_s, self.cut_s, self.frozen_s, self.written_s, linked_s)
+        return {name: end_s - begin_s for name, (begin_s, end_s) in zip(PHASES, pairwise(ends_s), strict=True)}

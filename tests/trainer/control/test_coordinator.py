@@ -124,6 +124,18 @@ def test_nothing_starts_before_every_member_is_there() -> None:
     assert group.asked == [*((k, "restore") for k in (SHARD_1, SHARD_0, WORKER)), (WORKER, "start")]
 
 
+def test_what_a_commit_took_is_told_by_its_phases() -> None:
+    group = Group().cutting()
+    for seconds, state in ((0.125, State.FREEZING), (0.25, State.WRITING), (0.5, State.LINKING)):
+        group.now_s += seconds
+        group.to(state)
+    assert group.it.phases_s == {}, "none was yet"
+    group.now_s += 1
+    group.link()
+    assert group.it.phases_s == {"cut": 0.125, "freeze": 0.25, "write": 0.5, "link": 1}
+    assert (group.it.paused_s, group.it.commit_s) == (0.375, 1.875)
+
+
 def test_a_commit_asks_in_the_written_order() -> None:
     group = Group().cutting()
     group.asked.clear()
