@@ -13,7 +13,7 @@ import dataclasses
 class RestartPolicy:
     first_s: float = 0.5
     most_s: float = 15.0
-    stable_s: float = 60.0
+    stable_s: float = 30.0  # well below a minute: one kill a minute is no crash loop
     most_restarts: int = 12  # in a row, none of which lived for stable_s: about two minutes
 
     def delay_s(self, deaths: int) -> float | None:
