@@ -1,6 +1,6 @@
 """Runs a question: fresh processes a run, subjects in turns, medians with their spread.
 
-1 a run starts one process an environment
+1 a run starts one process an environment, and in ours what the question keeps for it
 2 each row's subjects are opened in their processes, then take turns: A B C, B C A, … so that noise hits all of them
 3 a subject's figure in a run is the median of its turns; a ratio divides two of them
 4 over the runs: median, least, most
@@ -30,6 +30,8 @@ class AnyStand(Protocol):
 
     def slice(self, number: int) -> Slice: ...
 
+    def keep(self, opens: str) -> None: ...
+
     def versions(self) -> dict[str, str]: ...
 
     def close(self) -> None: ...
@@ -53,6 +55,8 @@ def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str]
         say(f"{question.name}: run {run + 1} of {runs}")
         stands = _Stands(start)
         try:
+            if question.keeps:
+                stands.of("").keep(question.keeps)
             turns.append({row.name: _run_row(row, question, stands) for row in question.rows})
             versions |= stands.versions()
         finally:

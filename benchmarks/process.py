@@ -12,6 +12,8 @@ from benchmarks.peers import Place
 from benchmarks.stand import Slice
 from roo.errors import RoostreamError
 
+_END_S = 90.0  # a subject may be a whole stack, which stops in its written order
+
 
 class SubjectError(RoostreamError):
     """A subject could not be opened or timed; its traceback is on stderr."""
@@ -37,6 +39,9 @@ class StandProcess:
     def slice(self, number: int) -> Slice:
         return Slice(*self._call("slice", number))
 
+    def keep(self, opens: str) -> None:
+        self._call("keep", opens)
+
     def versions(self) -> dict[str, str]:
         return self._call("versions")
 
@@ -50,7 +55,7 @@ class StandProcess:
         with self._process:
             self._process.stdin.close()
             try:
-                self._process.wait(10)
+                self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
 

@@ -21,6 +21,7 @@ class Work(NamedTuple):
     step: Callable[[], object]
     units: float | Callable[[], float] = 1.0  # of a step; a function: those of the step before, which is then a whole turn
     figures: Callable[[], Mapping[str, float]] = dict  # others of the step before, by their names
+    took_s: Callable[[], float] | None = None  # of the step before, where what is asked about is a part of it; None: all of it
 
 
 @dataclass(frozen=True)
@@ -53,5 +54,6 @@ class Question:
     asks: str  # one line
     rows: tuple[Row, ...]
     means: str  # what the figures mean, kept beside the code that they are about
+    keeps: str = ""  # "module:function" → context manager that is open during each whole run: what subjects of several rows use
     slice_s: float = 0.1  # a subject is timed this long before the next one has its turn
     rounds: int = 7  # turns of each subject in a run

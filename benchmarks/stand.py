@@ -37,13 +37,12 @@ class Stand:
 
     def __init__(self, wall: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time) -> None:
         self._wall, self._cpu = wall, cpu
-        self._opened = contextlib.ExitStack()
+        self._opened, self._kept = contextlib.ExitStack(), contextlib.ExitStack()
         self._works: list[tuple[Work, int]] = []  # with the steps of a slice
 
     def open(self, opens: str, arguments: list[Any], slice_s: float) -> int:
         """Set up and warm up a subject; its number. Whatever its set-up raises goes through."""
-        module, _, function = opens.partition(":")
-        work = self._opened.enter_context(getattr(importlib.import_module(module), function)(*arguments))
+        work = self._opened.enter_context(_named(opens)(*arguments))
         work.step()  # compiles, fills caches
         steps, is_turn = 1, callable(work.units)
         while not is_turn and (took_s := self._steps(work, steps).wall_s) < slice_s / 4 and steps < _MOST_STEPS:
@@ -64,6 +63,15 @@ class Stand:
         gc.unfreeze()
         opened.close()
 
+    def keep(self, opens: str) -> None:
+        """Set up what subjects of several rows use. Whatever its set-up raises goes through."""
+        self._kept.enter_context(_named(opens)())
+
+    def end(self) -> None:
+        """Close every subject, and what was kept for them."""
+        with self._kept:
+            self.close()
+
     def versions(self) -> dict[str, str]:
         """Versions of what has been imported here and matters to speed."""
         known = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("numpy", "numba", "torch", "grpc")}
@@ -75,8 +83,15 @@ class Stand:
         for _ in range(count):
             step()
         wall_s, cpu_s = self._wall() - wall_s, self._cpu() - cpu_s
+        if work.took_s is not None:
+            wall_s = work.took_s()
         units = work.units() if callable(work.units) else work.units * count
         return Slice(units, wall_s, cpu_s, dict(work.figures()))
+
+
+def _named(opens: str) -> Callable[..., Any]:
+    module, _, function = opens.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def main() -> None:
@@ -84,15 +99,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     stand = Stand()
-    for line in sys.stdin:
-        call = json.loads(line)
-        try:
-            answer = {"value": getattr(stand, call["call"])(*call["arguments"])}
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-    stand.close()
+    try:
+        for line in sys.stdin:
+            call = json.loads(line)
+            try:
+                answer = {"value": getattr(stand, call["call"])(*call["arguments"])}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        stand.end()  # also when it is interrupted: a subject may have processes of its own
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from benchmarks.workloads.server import serving
+from benchmarks.workloads.server import Peer, talking
 from benchmarks.workloads.training_step import Endless, Silent
 from models.config import RankerConfig
 from param_server.client import Client
@@ -48,17 +48,30 @@ class ReadyRows:
 
 
 @contextlib.contextmanager
+def shard_processes() -> Iterator[list[Peer]]:
+    """Shards of the demo schema, in incarnation 1."""
+    with contextlib.ExitStack() as opened:
+        shards = [("benchmarks.workloads.train_shard", str(index), str(NUM_SHARDS)) for index in range(NUM_SHARDS)]
+        yield [opened.enter_context(talking(*shard)) for shard in shards]
+
+
+@contextlib.contextmanager
+def client_of(schema: Schema, addresses: Sequence[str], *, worker: int = 0, workers: int = 1) -> Iterator[Client]:
+    """A worker's way to the shards, in incarnation 1."""
+    with contextlib.ExitStack() as opened:
+        transports = [SocketTransport(address) for address in addresses]
+        for transport in transports:
+            opened.callback(transport.close)
+        client = Client(schema, transports, worker=worker)
+        opened.callback(client.close)
+        client.set_incarnation(1, workers)
+        yield client
+
+
+@contextlib.contextmanager
 def client_of_shards(schema: Schema) -> Iterator[Client]:
     """A client of shards over loopback, in incarnation 1."""
-    with contextlib.ExitStack() as opened:
-        transports = []
-        for index in range(NUM_SHARDS):
-            address = opened.enter_context(serving("benchmarks.workloads.train_shard", str(index), str(NUM_SHARDS)))
-            transports.append(SocketTransport(address))
-            opened.callback(transports[-1].close)
-        client = Client(schema, transports, worker=0)
-        opened.callback(client.close)
-        client.set_incarnation(1)
+    with shard_processes() as shards, client_of(schema, [shard.address for shard in shards]) as client:
         yield client
 
 
@@ -68,7 +81,7 @@ def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> It
     schema = data.demo_schema()
     with (
         client_of_shards(schema) as client,
-        _loop(schema, ShardRows(client), (requests, candidates), read_ahead, staleness) as loop,
+        training_loop(schema, ShardRows(client), (requests, candidates), read_ahead, staleness) as loop,
     ):
         yield Work(lambda: _step(loop))
 
@@ -77,7 +90,7 @@ def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> It
 def dense(requests: int, candidates: int, read_ahead: int) -> Iterator[Work]:
     """The same steps where no row is waited for: with `read_ahead`, what the loop's thread has to do in any case."""
     schema = data.demo_schema()
-    with _loop(schema, ReadyRows(schema), (requests, candidates), read_ahead, 0) as loop:
+    with training_loop(schema, ReadyRows(schema), (requests, candidates), read_ahead, 0) as loop:
         yield Work(lambda: _step(loop))
 
 
@@ -104,7 +117,8 @@ def _step(loop: TrainLoop) -> None:
 
 
 @contextlib.contextmanager
-def _loop(schema: Schema, rows: Rows, size: tuple[int, int], read_ahead: int, staleness: int) -> Iterator[TrainLoop]:
+def training_loop(schema: Schema, rows: Rows, size: tuple[int, int], read_ahead: int, staleness: int) -> Iterator[TrainLoop]:
+    """`size`: requests a batch, candidates of each."""
     torch.set_num_threads(1)
     requests, candidates = size
     records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)

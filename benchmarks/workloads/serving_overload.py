@@ -22,6 +22,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.open_load import Answered, Clients, rank_request
 from benchmarks.workloads.serving_request import body_of
+from benchmarks.workloads.shared import Shared
 
 DEADLINE_MS = 1000
 _MOST_CONNECTIONS = 900
@@ -94,34 +95,22 @@ def requests_of(candidates: int) -> list[bytes]:
 @contextlib.contextmanager
 def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
     """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in turns."""
-    with _shared.of(candidates) as served:
+    with _served.of(candidates) as served:
         load = Load(served, times, seconds)
         yield Work(load.step, load.units, load.figures)
 
 
-class _Shared:
-    """One program for all that are open at once."""
-
-    def __init__(self) -> None:
-        self._served: Served | None = None
-        self._users, self._stack = 0, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def of(self, candidates: int) -> Iterator[Served]:
-        if self._served is None:
-            self._served = Served(self._stack.enter_context(_program()), candidates)
-            self._stack.callback(self._served.clients.close)
-        self._users += 1
+@contextlib.contextmanager
+def _loaded(candidates: int) -> Iterator[Served]:
+    with _program() as program:
+        served = Served(program, candidates)
         try:
-            yield self._served
+            yield served
         finally:
-            self._users -= 1
-            if not self._users:
-                self._served = None
-                self._stack.close()
+            served.clients.close()
 
 
-_shared = _Shared()
+_served = Shared(_loaded)
 
 
 class _Program(NamedTuple):

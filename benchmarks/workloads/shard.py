@@ -1,8 +1,8 @@
-"""A parameter server shard over memory, begun and empty."""
+"""A parameter server shard, begun and empty."""
 
 from __future__ import annotations
 
-from param_server.blobs import MemoryBlobs
+from param_server.blobs import Blobs, MemoryBlobs
 from param_server.config import ShardIdentity
 from param_server.segments import Segments
 from param_server.server import Shard
@@ -12,10 +12,19 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
 
 
-def begun_shard(schema: Schema, folder: str, *, publishing: bool = True, index: int = 0, num_shards: int = 1) -> Shard:
-    """A shard, the only one unless told otherwise, in incarnation 1. `folder` is its checkpoint store."""
+def begun_shard(
+    schema: Schema,
+    folder: str,
+    *,
+    publishing: bool = True,
+    index: int = 0,
+    num_shards: int = 1,
+    blobs: Blobs | None = None,
+) -> Shard:
+    """A shard, the only one unless told otherwise, in incarnation 1. `folder` is its checkpoint store; segments go to `blobs`, or
+    stay in memory."""
     identity = ShardIdentity(schema=schema, publishing=publishing, index=index, num_shards=num_shards)
-    segments = Segments(MemoryBlobs(), shapes_of(schema), identity.num_buckets)
+    segments = Segments(blobs or MemoryBlobs(), shapes_of(schema), identity.num_buckets)
     shard = Shard(identity, segments, FileStore(folder), SystemClock())
     shard.restore(1, "")
     return shard

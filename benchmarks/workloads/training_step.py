@@ -36,6 +36,7 @@ from trainer.predictions import predictions_of
 from trainer.record_batches import chunk_of
 from trainer.rows import ShardRows
 
+NUM_PARTITIONS = 4  # of `data.sample_records`
 _BATCHES = 4
 
 
@@ -43,8 +44,8 @@ class Endless:
     """A source whose samples come again and again under new sample ids, so that none is skipped as a duplicate."""
 
     def __init__(self, records: list[Record], decoder: Decoder) -> None:
-        self.parts = [_around_id(record.value, record.offset * 4 + record.partition + 1) for record in records]
-        self.records, self.decoder, self.at = records, decoder, 0
+        self.all, self.decoder, self.at = records, decoder, 0
+        self.assign(range(NUM_PARTITIONS))
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         out = []
@@ -61,10 +62,13 @@ class Endless:
         """There is no place to go back to."""
 
     def assign(self, numbers: Collection[int]) -> None:
-        """All of it is one worker's."""
+        """What is of other partitions doesn't come any more."""
+        self.numbers = sorted(numbers)
+        self.records = [record for record in self.all if record.partition in self.numbers]
+        self.parts = [_around_id(r.value, r.offset * NUM_PARTITIONS + r.partition + 1) for r in self.records]
 
     def positions(self) -> Progress:
-        return {(SAMPLES, p): 0 for p in range(4)}
+        return {(SAMPLES, p): 0 for p in self.numbers}
 
     def lag(self) -> dict[Partition, PartitionLag]:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class FakeStand(Stand):
         return super().slice(number)
 
     def end(self) -> None:
+        super().end()
         self.ended = True
 
 
@@ -58,6 +60,22 @@ def test_a_subject_may_tell_its_units_and_other_figures_after_each_turn() -> Non
     (subject,) = result["rows"][0]["subjects"]
     assert subject["wall_us"]["median"] == 250_000, "of 1, 2 and 3 units in half a second; the first step is warming up"
     assert subject["figures"]["twice"]["median"] == 4
+
+
+def test_what_is_asked_about_may_be_a_part_of_a_step() -> None:
+    result, _ = measured(question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1))
+    (subject,) = result["rows"][0]["subjects"]
+    assert subject["wall_us"]["median"] == 500_000, "two seconds of seven, for four units"
+    assert subject["cpu_us"]["median"] == 875_000, "CPU time is that of the whole step"
+
+
+def test_what_rows_share_is_open_during_each_run() -> None:
+    Clock.kept.clear()
+    asked = dataclasses.replace(
+        question(Subject("a", "tests.benchmarks.trivial:part"), rounds=1), keeps="tests.benchmarks.trivial:kept"
+    )
+    measured(asked)
+    assert Clock.kept == ["open", "step", "step", "closed"] * 3, "warmed up, then timed"
 
 
 def test_a_figure_is_the_cost_of_a_unit_by_both_clocks() -> None:

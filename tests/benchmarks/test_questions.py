@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from typing import Any
@@ -24,6 +25,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("one_event", [3, 2]),
         ("read_one", []),
     ],
+    "commits": [("of_a_shard", [1000]), ("synced_of_a_shard", [1000])],
     "pipeline": [
         ("steps", [4, 3, 2, 1]),
         ("dense", [4, 3, 2]),
@@ -40,11 +42,23 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ),
     ],
     "serving_overload": [("offered", [1.0, 0.3, 2])],
+    "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "training_step": [
         ("stage", [name, 4, 3])
         for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push", "forward_backward")
     ],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
+}
+ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
+    "commits": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],
+    "stack_kills": [
+        ("recovery", ["worker", 1, 2000]),
+        ("recovery", ["shard-0", 1, 2000]),
+        ("recovery", ["controller", 1, 2000]),
+        ("imports", [2000]),
+    ],
+    "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
+    "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
@@ -57,12 +71,34 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
         assert (work.units() if callable(work.units) else work.units) > 0
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("module", ON_A_STACK)
+def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
+    """Those of one line share one."""
+    its = importlib.import_module(f"benchmarks.workloads.{module.partition('/')[0]}")
+    with contextlib.ExitStack() as opened:
+        works = [opened.enter_context(getattr(its, function)(*arguments)) for function, arguments in ON_A_STACK[module]]
+        for work in works:
+            work.step()
+            work.step()
+            figures = work.figures()
+            assert callable(work.units) and work.units() > 0
+            assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
+            assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
+
+
 def subjects() -> list[Subject]:
     return [subject for q in questions().values() for row in q.rows for subject in row.subjects]
 
 
 def test_every_subject_is_run_here_or_said_not_to_be() -> None:
-    run = {f"{module}:{function}" for module, cases in SMALL.items() for function, _ in cases}
+    run = {
+        f"{module.partition('/')[0]}:{function}"
+        for table in (SMALL, ON_A_STACK)
+        for module, cases in table.items()
+        for function, _ in cases
+    }
     asked = {s.opens.removeprefix("benchmarks.workloads.") for s in subjects()}
     assert {a for a in asked - run if not NOT_RUN_HERE & set(a.split(":"))} == set()
 

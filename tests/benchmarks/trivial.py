@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 from benchmarks.question import Work
 
@@ -12,6 +13,7 @@ class Clock:
     """Seconds, moved by the subjects."""
 
     now_s = 0.0
+    kept: ClassVar[list[str]] = []
 
 
 @contextlib.contextmanager
@@ -20,6 +22,24 @@ def takes(seconds: float, units: float = 1.0) -> Iterator[Work]:
         Clock.now_s += seconds
 
     yield Work(step, units)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    Clock.kept.append("open")
+    yield
+    Clock.kept.append("closed")
+
+
+@contextlib.contextmanager
+def part() -> Iterator[Work]:
+    """A step of which two seconds are what is asked about."""
+
+    def step() -> None:
+        Clock.now_s += 7
+        Clock.kept.append("step")
+
+    yield Work(step, lambda: 4.0, took_s=lambda: 2.0)
 
 
 @contextlib.contextmanager
