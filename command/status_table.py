@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roo.errors import printable
+from trainer.control.holds import Spending
+from trainer.control.protocol import Hold
 
 NONE = "–"
 Row = tuple[str, str]
@@ -18,6 +20,7 @@ Row = tuple[str, str]
 def rows(status: Mapping[str, Any]) -> list[Row]:
     """(what, figures) line by line; the same in the table and as plain lines. What is wrong stands first."""
     return [
+        *(("HELD", _hold(hold)) for hold in status["commit"]["holds"] or ()),
         *(("NOT READY", f"{name}: {text}") for name, text in status["troubles"].items()),
         ("programs", _programs(status["programs"])),
         ("rates /s", _rates(status["rates"])),
@@ -26,6 +29,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         *_workers(status["workers"]),
         ("rows", ", ".join(f"{k} {v:,}" for k, v in status["rows"].items()) or NONE),
         ("commit", _commit(status["commit"])),
+        ("devices", _devices(status["commit"])),
         ("freshness", _freshness(status["freshness"])),
         ("quality", _quality(status["metrics"])),
         ("click rate", _click_rate(status["click_rate"])),
@@ -153,6 +157,23 @@ def _workers(workers: Mapping[str, Any]) -> list[Row]:
 def _commit(c: Mapping[str, Any]) -> str:
     counts = f"{number(c['commits'])} since the start, {number(c['aborts'])} aborted, {number(c['rollbacks'])} rollbacks"
     return f"{c['state'] or NONE}, {c['incarnation'] or 0}-{c['seq'] or 0}, age {duration(c['commit_age_ms'])}, {counts}"
+
+
+def _hold(hold: Mapping[str, Any]) -> str:
+    who = f"{hold['member']}: " if hold["member"] else ""
+    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {who}{Hold(**hold).told}"
+
+
+def _devices(control: Mapping[str, Any]) -> str:
+    """What devices were used for, each to the time in training."""
+    spent, to_training = control["device_s"], control["device_ratio"]
+    if not spent:
+        return NONE
+    others = {name: name.replace("_", " ") for name in spent if name != Spending.TRAINING}
+    trained = f"training {duration(spent[Spending.TRAINING] * 1000)}"
+    if to_training[Spending.TRAINING] is None:
+        return ", ".join([trained, *(f"{called} {duration(spent[name] * 1000)}" for name, called in others.items())])
+    return f"{trained}; to that as 1: {', '.join(f'{called} {to_training[name]:.2f}' for name, called in others.items())}"
 
 
 def _freshness(stages: Mapping[str, Mapping[str, float | None]]) -> str:

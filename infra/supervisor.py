@@ -167,7 +167,7 @@ class Supervisor:
         if asked or self.halting:
             return self._set(slot, "stopped")
         if code == HELD_CODE:
-            log.warning("%s rests: training is held; `roostream trainer release` ends the hold", name)
+            log.warning("%s rests: training is held; its log says why, and what ends the hold", name)
             return self._set(slot, "held")
         if not slot.program.restarted:
             return self._set(slot, "ended")

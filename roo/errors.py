@@ -70,7 +70,7 @@ class CheckpointError(RoostreamError):
 
 
 class HeldError(RoostreamError):
-    """Training is held, and this program is not needed until a person ends the hold."""
+    """Training is held, and this program is not needed until the hold ends."""
 
 
 class SetupError(RoostreamError):

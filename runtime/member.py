@@ -88,7 +88,7 @@ class Member:
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
         self.incarnation = 0  # of the last RESTORE that worked
-        self.hold = ""  # why training is held, as the controller last told
+        self.hold = ""  # why training is held and what ends that, as the controller last told
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[int, int], Result | None] = OrderedDict()  # None: not done yet

@@ -115,6 +115,10 @@ class ControllerConfig(Deployment):
     )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
+    idle_hold_ms: int = setting(0, "workers are released when nothing is there to read for this long; 0 = never", least=0)
+    idle_release_records: int = setting(100, "so many unread records call released workers back at once", least=1)
+    idle_release_ms: int = setting(10_000, "fewer call them back when they are there for this long", least=0)
+    idle_least_ms: int = setting(30_000, "released workers are not called back before this", least=0)
     neighbours: tuple[str, ...] = setting(
         (), "NAME=URL of the /metrics of programs whose figures the controller's page shows; workers tell it themselves"
     )

@@ -176,9 +176,9 @@ def train(
     while True:
         worker.serve_inbox()
         worker.turn()
-        monitor.observe()
+        monitor.observe(held=member.hold)
         if member.hold:
-            raise HeldError(f"training is held: {member.hold}; `roostream trainer release` ends the hold")
+            raise HeldError(f"training is held: {member.hold}")
         health.turned(worker.broken or ("" if worker.incarnation else "it waits for the controller to restore it"))
         if worker.training and member.silent_s > controller_timeout_s:
             raise UnavailableError(

@@ -16,6 +16,7 @@ from runtime import scrape
 from runtime.exports import Exports
 from runtime.scrape import Scraped
 from trainer.control import neighbours
+from trainer.control.holds import ratios
 
 WORKER = """# TYPE roostream_worker_state gauge
 roostream_worker_state{state="initial"} 0.0
@@ -250,3 +251,20 @@ def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
     assert "[/b] [31mred [red]x[/red]" in said and "home [/tmp]" in said and "curl '[/x]'" in said
     assert "\x1b" not in said
     assert "\x1b" not in table.line(found, 1.0)
+
+
+def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_paper() -> None:
+    hold = {"kind": "permanent", "reason": "out of memory", "member": "worker 0", "since_ms": 1_700_000_000_000}
+    spent = {"training": 7200.0, "temporary": 72.0, "transient_hold": 0.0, "permanent_hold": 17_928.0}
+    control = {**CONTROL, "holds": [hold], "device_s": spent, "device_ratio": ratios(spent)}
+    lines = table.rows(whole(Scraped(), Scraped(), control))
+    said = "since 2023-11-14 22:13:20 UTC, permanent: worker 0: out of memory; `roostream trainer release` ends the hold"
+    assert lines[0] == ("HELD", said) and dict(lines)["trainer"].startswith("held")
+    assert dict(lines)["devices"] == "training 120.0 min; to that as 1: temporary 0.01, transient hold 0.00, permanent hold 2.49"
+
+
+def test_devices_that_never_trained_have_no_ratio() -> None:
+    spent = {"training": 0.0, "temporary": 72.0}
+    lines = table.rows(whole(Scraped(), Scraped(), {**CONTROL, "device_s": spent, "device_ratio": ratios(spent)}))
+    assert dict(lines)["devices"] == "training 0 ms, temporary 72.0 s"
+    assert dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))["devices"] == "–", "no controller, or an older one"

@@ -66,7 +66,7 @@ def exported() -> set[str]:
     told = {*LABELS, *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE), "requests", "dead_letters", "non_finite"}
     for program, found in (
         ("worker", told),
-        ("controller", {*CONTROLLER, "state"}),
+        ("controller", {*CONTROLLER, "state", "held", "device_seconds"}),
         ("shard", set(SHARD)),
         ("serving", set(SERVING)),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),

@@ -14,7 +14,7 @@ import pytest
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import UnavailableError
+from roo.errors import HeldError, UnavailableError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.clock import SystemClock
@@ -22,6 +22,7 @@ from runtime.crew import StopBudget
 from runtime.exports import Exports
 from runtime.health import Health
 from runtime.kafka.record_reader import MemoryReader
+from runtime.kafka.topics import Progress
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
@@ -32,6 +33,8 @@ from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
+from trainer.control.idle import Idle, IdleRule, Unread
+from trainer.control.lookout import IdleWatch
 from trainer.control.protocol import Facts
 from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
@@ -63,6 +66,18 @@ class Trainer(NamedTuple):
     stop: Stop
     thread: threading.Thread
     clock: Ahead  # of its member
+    end: Callable[[], None]
+
+
+class MemoryLookout:
+    """See `Lookout`."""
+
+    def __init__(self, source: MemoryReader) -> None:
+        self.source = source
+
+    def look(self, committed: Progress) -> Unread | None:
+        ends = self.source.end_offsets()
+        return Unread(sum(end - committed.get(p, 0) for p, end in ends.items()), ends)
 
 
 class Together:
@@ -78,6 +93,7 @@ class Together:
             num_partitions=4,
             kafka=KAFKA,
             commit_interval_s=0.1,
+            holds_idle=True,
         )
         self.controller = Controller(Coordinator(facts, self.clock.monotonic_s()), self.store, self.clock)
         self.server = RpcServer(self.controller.handle).start()
@@ -148,7 +164,18 @@ class Together:
                 transport.close()
 
         self.stops.append(end)
-        return Trainer(monitor, stop, thread, clock)
+        return Trainer(monitor, stop, thread, clock, end)
+
+    def watch_idleness(self, source: MemoryReader) -> None:
+        """Release the workers when `source` has had nothing to read for a moment."""
+        rule = IdleRule(hold_s=0.2, least_records=100, most_wait_s=0.2, least_held_s=0.2)
+        watch = IdleWatch(self.controller, MemoryLookout(source), Idle(rule), self.clock)  # type: ignore[arg-type]
+
+        def look() -> None:
+            while not self.stop.wait(0.05):
+                watch.look()
+
+        self._thread(look)
 
     def wait_for(self, what: Callable[[], object], limit_s: float = 60.0) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -254,6 +281,31 @@ def test_a_controller_that_is_asked_to_stop_commits_before_it_goes(together: Tog
     together.control.join(LONG_S)
     last = manifests.newest(together.store)
     assert not together.control.is_alive() and last is not None and last.manifest.step == loop.num_steps
+
+
+def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(together: Together) -> None:
+    numbers = list(range(1, 10))
+    source = MemoryReader(PARTITIONS, samples.records(numbers[:8]))
+    for index in (0, 1):
+        together.shard(index)
+    first = together.worker(source)
+    together.wait_for(lambda: together.committed(8))
+    together.watch_idleness(source)
+    first.thread.join(LONG_S)
+    failure = together.failures.get(timeout=LONG_S)
+    assert isinstance(failure, HeldError) and "nothing to read for 0.2 s; it ends by itself" in str(failure)
+    assert first.monitor.progress.overall.state is Liveness.HELD
+    status = together.controller.status()
+    assert status["holds"][0]["kind"] == "transient" and status["state"] == "held" and status["rollbacks"] == 0
+    first.end()
+    together.stops.remove(first.end)
+    source.append(samples.records(numbers)[8:])
+    together.wait_for(lambda: together.controller.status()["holds"] == [])
+    together.worker(source)
+    together.wait_for(lambda: together.committed(9))
+    last = manifests.newest(together.store)
+    assert last is not None and last.manifest.workers[0].metrics["requests"] == 9, "nothing was lost, nothing came twice"
+    assert together.controller.status()["device_s"]["transient_hold"] > 0
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

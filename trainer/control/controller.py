@@ -21,11 +21,12 @@ from runtime import manifest as manifests
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
+from runtime.kafka.topics import Progress
 from runtime.manifest import Manifest
 from runtime.transport import Header
 from trainer.control.coordinator import Coordinator
-from trainer.control.holds import Spent
-from trainer.control.protocol import Claim, Effect, Hold, Key, Link, Retire, State, Wish
+from trainer.control.holds import Spent, ratios, spending_of
+from trainer.control.protocol import TRANSIENT, Claim, Effect, Hold, Key, Link, Retire, State, Wish
 from trainer.control.roster import check_notice
 
 log = logging.getLogger("roostream.controller")
@@ -33,6 +34,7 @@ log = logging.getLogger("roostream.controller")
 HOLD_S = 0.5  # a beat is held this long when there is no command
 TURN_S = 0.1
 FENCE_CHECK_S = 1.0
+_KEEP_SPENT_S = 60.0
 SPENT = "control/spent"
 """What devices were used for, in seconds: plain JSON."""
 
@@ -57,6 +59,7 @@ class Controller:
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
         self._fence_checked_s = 0.0
+        self._spent_kept_s = clock.monotonic_s()
         self._leave_by_s: float | None = None  # it was asked to go until then
 
     def handle(self, method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
@@ -123,16 +126,37 @@ class Controller:
                 self._do(self._todo[0])
                 self._todo.popleft()
             self._check_fence()
+            if self.clock.monotonic_s() - self._spent_kept_s >= _KEEP_SPENT_S:
+                self._keep_spent()
         except UnavailableError as error:
             self._outage.wait(error, stop)
         else:
             self._outage.reached()
         with self._changed:
-            self.coordinator.tick(self.clock.monotonic_s())
-            self.spent.note(self.coordinator.state, self.coordinator.roster.wanted_workers, self.clock.monotonic_s())
+            it, now_s = self.coordinator, self.clock.monotonic_s()
+            it.tick(now_s)
+            self.spent.note(spending_of(it.state, it.holds.now), it.roster.wanted_workers, now_s)
             self._changed.notify_all()
-            if self.coordinator.state is State.FENCED:
-                raise FencedError(f"{self.coordinator.reason}; this controller stops")
+            if it.state is State.FENCED:
+                raise FencedError(f"{it.reason}; this controller stops")
+
+    def committed(self) -> tuple[Progress, bool]:
+        """The next offsets to train as of the last commit, and whether training is held for having nothing to read. Any
+        thread."""
+        with self._changed:
+            it = self.coordinator
+            offsets = it.last.manifest.offsets if it.last else {}
+            return offsets, it.state is State.HELD and it.holds.is_transient
+
+    def hold_idle(self, reason: str) -> bool:
+        """There is nothing to read: all finish and commit, then workers are released. False: not now. Any thread."""
+        with self._changed:
+            return self.coordinator.hold_idle(reason, self.clock.monotonic_s())
+
+    def end_idle(self) -> bool:
+        """There is something to read: end that hold; False if training isn't held so. Any thread."""
+        with self._changed:
+            return self.coordinator.holds.is_transient and self.coordinator.release()
 
     def status(self) -> dict[str, Any]:
         """Plain values for `status` and metrics."""
@@ -155,6 +179,7 @@ class Controller:
                 "wanted_workers": it.roster.wanted_workers,
                 "holds": [it.holds.now._asdict()] if it.holds.now else [],
                 "device_s": self.spent.told(),
+                "device_ratio": ratios(self.spent.told()),
                 "news": it.has_news(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
@@ -186,7 +211,7 @@ class Controller:
                 self._changed.wait_for(lambda: it.commands(key) or it.state is State.FENCED or self._said(key), self.hold_s)
             if it.state is State.FENCED:
                 raise FencedError(f"{it.reason}; this controller stops")
-            hold = it.holds.now.reason if it.holds.now and it.state is State.HELD else ""
+            hold = it.holds.now.told if it.holds.now and it.state is State.HELD else ""
             return {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold, **self._said(key)}
 
     def _said(self, key: Key) -> dict[str, Any]:
@@ -228,7 +253,7 @@ class Controller:
         says what it waits for."""
         with self._changed:
             it = self.coordinator
-            it.want_workers(count)
+            it.roster.want(count)
             over = (State.FENCED,)
             self._changed.wait_for(
                 lambda: it.state in over or (it.roster.num_workers == count and it.state is State.RUNNING), timeout_s
@@ -249,10 +274,11 @@ class Controller:
 
     def _keep_spent(self) -> None:
         """A count that is a little behind harms nobody."""
+        self._spent_kept_s = self.clock.monotonic_s()
         try:
             if manifests.newest_incarnation(self.store) != self.coordinator.incarnation:
                 return
-            self.store.put(SPENT, json.dumps(self.spent.told()).encode())
+            self.store.put(SPENT, json.dumps(self.spent.body()).encode())
         except UnavailableError as error:
             log.warning("what devices were used for can't be kept now: %s", error)
 
@@ -296,7 +322,10 @@ class Controller:
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.spent.add(json.loads(self.store.get(SPENT)))
         is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
-        return Wish(int(kept["workers"]) if is_newest else configured, configured, Hold.of(kept.get("hold")))
+        hold = Hold.of(kept.get("hold"))
+        if hold and hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle:
+            hold = None  # nobody would end it
+        return Wish(int(kept["workers"]) if is_newest else configured, configured, hold)
 
     def _link(self, manifest: Manifest) -> str:
         """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told

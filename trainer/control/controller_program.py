@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any
@@ -13,17 +14,22 @@ from runtime import metrics
 from runtime.address import parse_address
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import open_store
-from runtime.clock import SystemClock
+from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports, one_of
 from runtime.health import Health
+from runtime.kafka.reader import KafkaReader
+from runtime.kafka.reading import Reading
+from runtime.kafka.topics import CORRECTIONS, SAMPLES, all_partitions
 from runtime.program import Stop
 from runtime.rpc_server import RpcServer
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
+from trainer.control.idle import Idle, IdleRule
+from trainer.control.lookout import IdleWatch, Lookout
 from trainer.control.neighbours import Neighbours
 from trainer.control.page import StatusPage, files
-from trainer.control.protocol import Facts, State
+from trainer.control.protocol import PERMANENT, TRANSIENT, Facts, State
 from trainer.identity import Identity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
@@ -33,8 +39,8 @@ _SHOWN = (
     *("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
     *("workers", "wanted_workers"),
 )
-
-_LABELS = {"state": "state", "device_s": "spent_on", "commit_phase_ms": "phase"}
+_LABELS = {"state": "state", "device_seconds": "spent_on", "held": "kind", "commit_phase_ms": "phase"}
+_COUNTERS = ("device_seconds",)
 
 
 def control(config: ControllerConfig, stop: Stop) -> None:
@@ -70,6 +76,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         num_partitions=identity.num_partitions,
         kafka=kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
+        holds_idle=config.idle_hold_ms > 0,
     )
     coordinator = Coordinator(facts, clock.monotonic_s())
     controller = Controller(coordinator, store, clock, check=identity.check, keep_commits=config.keep_commits)
@@ -85,13 +92,37 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     server.start()
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
+    watching = _watch_idleness(config, controller, clock, stop)
     try:
-        Exports("controller", lambda: _gauges(controller.status()), _LABELS).register()
+        Exports("controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS).register()
         controller.run(stop, turned, _CLOSING_S)
     finally:
         server.stop()
+        watching.join(_CLOSING_S)
+
+
+def _watch_idleness(config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop) -> threading.Thread:
+    """Until `stop`; of a deployment that never releases workers nobody watches."""
+    rule = IdleRule(
+        hold_s=config.idle_hold_ms / 1000,
+        least_records=config.idle_release_records,
+        most_wait_s=config.idle_release_ms / 1000,
+        least_held_s=config.idle_least_ms / 1000,
+    )
+
+    def watch() -> None:
+        partitions = all_partitions((SAMPLES, CORRECTIONS), config.partitions)
+        reading = Reading(partitions=partitions, prefix=config.prefix)
+        with contextlib.closing(KafkaReader.open(config.broker, f"{config.prefix}controller", reading)) as reader:
+            IdleWatch(controller, Lookout(reader), Idle(rule), clock).run(stop)
+
+    thread = threading.Thread(target=watch if rule.hold_s else lambda: None, name="idleness", daemon=True)
+    thread.start()
+    return thread
 
 
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:
-    own = {"device_s": status["device_s"], "held": bool(status["holds"]), "commit_phase_ms": status["phases_ms"]}
+    kinds = {hold["kind"] for hold in status["holds"]}
+    own = {"device_seconds": status["device_s"], "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)}}
+    own["commit_phase_ms"] = status["phases_ms"]
     return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

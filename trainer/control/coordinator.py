@@ -25,8 +25,8 @@ twice, and the next one waits until it is back. So it is when the controller its
 
 How many workers train is a wish that is kept with each incarnation. Another wish is carried out at a commit after which nobody
 goes on (no RESUME): the next incarnation restores as many as are wanted. Workers above that number stand by: their beats are
-answered, and nothing is asked of them. What no restart mends holds training: the next incarnation is HELD
-(trainer/control/holds.py).
+answered, and nothing is asked of them. What no restart mends holds training, and so does, where that is wanted, a stream with
+nothing to read: the next incarnation is HELD (trainer/control/holds.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 from runtime.manifest import Restorable
 from trainer.control.asking import Asking
 from trainer.control.drafting import cut_twice, draft, watermark_of
-from trainer.control.holds import Holds
+from trainer.control.holds import Holds, idle_hold
 from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State, Wish
 from trainer.control.roster import Roster
 
@@ -154,14 +154,6 @@ class Coordinator:
         self._effects.clear()
         self._asking.clear()
 
-    def want_workers(self, count: int) -> None:
-        """Go on with so many from the next commit on, once they are there.
-
-        Raises:
-            ConfigError: there can't be so many.
-        """
-        self.roster.want(count)
-
     def release(self) -> bool:
         """End the hold; False if there was none."""
         was_held = self.holds.now is not None
@@ -169,6 +161,14 @@ class Coordinator:
         if self.state is State.HELD:
             self._end("released")
         return was_held
+
+    def hold_idle(self, reason: str, now_s: float) -> bool:
+        """Have all finish and commit, and then hold until `release`. False: they can't now, since training doesn't run."""
+        if self.state is not State.RUNNING or now_s < self._closing_s:
+            return False
+        self._cut(now_s, closing=True)
+        self._running_commit().hold = idle_hold(reason)
+        return True
 
     def leave(self) -> None:
         """The controller itself goes: what is trained is committed, and nothing begins that it would not see to its end."""
@@ -277,6 +277,8 @@ class Coordinator:
         commit.cut_s = now_s
         if cut_twice(commit):
             return self._abort("two workers cut the same partition", now_s)
+        if commit.hold and not self.has_news():
+            return self._close(commit)  # all stand still, and nothing is new
         self._ask("freeze", self.facts.shards, now_s, seq=commit.seq, watermark_ms=watermark_of(commit))
 
     def _write(self, now_s: float) -> None:
@@ -327,9 +329,14 @@ class Coordinator:
     def _go_on(self, now_s: float) -> None:
         """1. Workers train."""
         if self.state is State.COMMITTING and self._running_commit().closing:
-            return self._end(self.roster.why_closing())
+            return self._close(self._running_commit())
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.facts.commit_interval_s
+
+    def _close(self, commit: CommitInHand) -> None:
+        """The incarnation ends in order."""
+        self.holds.now = self.holds.now or commit.hold
+        self._end(f"held: {commit.hold.reason}" if commit.hold else self.roster.why_closing())
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state

@@ -3,6 +3,7 @@ Infrastructure for Online Ads Recommendation*, §VI-A).
 
     permanent   no restart helps: settings that can't be, memory that isn't enough, numbers that diverge, a worker that dies
                 again and again. Workers are released, their programs end and stay down, until `roostream trainer release`
+    transient   nothing to read, where settings say that workers are released then (idle.py); it ends by itself
     temporary   a network, a shard or a store is away: everyone goes back to the last commit, there is no hold
 
 A hold is kept in the file that claims the incarnation which it begins, so that a restarted controller holds too.
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.control.protocol import Hold, Key, State
+from trainer.control.protocol import PERMANENT, TRANSIENT, Hold, Key, State
 
 MOST_DEATHS = 8  # of one worker in a row, each soon after its start, without a commit in between
 _SOON_S = 600.0
@@ -25,8 +26,18 @@ class Spending(enum.StrEnum):
     """What a device's time goes to."""
 
     TRAINING = "training"
-    WAITING = "waiting"  # for members, a restore, the store
-    HELD = "held"
+    TEMPORARY = "temporary"  # waiting for members, a restore, the store
+    TRANSIENT_HOLD = "transient_hold"
+    PERMANENT_HOLD = "permanent_hold"
+
+
+FORMAT = 2
+_OF_FORMAT_1 = {"training": Spending.TRAINING, "waiting": Spending.TEMPORARY, "held": Spending.PERMANENT_HOLD}
+
+
+def idle_hold(reason: str) -> Hold:
+    """There is nothing to read."""
+    return Hold(TRANSIENT, reason, "")
 
 
 class Holds:
@@ -39,8 +50,13 @@ class Holds:
 
     def stop(self, member: Key | str, reason: str) -> Hold:
         """No restart helps; the first reason stands."""
-        self.now = self.now or Hold("permanent", reason, str(member))
+        self.now = self.now or Hold(PERMANENT, reason, str(member))
         return self.now
+
+    @property
+    def is_transient(self) -> bool:
+        """It ends by itself."""
+        return self.now is not None and self.now.kind == TRANSIENT
 
     def died(self, key: Key, lived_s: float = 0.0) -> Hold | None:
         """A worker's process ended, and was not asked to; a hold where it does so again and again. Shards hold the rows: they are
@@ -67,26 +83,39 @@ class Spent:
     def __init__(self, now_s: float) -> None:
         self.seconds = {spending: 0.0 for spending in Spending}
         self._at_s = now_s
-        self._on = Spending.WAITING
+        self._on = Spending.TEMPORARY
 
-    def note(self, state: State, devices: int, now_s: float) -> None:
-        """The time until now went to what was under way; from now on it goes to this."""
+    def note(self, on: Spending, devices: int, now_s: float) -> None:
+        """The time until now went to what was under way; from now on it goes to `on`."""
         self.seconds[self._on] += max(now_s - self._at_s, 0.0) * devices
-        self._at_s, self._on = now_s, spending_of(state)
+        self._at_s, self._on = now_s, on
 
     def add(self, kept: Mapping[str, Any]) -> None:
-        """What controllers before this one counted."""
-        for spending in Spending:
-            seconds = kept.get(spending.value, 0.0)
+        """What controllers before this one counted, as `body` gave it. Format 1 knew one kind of hold."""
+        is_new = kept.get("format") == FORMAT
+        counted = kept.get("device_s", {}) if is_new else kept
+        for name, spending in {s.value: s for s in Spending}.items() if is_new else _OF_FORMAT_1.items():
+            seconds = counted.get(name, 0.0)
             if isinstance(seconds, int | float) and 0 <= seconds < float("inf"):
                 self.seconds[spending] += seconds
 
     def told(self) -> dict[str, float]:
         return {spending.value: seconds for spending, seconds in self.seconds.items()}
 
+    def body(self) -> dict[str, Any]:
+        """As it is kept."""
+        return {"format": FORMAT, "device_s": self.told()}
 
-def spending_of(state: State) -> Spending:
+
+def spending_of(state: State, hold: Hold | None = None) -> Spending:
+    """`hold`: what training is held by, if it is."""
     if state is State.HELD:
-        return Spending.HELD
+        return Spending.TRANSIENT_HOLD if hold is not None and hold.kind == TRANSIENT else Spending.PERMANENT_HOLD
     waits = (State.CLAIMING, State.GATHERING, State.RESTORING, State.FENCED)
-    return Spending.WAITING if state in waits else Spending.TRAINING
+    return Spending.TEMPORARY if state in waits else Spending.TRAINING
+
+
+def ratios(device_s: Mapping[str, float]) -> dict[str, float | None]:
+    """Each to the time in training, as the paper's table II has them (1 : 1.03 : 2.49); None before anything was trained."""
+    training = device_s.get(Spending.TRAINING, 0.0)
+    return {name: seconds / training if training > 0 else None for name, seconds in device_s.items()}

@@ -26,7 +26,7 @@ class State(enum.StrEnum):
     LINKING = "linking"
     COMMITTING = "committing"
     ABORTING = "aborting"
-    HELD = "held"  # no restart helps: workers are released until a person ends the hold
+    HELD = "held"  # workers are released: no restart helps, or there is nothing to read
     FENCED = "fenced"  # a newer controller exists: this one must exit
 
 
@@ -41,13 +41,23 @@ class Key:
         return f"{self.role} {self.index}"
 
 
+PERMANENT, TRANSIENT = "permanent", "transient"
+"""Kinds of holds: a person ends the one, the controller itself the other."""
+
+
 class Hold(NamedTuple):
     """Why training is held."""
 
-    kind: str  # "permanent"
+    kind: str
     reason: str
     member: str
     since_ms: int = 0  # 0 = not kept yet
+
+    @property
+    def told(self) -> str:
+        """To members and people: why, and what ends it."""
+        ends = "it ends by itself" if self.kind == TRANSIENT else "`roostream trainer release` ends the hold"
+        return f"{self.reason}; {ends}"
 
     @classmethod
     def of(cls, kept: object) -> Hold | None:
@@ -55,7 +65,7 @@ class Hold(NamedTuple):
         if not isinstance(kept, Mapping) or not kept.get("reason"):
             return None
         known = {name: kept[name] for name in cls._fields if name in kept}
-        return cls(**{"kind": "permanent", "member": "", **known})
+        return cls(**{"kind": PERMANENT, "member": "", **known})
 
 
 class Wish(NamedTuple):
@@ -110,6 +120,7 @@ class Facts:
     restore_timeout_s: float = 600.0  # doubled each time in a row that it passes: a large state comes back in the end
     most_aborts: int = 3  # in a row, then everyone is restored: a member may be in a state that no ABORT ends
     retry_s: float = 1.0  # between a refused RESTORE and the next
+    holds_idle: bool = False  # somebody calls `hold_idle` and ends such a hold
 
     @property
     def shards(self) -> tuple[Key, ...]:
@@ -154,6 +165,7 @@ class CommitInHand:
     seq: int
     started_s: float
     closing: bool = False  # nobody goes on training after it: the incarnation ends with it
+    hold: Hold | None = None  # what training is held by from then on
     cuts: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in the order of workers
     cut_s: float = 0.0
     frozen_s: float = 0.0

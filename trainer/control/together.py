@@ -1,6 +1,6 @@
 """The workers' reports as one: worst state, furthest lag, the sum of what is trained, the quality of all.
 
-What one doesn't tell is unknown.
+What one doesn't tell is unknown. While training is held that is its state, whatever a worker told last, and where none is left.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     worst = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
+    held = held_by(status)
     return {
-        "state": _state(worst),
-        "reason": str(worst.get("reason") or ""),
-        "in_state_s": worst.get("in_state_s"),
+        "state": str(Liveness.HELD) if held else _state(worst),
+        "reason": str(held.get("reason") or "") if held else str(worst.get("reason") or ""),
+        "in_state_s": None if held else worst.get("in_state_s"),
         "lag_ms": _of_all(max, (watch.get("lag_ms") for watch in watches)),
         "lag_records": _of_all(sum, (watch.get("lag_records") for watch in watches)),
         "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None) if all(w.get("eta_s") for w in watches) else None,
@@ -72,6 +73,12 @@ def _merged(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found = [tree[key] for tree in told if key in tree]
         out[key] = pooled_numbers(found) if "sums" in found[0] else _merged(found)
     return out
+
+
+def held_by(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The hold of training; {} where there is none."""
+    holds = status.get("holds") or ()
+    return dict(holds[0]) if holds else {}
 
 
 def _state(watch: Mapping[str, Any]) -> str:

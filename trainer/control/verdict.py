@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from runtime.manifest import KEEP_MANIFESTS
-from trainer.control.protocol import State
-from trainer.control.together import together, worker_reports
+from trainer.control.protocol import TRANSIENT, State
+from trainer.control.together import held_by, together, worker_reports
 from trainer.monitoring.caught_up import Liveness
 
 CALIBRATION = (0.9, 1.1)
@@ -71,8 +71,8 @@ def findings(status: Mapping[str, Any], figures: Mapping[str, Any], *, members: 
 def headline(status: Mapping[str, Any], found: Iterable[Finding]) -> Headline:
     """Of the whole loop; what is wrong goes before how far training is."""
     keys = {finding.key for finding in found}
-    if status.get("holds"):
-        return Headline("held", "Held")
+    if held := held_by(status):
+        return Headline("transient_hold", "Held: nothing to read") if held.get("kind") == TRANSIENT else Headline("held", "Held")
     if "controller" in keys or "broken" in keys:
         return Headline("stopped", "Training is stopped")
     state = Liveness(together(status)["state"])
@@ -80,7 +80,9 @@ def headline(status: Mapping[str, Any], found: Iterable[Finding]) -> Headline:
 
 
 def _of_the_controller(status: Mapping[str, Any], members: set[str], interval_ms: int) -> Iterator[Finding]:
-    state, there = status["state"], set(status["members"])
+    state, there, held = status["state"], set(status["members"]), held_by(status)
+    if held:  # workers are released
+        members = {name for name in members if not name.startswith("worker ")}
     if state in _UNUSUAL:
         missing = ", ".join(sorted(members - there))
         waits = f"; not there: {missing}" if missing and state == State.GATHERING else ""
@@ -94,14 +96,8 @@ def _of_the_controller(status: Mapping[str, Any], members: set[str], interval_ms
         yield Finding(
             "commit", Level.BAD, f"something is trained, and nothing committed for {status['commit_age_ms'] / 1000:.0f} s"
         )
-    for hold in status.get("holds") or ():
-        yield Finding("held", Level.BAD, f"held: {_said(hold)}")
-
-
-def _said(hold: Any) -> str:
-    if isinstance(hold, Mapping):
-        return ", ".join(str(hold[k]) for k in ("kind", "reason") if hold.get(k)) or "no reason given"
-    return str(hold)
+    if held and held.get("kind") != TRANSIENT:
+        yield Finding("held", Level.BAD, f"held: {', '.join(str(held[k]) for k in ('kind', 'reason') if held.get(k))}")
 
 
 def _of_workers(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -113,6 +109,8 @@ def _of_workers(status: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _of_training(status: Mapping[str, Any]) -> Iterator[Finding]:
+    if held_by(status):
+        return
     if not worker_reports(status):
         yield Finding("training", Level.UNKNOWN, "no worker tells how far training is")
         return

@@ -46,15 +46,15 @@ class Monitor:
         self._metrics: dict[str, Any] = {}
         self._quality: dict[str, Any] = {"windows": {}, "slices": {}, "shadow": None}
 
-    def observe(self) -> None:
-        """In the loop's thread; does nothing until its second is over."""
+    def observe(self, held: str = "") -> None:
+        """In the loop's thread; does nothing until its second is over. `held`: why training is held; told at once."""
         now_s = self.clock.monotonic_s()
-        if now_s < self._due_s:
+        if now_s < self._due_s and not held:
             return
         self._due_s = now_s + _EVERY_S
         source = self.worker.loop.source
         self._progress = self.caught_up.observe(
-            source.lag(), now_s, expected=source.positions().keys(), obstacle=self.worker.broken
+            source.lag(), now_s, expected=source.positions().keys(), held=held, obstacle=self.worker.broken
         )
         self._observed_s = now_s
         if now_s >= self._metrics_due_s:

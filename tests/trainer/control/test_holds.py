@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from runtime import manifest as manifests
+from runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
-from trainer.control.holds import MOST_DEATHS, Holds, Spent, spending_of
+from trainer.control.holds import MOST_DEATHS, Holds, Spending, Spent, idle_hold, ratios, spending_of
+from trainer.control.idle import Idle, IdleRule, Unread
+from trainer.control.lookout import IdleWatch
 from trainer.control.protocol import Hold, Key, State, Wish
 
 WORKER = Key("worker", 0)
+QUIET = "nothing to read for 60 s"
 
 
 # The rules
@@ -47,19 +52,51 @@ def test_the_first_reason_stands_until_it_is_released() -> None:
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_every_state_s_time_goes_to_something(state: State) -> None:
-    spent = Spent(100.0)
-    spent.note(state, 3, 100.0)
-    spent.note(State.RUNNING, 3, 104.0)
-    assert spent.seconds[spending_of(state)] == 12.0 and sum(spent.seconds.values()) == 12.0
+@pytest.mark.parametrize("hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")])
+def test_every_state_s_time_goes_to_something(state: State, hold: Hold | None) -> None:
+    spent, on = Spent(100.0), spending_of(state, hold)
+    spent.note(on, 3, 100.0)
+    spent.note(Spending.TRAINING, 3, 104.0)
+    assert spent.seconds[on] == 12.0 and sum(spent.seconds.values()) == 12.0
 
 
-def test_time_before_this_controller_is_added_and_a_clock_that_goes_back_adds_nothing() -> None:
+def test_the_two_kinds_of_holds_are_counted_apart() -> None:
+    assert spending_of(State.HELD, idle_hold("nothing to read")) is Spending.TRANSIENT_HOLD
+    assert spending_of(State.HELD, Hold("permanent", "out of memory", "worker 0")) is Spending.PERMANENT_HOLD
+    assert spending_of(State.HELD) is Spending.PERMANENT_HOLD
+    assert spending_of(State.RESTORING) is Spending.TEMPORARY and spending_of(State.WRITING) is Spending.TRAINING
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"training": 5, "held": 7.5, "waiting": "x", "more": 3},
+        {
+            "format": 2,
+            "device_s": {"training": 5, "permanent_hold": 7.5, "transient_hold": -1, "temporary": float("nan"), "held": 9},
+        },
+    ],
+)
+def test_time_before_this_controller_is_added_in_both_formats_and_a_clock_that_goes_back_adds_nothing(
+    kept: dict[str, Any],
+) -> None:
     spent = Spent(10.0)
-    spent.add({"training": 5, "held": 7.5, "waiting": "x", "more": 3})
-    spent.note(State.RUNNING, 2, 11.0)
-    spent.note(State.HELD, 2, 9.0)
-    assert spent.told() == {"training": 5.0, "waiting": 2.0, "held": 7.5}
+    spent.add(kept)
+    spent.note(Spending.TRAINING, 2, 11.0)
+    spent.note(Spending.PERMANENT_HOLD, 2, 9.0)
+    assert spent.told() == {"training": 5.0, "temporary": 2.0, "transient_hold": 0.0, "permanent_hold": 7.5}
+    again = Spent(0.0)
+    again.add(spent.body())
+    assert again.told() == spent.told()
+
+
+def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
+    assert ratios({"training": 200.0, "temporary": 206.0, "permanent_hold": 498.0}) == {
+        "training": 1.0,
+        "temporary": 1.03,
+        "permanent_hold": 2.49,
+    }
+    assert set(ratios(Spent(0.0).told()).values()) == {None}
 
 
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
@@ -78,8 +115,10 @@ def test_a_kept_hold_reads_as_it_was_written() -> None:
 class HeldFleet(Fleet):
     """Workers end when they are told of a hold, as their program does; the supervisor starts them after it."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, idle: bool = False, **more: Any) -> None:
         super().__init__(*args, **more)
+        coordinator = self.it.coordinator
+        coordinator.facts = dataclasses.replace(coordinator.facts, holds_idle=idle)
         self.fatal: dict[Key, str] = {}
         self.refusal: dict[str, Any] = {}
         self.leaves = False
@@ -105,6 +144,21 @@ class HeldFleet(Fleet):
         self.incarnations[key] = 0
         if key not in self.members:
             self.members.append(key)
+
+    def committed(self, step: int) -> HeldFleet:
+        """A commit of so many steps is behind it."""
+        self.to(State.RUNNING, 1.0)
+        self.step = step
+        self.it.coordinator.want_commit()
+        self.turn(1.0)
+        assert self.to(State.RUNNING).it.coordinator.has_news() is False
+        return self
+
+    def held_idle(self) -> HeldFleet:
+        self.committed(5)
+        assert self.it.hold_idle(QUIET)
+        held(self)
+        return self
 
 
 def held(fleet: HeldFleet, turns: int = 6) -> dict[str, Any]:
@@ -205,7 +259,146 @@ def test_device_seconds_are_told_and_kept_for_the_next_controller() -> None:
     fleet.it.handle("release", {}, ())
     fleet.turn(0.0)
     told = fleet.it.status()["device_s"]
-    assert told["training"] >= 10.0 and told["held"] >= 4.0
+    assert told["training"] >= 10.0 and told["permanent_hold"] >= 4.0 and told["transient_hold"] == 0.0
+    assert fleet.it.status()["device_ratio"]["permanent_hold"] == told["permanent_hold"] / told["training"]
     after = HeldFleet(2, fleet.store)
     after.turn()
     assert after.it.status()["device_s"]["training"] == told["training"]
+
+
+def test_a_long_hold_is_kept_while_it_lasts() -> None:
+    first = HeldFleet().held_idle()
+    for _ in range(10):
+        first.turn(30.0)
+    after = HeldFleet(1, first.store)  # the first is killed
+    after.turn()
+    assert after.it.status()["device_s"]["transient_hold"] >= 240.0
+
+
+# Nothing to read
+
+
+def test_training_with_nothing_to_read_ends_in_order_and_workers_are_released() -> None:
+    fleet = HeldFleet(2).committed(5)
+    assert fleet.it.hold_idle(QUIET)
+    hold = held(fleet)
+    assert (hold["kind"], hold["reason"]) == ("transient", QUIET) and hold["since_ms"] > 0
+    assert [k.role for k in fleet.members] == ["shard", "shard"]
+    it = fleet.it.coordinator
+    assert (it.num_commits, it.num_rollbacks, it.num_aborts) == (1, 0, 0), "nothing was new, so nothing was committed"
+
+
+def test_what_was_trained_until_then_is_committed_first() -> None:
+    fleet = HeldFleet().committed(5)
+    assert fleet.it.hold_idle(QUIET)
+    fleet.step = 6  # it came at this moment
+    held(fleet)
+    last = manifests.newest(fleet.store)
+    assert last is not None and last.manifest.step == 6 and fleet.it.coordinator.num_rollbacks == 0
+    assert "resume" not in [c["kind"] for _, c in fleet.asked if c.get("seq") == last.manifest.seq]
+
+
+def test_a_hold_for_nothing_to_read_needs_training_that_runs() -> None:
+    fleet = HeldFleet()
+    assert fleet.it.hold_idle(QUIET) is False
+    fleet.committed(5).it.hold_idle(QUIET)
+    assert fleet.it.hold_idle(QUIET) is False, "it is under way"
+
+
+def test_a_commit_that_fails_leaves_training_as_it_was_and_the_hold_can_be_tried_again() -> None:
+    fleet = HeldFleet().committed(5)
+    fleet.refusing, fleet.step = "freeze", 6
+    assert fleet.it.hold_idle(QUIET)
+    fleet.to(State.RUNNING)
+    assert fleet.it.status()["holds"] == [] and fleet.it.coordinator.num_aborts == 1
+    assert fleet.it.hold_idle(QUIET) is False, "not at once"
+    fleet.refusing = ""
+    for _ in range(20):
+        fleet.turn(1.0)
+        if fleet.it.hold_idle(QUIET):
+            break
+    held(fleet)
+
+
+def test_a_worker_that_dies_meanwhile_is_waited_for_and_nothing_is_held() -> None:
+    fleet = HeldFleet().committed(5)
+    assert fleet.it.hold_idle(QUIET)
+    fleet.start_again(WORKER)
+    fleet.turn(1.0)
+    fleet.to(State.RUNNING)
+    assert fleet.it.status()["holds"] == []
+
+
+def test_what_no_restart_mends_goes_before_having_nothing_to_read() -> None:
+    fleet = HeldFleet().committed(5)
+    assert fleet.it.hold_idle(QUIET)
+    fleet.fatal[WORKER] = "out of memory"
+    assert held(fleet)["kind"] == "permanent" and fleet.it.end_idle() is False
+
+
+def test_something_to_read_ends_that_hold_and_the_workers_are_wanted_again() -> None:
+    fleet = HeldFleet().held_idle()
+    assert fleet.it.committed() == ({("samples", p): 10 + p for p in range(4)}, True)
+    assert fleet.it.end_idle() is True
+    fleet.start_again(WORKER)
+    fleet.to(State.RUNNING)
+    assert fleet.it.status()["holds"] == [] and fleet.it.committed()[1] is False
+
+
+@pytest.mark.parametrize("by", ["itself", "a person"])
+def test_a_hold_for_nothing_to_read_outlives_the_controller_and_ends_as_it_would_have(by: str) -> None:
+    first = HeldFleet(idle=True).held_idle()
+    second = HeldFleet(1, first.store, idle=True)
+    second.members.remove(WORKER)
+    assert held(second)["kind"] == "transient" and second.it.committed()[1] is True
+    second.it.end_idle() if by == "itself" else second.it.handle("release", {}, ())
+    second.start_again(WORKER)
+    second.to(State.RUNNING)
+    third = HeldFleet(1, second.store, idle=True).to(State.RUNNING)
+    assert third.it.status()["holds"] == []
+
+
+def test_a_hold_that_nobody_would_end_any_more_is_dropped() -> None:
+    first = HeldFleet(idle=True).held_idle()
+    second = HeldFleet(1, first.store).to(State.RUNNING)
+    assert second.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(second.store)
+
+
+def test_workers_are_told_what_ends_a_hold() -> None:
+    assert idle_hold(QUIET).told == f"{QUIET}; it ends by itself"
+    assert Hold("permanent", "out of memory", "worker 0").told == "out of memory; `roostream trainer release` ends the hold"
+
+
+class Stream:
+    """A lookout over a stream that this test makes."""
+
+    def __init__(self) -> None:
+        self.unread: Unread | None = Unread(0, {("samples", 0): 10})
+
+    def look(self, committed: Progress) -> Unread | None:
+        return self.unread
+
+
+def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None:
+    fleet, stream = HeldFleet(idle=True).committed(5), Stream()
+    idle = Idle(IdleRule(hold_s=20, least_records=100, most_wait_s=5, least_held_s=10))
+    watch = IdleWatch(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
+
+    def seconds_until(state: State) -> int:
+        for second in range(100):
+            if fleet.it.coordinator.state is state:
+                return second
+            watch.look()
+            fleet.turn(1.0)
+        raise AssertionError(fleet.it.status())
+
+    assert 20 <= seconds_until(State.HELD) <= 25
+    stream.unread = None
+    for _ in range(50):
+        watch.look()
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.HELD, "Kafka is away: nobody knows"
+    stream.unread = Unread(1, {("samples", 0): 11})
+    assert 5 <= seconds_until(State.GATHERING) <= 8
+    fleet.start_again(WORKER)
+    seconds_until(State.RUNNING)

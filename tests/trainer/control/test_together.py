@@ -83,3 +83,11 @@ def test_drift_is_what_the_worst_worker_sees() -> None:
 def test_frozen_copies_of_two_versions_are_not_one() -> None:
     assert together(status(told(100, 0.1), told(300, 0.3, version="1-9")))["quality"]["shadow"] is None
     assert together(status({}))["quality"] == {"windows": {}, "slices": {}, "shadow": None, "drift": {}}
+
+
+@pytest.mark.parametrize("workers", [(), (FAST,), (FAST, SLOW)])
+def test_while_training_is_held_that_is_its_state_whoever_tells_what(workers: tuple[dict[str, Any], ...]) -> None:
+    hold = {"kind": "transient", "reason": "nothing to read for 60 s", "member": "", "since_ms": 5}
+    whole = together({**status(*workers), "holds": [hold]})
+    assert (whole["state"], whole["reason"], whole["in_state_s"]) == ("held", "nothing to read for 60 s", None)
+    assert together({**status(FAST), "holds": []})["state"] == "caught_up"

@@ -12,6 +12,8 @@ from trainer.control.neighbours import read_figures
 from trainer.control.verdict import Finding, Level, commits_behind, findings, headline
 
 MEMBERS = ("shard 0", "worker 0")
+PERMANENT = {"kind": "permanent", "reason": "out of memory", "member": "worker 0", "since_ms": 5}
+TRANSIENT = {"kind": "transient", "reason": "nothing to read for 60 s", "member": "", "since_ms": 5}
 GOOD = {"watch": {"state": "caught_up"}, "metrics": {"requests": 5000, "calibration": 1.01}}
 
 
@@ -62,7 +64,9 @@ def test_nothing_is_wrong_with_a_loop_that_is_caught_up() -> None:
             "has not been heard of for 2.0 s",
         ),
         (status(commit_age_ms=31_000.0), {}, "commit", Level.BAD, "nothing committed for 31 s"),
-        (status(holds=[{"kind": "permanent", "reason": "out of memory"}]), {}, "held", Level.BAD, "permanent, out of memory"),
+        (status(holds=[PERMANENT]), {}, "held", Level.BAD, "held: permanent, out of memory"),
+        (status(holds=[PERMANENT], reports={}, members={"shard 0": {"silent_ms": 0.0}}), {}, "held", Level.BAD, "out of memory"),
+        (status(holds=[TRANSIENT], members={}), {}, "members", Level.BAD, "not there: shard 0"),
         (status({**GOOD, "broken": "a shard is away"}), {}, "broken", Level.BAD, "worker 0 can't go on: a shard is away"),
         (status({**GOOD, "leaving": True}), {}, "leaving", Level.WARNING, "worker 0 is stopping"),
         (status({"watch": {"state": "unknown"}}), {}, "training", Level.UNKNOWN, "how far training is can't be read"),
@@ -114,6 +118,7 @@ def test_each_thing_that_is_wrong_is_one_finding(
         status({**GOOD, "metrics": {"requests": 10, "calibration": 3.0}}),  # too few to say
         status({**GOOD, "metrics": {}}),
         status(holds=[]),
+        status(holds=[TRANSIENT], members={"shard 0": {"silent_ms": 0.0}}, reports={"shard 0": {}}),  # workers are released
     ],
 )
 def test_what_is_usual_is_no_finding(told: dict[str, Any]) -> None:
@@ -137,7 +142,9 @@ def test_the_worst_stands_first() -> None:
         (status(reports={}), "unknown"),
         (status({**GOOD, "broken": "x"}), "stopped"),
         (status(state="restoring"), "stopped"),
-        (status(holds=["x"], state="restoring"), "held"),
+        (status(holds=[PERMANENT], state="restoring"), "held"),
+        (status(holds=[TRANSIENT], reports={}, members={}), "transient_hold"),
+        (status(holds=[TRANSIENT]), "transient_hold"),
         (status(workers=2, reports={"worker 0": GOOD, "worker 1": {"watch": {"state": "catching_up"}}}), "catching_up"),
         (status(workers=2, reports={"worker 0": GOOD, "worker 1": {}}), "unknown"),
     ],

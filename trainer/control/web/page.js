@@ -34,7 +34,7 @@ const CHARTS = [
   { title: "A commit, and its pause", lines: [{ name: "commit", series: "commit_ms" }, { name: "pause", series: "paused_ms" }], show: duration, zero: true },
   { title: "Rows", lines: [{ name: "rows", series: "rows" }], show: (v) => count(v), zero: true },
 ];
-const TONES = { caught_up: "good", idle: "good", catching_up: "warning", initial: "warning", falling_behind: "warning", unknown: "unknown" };
+const TONES = { caught_up: "good", idle: "good", transient_hold: "good", catching_up: "warning", initial: "warning", falling_behind: "warning", unknown: "unknown" };
 
 const $ = (id) => document.getElementById(id);
 const charts = CHARTS.map((settings) => new Chart(settings));
@@ -125,6 +125,7 @@ function more(status) {
   const { headline, training, at_s: atS } = status.page;
   const parts = [];
   if (known(headline.since_s) && atS - headline.since_s >= 1) parts.push(`for ${duration((atS - headline.since_s) * 1000)}`);
+  if (training.state === "held") return [...parts, training.reason].join(" · ");
   parts.push(known(training.lag_ms) ? `behind by ${duration(training.lag_ms)}, ${count(training.lag_records)} samples` : "lag unknown");
   const [eta, least, most] = training.eta_s ?? [];
   const bounds = known(least) && known(most) && most - least > 0.05 * eta ? ` (${duration(least * 1000)} to ${duration(most * 1000)})` : "";

@@ -61,6 +61,7 @@ export function commits(host, status) {
     ["served version", serving ?? UNKNOWN],
     ["workers", status.wanted_workers === status.workers ? count(status.workers) : `${count(status.workers)}, ${count(status.wanted_workers)} wanted`],
     ["holds", holds(status.holds)],
+    ["device time", devices(status)],
   ];
   table(host, "The controller’s commits", [{ name: "what" }, { name: "is", words: true }], lines, "");
 }
@@ -69,6 +70,14 @@ function holds(found) {
   if (found === undefined || found === null) return UNKNOWN;
   const all = Array.isArray(found) ? found : Object.values(found);
   return all.length ? all.map((hold) => (typeof hold === "object" ? [hold.kind, hold.reason].filter(Boolean).join(": ") : String(hold))).join("; ") : "none";
+}
+
+/** What devices were used for, each to the time in training. */
+function devices({ device_s: spent, device_ratio: ratios }) {
+  if (!known(spent?.training)) return UNKNOWN;
+  const others = Object.keys(spent).filter((name) => name !== "training");
+  const told = known(ratios?.training) ? others.map((name) => `${plain(name)} ${fixed(ratios[name], 2)}`) : others.map((name) => `${plain(name)} ${seconds(spent[name])}`);
+  return `training ${seconds(spent.training)}${known(ratios?.training) ? "; to that as 1: " : ", "}${told.join(", ")}`;
 }
 
 export function members(host, status) {
