@@ -165,8 +165,7 @@ def _is_training(name: str, control: Mapping[str, Any]) -> bool:
 
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("state", "seq", "incarnation", "commit_age_ms", "paused_ms", "commits", "aborts", "rollbacks", "manifest")
-    keys += ("holds", "device_s", "device_ratio")
-    return {k: control.get(k) for k in keys}
+    return {k: control.get(k) for k in (*keys, "holds", "device_s", "device_ratio")}
 
 
 def quality(control: Mapping[str, Any]) -> dict[str, float | None]:

@@ -101,7 +101,8 @@ def _controller(site: Site) -> dict[str, Any]:
 
 
 def _worker(site: Site) -> dict[str, Any]:
-    return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index)
+    own = {"home": site.home.root / site.name}
+    return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index, **own)
 
 
 def _serving(site: Site) -> dict[str, Any]:

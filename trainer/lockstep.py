@@ -27,6 +27,7 @@ from torch import Tensor
 
 from roo.errors import UnavailableError
 from runtime.event_time import NUM_RECENT
+from trainer.burial import NotFiniteError
 from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
 from trainer.reduce import Reduction
@@ -163,7 +164,7 @@ class LockStep:
             return None, ()
         self._hand, self._next = self._next, None
         prepared = self.loop.feed.pulled(self._hand)
-        self.loop.bury_rejects(self._hand.chunk)
+        self.loop.burial.begin(self._hand.chunk)
         self._waiting.extend(self._hand.parts[1:])
         return prepared.first, tuple(self._hand.chunk.close_ms_R[-NUM_RECENT:].tolist())
 
@@ -177,7 +178,7 @@ class LockStep:
         total_T = torch.tensor(plan.total_T, dtype=torch.float64)
         if logits_BT is None or (weighted and not loop.backward(pulled, logits_BT, total_T, workers=self.reduction.workers)):
             loop.optimizer.zero_grad()
-            self._waiting.extendleft(reversed(loop.halves(part, self._hand.chunk)))
+            self._waiting.extendleft(reversed(loop.halves(part)))
             return None
         return _Learned(pulled, logits_BT, weighted)
 
@@ -246,7 +247,7 @@ class LockStep:
         loop = self.loop
         loop.num_steps += 1
         if weighted and not loop.optimizer.step():
-            raise UnavailableError("the sum of the workers' gradients is not finite, and each was: everyone must be restored")
+            raise NotFiniteError("the sum of the workers' gradients is not finite, and each was: everyone must be restored")
         if learned:
             loop.tell(learned.pulled, learned.logits_BT)
         if weighted:

@@ -22,13 +22,13 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from roo.batch import Batch
-from roo.errors import UnavailableError
 from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
 from trainer import corrections, dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
+from trainer.burial import Burial, NotFiniteError
 from trainer.config import LoopConfig
 from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of, split_at
 from trainer.monitoring.quality import Report
@@ -38,6 +38,7 @@ from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.pipeline.stages import Stages
 from trainer.predictions import Outputs, dead_letter, predictions_of
 from trainer.rows import PushTimes, Rows, clip_rows, largest_norm, no_rows
+from trainer.saved_batch import SavedBatches
 from trainer.watermark import TrainedTime
 
 log = logging.getLogger("roostream.worker")
@@ -71,6 +72,7 @@ class Wiring:
     clock: Clock
     feed: Callable[[Acts], Feed] = SerialFeed
     shadow: FrozenCopy | None = None
+    saved: SavedBatches | None = None  # takes the batch at which training ends
     stages: Stages | None = None  # None = of the loop alone
     on_freshness: Callable[[str, float], None] = lambda stage, ms: None
     on_scored: Callable[[ChunkPart], None] = lambda part: None
@@ -100,7 +102,7 @@ class TrainLoop:
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
-        self._slicers, self.shadow = slicers(schema, config.slices), wiring.shadow
+        self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
         self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
         self._build()
         self.feed = wiring.feed(self)
@@ -182,6 +184,7 @@ class TrainLoop:
             self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
         )
         self.num_steps, self.time, self.share = 0, TrainedTime(), None
+        self.burial = Burial(self._bury)
         self._own_at(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
@@ -238,19 +241,20 @@ class TrainLoop:
         """
         self.num_steps += 1
         claimed, chunk = prepared.claimed, prepared.claimed.chunk
-        self.bury_rejects(chunk)
+        self.burial.begin(chunk)
         self.time.add(chunk.close_ms_R)
         waiting = deque(claimed.parts)
         pulled = prepared.first
         while waiting:
             part = waiting.popleft()
-            halves = self._learn(pulled or self.pull_part(part), chunk)
+            halves = self._learn(pulled or self.pull_part(part))
             waiting.extendleft(reversed(halves))
             pulled = None
         self.settle(claimed)
 
     def settle(self, claimed: Claimed) -> None:
-        """It is trained whole: its offsets and ids are in the next cut."""
+        """It is trained whole: its offsets and ids are in the next cut. NotFiniteError: nothing of it could be."""
+        self.counts.non_finite += self.burial.settle()
         self.own.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
         self._note_freshness(claimed.chunk, claimed.new_R)
 
@@ -275,12 +279,12 @@ class TrainLoop:
         inputs = build_inputs(part.batch, part.lookup, rows_by_stack, self.config.device, train=part.trains)
         return Pulled(part=part, inputs=inputs)
 
-    def _learn(self, pulled: Pulled, chunk: Chunk) -> Sequence[ChunkPart]:
+    def _learn(self, pulled: Pulled) -> Sequence[ChunkPart]:
         """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
         request that gives it: that one is dead, and all others are counted and trained."""
         logits_BT, trains = self.forward(pulled), pulled.part.has_weight
         if logits_BT is None or (trains and not self._descend(pulled, logits_BT)):
-            return self.halves(pulled.part, chunk)
+            return self.halves(pulled.part)
         self.tell(pulled, logits_BT)
         if trains:
             self.push(pulled)
@@ -292,24 +296,17 @@ class TrainLoop:
             logits_BT = self.model(pulled.inputs)
         return logits_BT if torch.isfinite(logits_BT).all() else None
 
-    def halves(self, part: ChunkPart, chunk: Chunk) -> Sequence[ChunkPart]:
-        """In their order; none of a single request, which is dead."""
+    def halves(self, part: ChunkPart) -> Sequence[ChunkPart]:
+        """In their order; none of a single request, which is dead. NotFiniteError: it can't be its fault."""
         batch, n = part.batch, part.batch.num_requests
         if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
-            raise UnavailableError("the dense weights are not finite: they must be restored")
+            raise NotFiniteError("the dense weights are not finite: they must be restored")
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
             return [part_of(batch.take_requests(row_M), trains=part.trains) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
-        offset = int(batch.offset_R[0])
-        self.counts.non_finite += 1
-        error = "expected finite scores and gradients, got others: a row or a feature of it is too large"
-        self._bury(Rejected(partition, offset, "non_finite", error, chunk.raw_of(partition, offset)))
+        self.burial.suspect(partition, int(batch.offset_R[0]))
         return ()
-
-    def bury_rejects(self, chunk: Chunk) -> None:
-        for rejected in chunk.rejects:
-            self._bury(rejected)
 
     def _bury(self, rejected: Rejected) -> None:
         self.counts.dead_letters += 1
@@ -317,6 +314,7 @@ class TrainLoop:
 
     def tell(self, pulled: Pulled, logits_BT: torch.Tensor) -> None:
         """What the model says before it has seen these labels; of a correction's request it has said it."""
+        self.burial.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
         self.counts.frozen += 0 if part.trains else part.batch.num_requests

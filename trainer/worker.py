@@ -31,6 +31,7 @@ from runtime.checkpoint_store import CheckpointStore
 from runtime.kafka.topics import CORRECTIONS, Partition, nested
 from runtime.manifest import Manifest
 from trainer import worker_file
+from trainer.breaks import Breaks
 from trainer.identity import Identity
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
@@ -68,6 +69,7 @@ class Worker:
         self.broken = ""  # why this incarnation can't go on
         self.fatal = ""  # why none can, however often everyone is restored
         self.committed_step = 0
+        self.breaks = Breaks(loop, index)
         self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training waits for a commit
@@ -118,10 +120,11 @@ class Worker:
         try:
             return self.lockstep.turn(leaving=self.leaving).trains if self.lockstep else self.loop.step()
         except (UnavailableError, FencedError) as error:
-            self._break(told(error) or "a shard is away")
+            self._break_of(error)
             return False
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if not is_out_of_memory(error):  # whoever supervises starts the worker again, and it may die again
+                self.breaks.save(f"{error!r:.1000}")
                 raise
             self.fatal = f"out of memory: {str(error) or 'no reason given':.300}; give it more, or lower batch_requests"
             self._break(self.fatal)
@@ -141,6 +144,10 @@ class Worker:
         self.training, self.broken = False, reason
         self.reduction.leave()
 
+    def _break_of(self, error: RoostreamError) -> None:
+        self.fatal = self.breaks.broke(error)
+        self._break(self.fatal or told(error) or "a shard is away")
+
     def report(self) -> dict[str, Any]:
         """What every beat carries; cheap, read from another thread."""
         return {
@@ -150,6 +157,7 @@ class Worker:
             "broken": self.broken,
             "fatal": self.fatal,
             "leaving": self.leaving,
+            "saved": self.breaks.saved,
             "meet": self.team.address,
             **dataclasses.asdict(self.loop.counts),
             "duplicates": self.loop.own.num_skipped,
@@ -206,8 +214,9 @@ class Worker:
         if "partitions" in command:
             self.loop.assign([int(number) for number in command["partitions"]])
         name = str(command.get("manifest", ""))
-        if name:
-            manifest = manifests.load(self.store, name).manifest
+        manifest, checksum = manifests.load(self.store, name) if name else (None, "")
+        self.breaks.restored(int(command["incarnation"]), name, checksum)
+        if manifest:
             self._check(manifest)
             self.loop.restore(self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}")
         else:
@@ -272,7 +281,7 @@ class Worker:
                 if self.loop.clock.monotonic_s() >= ends_s:
                     raise RoostreamError(f"the other workers were not asked to cut for commit {seq} within {_AGREE_S:g} s")
         except UnavailableError as error:
-            self._break(str(error))
+            self._break_of(error)
             raise
 
     def _resume(self, command: Command) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from models.build import load_model_config
@@ -44,6 +45,7 @@ from trainer.predictions import KafkaOutputs
 from trainer.record_batches import RecordBatches
 from trainer.reduce import MeetingPlace
 from trainer.rows import ShardRows
+from trainer.saved_batch import SavedBatches
 from trainer.worker import Worker
 
 log = logging.getLogger("roostream.worker")
@@ -98,6 +100,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             stages=stages,
             on_freshness=metrics.freshness().observe,
             shadow=open_shadow(config, store, schema),
+            saved=SavedBatches(Path(config.home)) if config.home else None,
             on_scored=lambda part: drift.look(part.batch, part.lookup),
         )
         loop = TrainLoop(config, schema, model_config, wiring)

@@ -217,7 +217,7 @@ class Coordinator:
     def _died(self, key: Key, member: MemberFacts, reason: str) -> None:
         """A process ended: everyone is restored; where it does so again and again, without being asked to, training is held."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
-        if counts and (hold := self.holds.died(key, member.seen_s - member.since_s)):
+        if counts and (hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))):
             return self._hold(key, hold.reason)
         self._lost(reason)
 

@@ -58,15 +58,16 @@ class Holds:
         """It ends by itself."""
         return self.now is not None and self.now.kind == TRANSIENT
 
-    def died(self, key: Key, lived_s: float = 0.0) -> Hold | None:
+    def died(self, key: Key, lived_s: float = 0.0, saved: str = "") -> Hold | None:
         """A worker's process ended, and was not asked to; a hold where it does so again and again. Shards hold the rows: they are
-        always waited for."""
+        always waited for. `saved`: the newest batch at which it ended."""
         if key.role != "worker":
             return None
         self._deaths[key] = 1 if lived_s > _SOON_S else self._deaths[key] + 1
         if self._deaths[key] < self.most_deaths:
             return None
-        return self.stop(key, f"it died {self._deaths[key]} times without a commit in between; its log says why")
+        shown = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
+        return self.stop(key, f"it died {self._deaths[key]} times without a commit in between; its log says why{shown}")
 
     def committed(self) -> None:
         """What is committed was trained: nobody dies of it again and again."""

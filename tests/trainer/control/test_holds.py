@@ -122,11 +122,18 @@ class HeldFleet(Fleet):
         self.fatal: dict[Key, str] = {}
         self.refusal: dict[str, Any] = {}
         self.leaves = False
+        self.saved = ""
 
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         if key not in self.members:
             return []
-        report = {"step": self.step, "meet": "here", "fatal": self.fatal.get(key, ""), "leaving": self.leaves}
+        report = {
+            "step": self.step,
+            "meet": "here",
+            "fatal": self.fatal.get(key, ""),
+            "leaving": self.leaves,
+            "saved": self.saved,
+        }
         header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
         answer = self.it.handle("beat", header, ())[0]
@@ -203,8 +210,12 @@ def test_a_crash_loop_escalates_to_a_hold() -> None:
         fleet.start_again(WORKER)
         fleet.turn(1.0)
         fleet.to(State.RUNNING, 1.0)
+    fleet.saved = "/home/worker/batches/1.batch"
+    fleet.turn(1.0)
     fleet.start_again(WORKER)
-    assert held(fleet)["reason"].startswith(f"it died {MOST_DEATHS} times without a commit")
+    reason = held(fleet)["reason"]
+    assert reason.startswith(f"it died {MOST_DEATHS} times without a commit")
+    assert reason.endswith("; `roostream inspect batch /home/worker/batches/1.batch` shows the last batch that it saved")
 
 
 def test_a_worker_that_was_asked_to_leave_has_not_died() -> None:

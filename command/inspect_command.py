@@ -1,0 +1,100 @@
+"""`roostream inspect batch`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from command.status_table import Row, clock, render_rows
+from roo.errors import ConfigError
+
+
+@click.group()
+def inspect() -> None:
+    """Look at what a program has saved.
+
+    \b
+    Example:
+      roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
+    """
+
+
+@inspect.command("batch")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def batch_command(file: Path, as_json: bool) -> None:
+    """The batch at which a worker ended training: why, where its records are from, and the numbers in it.
+
+    \b
+    Example:
+      roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
+    """
+    from rich.console import Console
+
+    from command.batch_inspection import inspected
+    from trainer.saved_batch import decode
+
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: expected a batch that a worker saved, got {error.strerror}; name a file of its batches/"
+        ) from None
+    told = inspected(decode(data, str(file)))
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        Console().print(render_rows(list(rows(told)), str(file)))
+
+
+def rows(told: Mapping[str, Any]) -> Iterator[Row]:
+    """Of `inspected`, for people: why first, then from where, then what."""
+    yield "why", told["reason"]
+    for finding in told["findings"]:
+        yield "not finite", finding
+    restored = f"{told['manifest']} (checksum {told['manifest_checksum']})" if told["manifest"] else "the beginning"
+    yield (
+        "when",
+        f"{clock(told['time_ms'])} UTC, worker {told['worker']}, step {told['step']:,}, incarnation {told['incarnation']}",
+    )
+    yield "restored", restored
+    for its in told["records"]:
+        where = f"{its['topic']}-{its['partition']} {its['first_offset']}..{its['last_offset']}"
+        yield "records", f"{where}: {its['count']:,}, {its['bytes']:,} bytes, {clock(its['first_ms'])} to {clock(its['last_ms'])}"
+    if told["left_out"]:
+        yield "left out", f"{told['left_out']:,} records more, which were too many to be saved"
+    for reason, count in told["rejects"].items():
+        yield "not decoded", f"{count:,}: {reason}"
+    yield (
+        "batch",
+        f"{told['requests']:,} requests, {told['candidates']:,} candidates, {told['corrections']:,} of the requests corrections",
+    )
+    for task, its in told["tasks"].items():
+        yield (
+            f"label {task}",
+            f"mean {its['label_mean']:.4f}, weight {its['weight']:.6g}, the largest {its['largest_weight']:.6g}",
+        )
+    for name, its in told["features"].items():
+        yield name, _feature(its)
+    for one in told["largest"]:
+        topic = "corrections" if one["correction"] else "samples"
+        yield "largest", f"{one['feature']} = {one['value']:.6g} in {topic}-{one['partition']} offset {one['offset']}"
+
+
+def _feature(its: Mapping[str, Any]) -> str:
+    present = f"present in {its['present']:.0%}"
+    if its["kind"] == "float":
+        return f"{_numbers(its)}, {present}"
+    weights = f"; weights {_numbers(its['weights'])}" if "weights" in its else ""
+    return f"{its['distinct']:,} distinct ids, the longest list {its['longest']:,}, {present}{weights}"
+
+
+def _numbers(its: Mapping[str, Any]) -> str:
+    if its["min"] is None:
+        return "no number"
+    extreme = f", EXTREME: {its['extreme']:,}" if its["extreme"] else ""
+    return f"{its['min']:.6g} to {its['max']:.6g}, mean {its['mean']:.6g}{extreme}"

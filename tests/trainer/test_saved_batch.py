@@ -1,0 +1,92 @@
+"""What is saved reads as it was, and nothing else reads as such a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo.errors import ConfigError, UnavailableError
+from roo.wire import Record
+from runtime import tensor_file
+from tests.trainer import samples
+from trainer.saved_batch import MOST_FILES, SavedBatch, SavedBatches, decode, encode, fitting
+
+RECORDS = tuple(samples.records([1, 2, 3]))
+SAVED = SavedBatch(
+    reason="nothing is finite",
+    findings=("dense weight x: 3 of 9 numbers are not finite",),
+    manifest="manifests/00000003",
+    checksum="00ff",
+    incarnation=4,
+    worker=1,
+    step=17,
+    time_ms=1_700_000_000_000,
+    schema="[tables]",
+    left_out=2,
+    records=RECORDS,
+)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Record,
+            st.sampled_from(["samples", "corrections"]),
+            st.integers(0, 9),
+            st.integers(0, 1 << 60),
+            st.integers(0, 1 << 60),
+            st.none() | st.binary(max_size=9),
+            st.binary(max_size=99),
+        ),
+        max_size=9,
+    )
+)
+def test_records_come_back_as_they_were(records: list[Record]) -> None:
+    batch = SavedBatch(reason="x", records=tuple(records))
+    assert decode(encode(batch), "x") == batch
+
+
+def test_everything_else_comes_back_too() -> None:
+    assert decode(encode(SAVED), "x") == SAVED
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "x.batch: expected a batch that a worker saved, got something else"),
+        (b"# a TOML file", "expected a batch that a worker saved, got something else"),
+        (encode(SAVED)[:-1], "expected a batch that a worker saved, got something else"),
+        (tensor_file.encode({"a": np.zeros(3)}, {}), "got another safetensors file"),
+        (encode(SAVED)[:-1] + b"!", "got others: the file is damaged"),
+        (encode(SAVED).replace(b"nothing is finite", b"nothing is Finite"), "got others: the file is damaged"),
+    ],
+)
+def test_what_is_damaged_or_foreign_is_told_in_a_sentence(data: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^x\.batch: expected ") as caught:
+        decode(data, "x.batch")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_batch_is_saved_as_far_as_it_fits() -> None:
+    size = len(RECORDS[0].value) + len(RECORDS[0].key or b"")
+    assert fitting(RECORDS, 10 * size) == RECORDS and fitting(RECORDS, size) == RECORDS[:1] and fitting(RECORDS, size - 1) == ()
+    assert fitting([]) == ()
+
+
+def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
+    kept = SavedBatches(tmp_path / "worker")
+    assert kept.newest() == ""
+    for n in range(MOST_FILES + 3):
+        path = kept.save(SavedBatch(reason=str(n), time_ms=n))
+    assert kept.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MOST_FILES + 2)
+    assert len(list(path.parent.iterdir())) == MOST_FILES
+
+
+def test_a_folder_that_can_t_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "worker").write_text("a file")
+    with pytest.raises(UnavailableError, match="can't be written"):
+        SavedBatches(tmp_path / "worker").save(SAVED)

@@ -1,0 +1,55 @@
+"""What of a model isn't finite, in sentences: weights, rows, scores by task, gradients. For a batch at which training ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from roo.errors import FencedError, UnavailableError
+from trainer import corrections
+from trainer.batches import Chunk
+from trainer.feed import part_of
+from trainer.loop import TrainLoop
+
+MOST_FINDINGS = 40
+
+
+def diagnosis(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
+    """As far as it can be known now: pulls the chunk's rows and goes forward and back once. Weights stay as they are, gradients
+    don't: the loop must be restored before it trains again."""
+    return tuple(islice(_findings(loop, chunk), MOST_FINDINGS))
+
+
+def _findings(loop: TrainLoop, chunk: Chunk) -> Iterator[str]:
+    yield from _not_finite("dense weight", loop.model.named_parameters())
+    if not chunk.batch.num_requests:
+        return
+    try:
+        pulled = loop.pull_part(part_of(chunk.batch, trains=True))
+    except (UnavailableError, FencedError) as error:
+        yield f"its rows could not be pulled: {error}"
+        return
+    yield from _not_finite("rows of stack", pulled.inputs.rows.items())
+    logits_BT = loop.model(pulled.inputs)
+    yield from _not_finite("scores of task", zip(loop.schema.tasks, logits_BT.detach().T, strict=True))
+    loop.optimizer.zero_grad()
+    loss = loop.model.loss(pulled.inputs, logits_BT, corrections.targets_of(chunk.batch, loop.config))
+    if not bool(torch.isfinite(loss)):
+        yield "the loss is not finite"
+    loss.backward()  # type: ignore[no-untyped-call]
+    yield from _not_finite(
+        "gradient of dense weight", ((n, p.grad) for n, p in loop.model.named_parameters() if p.grad is not None)
+    )
+    yield from _not_finite(
+        "gradient of rows of stack", ((n, r.grad) for n, r in pulled.inputs.rows.items() if r.grad is not None)
+    )
+
+
+def _not_finite(what: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    for name, tensor in named:
+        wrong = int((~torch.isfinite(tensor.detach())).sum())
+        if wrong:
+            yield f"{what} {name}: {wrong:,} of {tensor.numel():,} numbers are not finite"
