@@ -1,0 +1,120 @@
+"""A joiner whose state is put back by ten minutes of event time emits again what it had emitted: all of it is skipped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra.options import StackOptions
+from infra.stack import Stack
+from roo import roo_pb2 as pb
+from roo.schema_registry import to_toml
+from roo.wire import Record
+from runtime import tensor_file
+from runtime.checkpoint_store import FileStore
+from runtime.flink_rest import FlinkRest
+from runtime.rpc_client import SocketTransport
+from tests.e2e.loop_stack import applied, auditor, drained, newest, wait_until
+from tests.joiner.cases import SCHEMA, engagement, impression, record
+from tests.joiner.generated import START_MS, everywhere
+from tests.joiner.joined_topics import consume, produce
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(580)]
+
+MINUTE_MS, EVERY_MS, WINDOW_MS = 60_000, 2_000, 20_000
+BEFORE, REWOUND, AFTER = range(0, 10), range(10, 23), range(23, 26)
+"""Minutes of event time: joined before the savepoint; joined, trained and joined again; joined once the joiner was put back."""
+A_MINUTE = MINUTE_MS // EVERY_MS
+
+
+def events(minutes: range) -> Iterator[Record]:
+    """A request every two seconds, a click on every third, and how far event time has come."""
+    for n in range(minutes.start * A_MINUTE, minutes.stop * A_MINUTE):
+        time_ms, who = START_MS + n * EVERY_MS, {"request": f"r{n}", "user": n % 40 + 1}
+        yield record(impression(time_ms, [n % 50 + 1, n % 7 + 51], **who), partition=-1)
+        if n % 3 == 0:
+            yield record(engagement(time_ms + 1_000, n % 50 + 1, event=n + 1, **who), partition=-1)
+        if n % 5 == 4:
+            yield from everywhere(pb.Heartbeat(time_ms=time_ms + EVERY_MS))
+
+
+def closed(minutes: range) -> int:
+    """Requests whose window has ended where event time has reached the end of `minutes`; the next heartbeat may close more."""
+    return minutes.stop * A_MINUTE - (WINDOW_MS + 10_000) // EVERY_MS - 1
+
+
+def skipped(stack: Stack) -> int:
+    """Samples that the worker has left out since their ids were trained."""
+    transport = SocketTransport(stack.endpoints.controller)
+    try:
+        status, _ = transport.call("status", {}, timeout_s=5.0)
+        return int(status["reports"]["worker 0"]["duplicates"])
+    finally:
+        transport.close()
+
+
+def weights(stack: Stack) -> dict[str, np.ndarray]:
+    manifest = newest(stack)
+    assert manifest is not None
+    tensors, _ = tensor_file.decode(FileStore(stack.home.store).get(manifest.dense.name))
+    return {name: value for name, value in tensors.items() if name.startswith(("model.", "optimizer."))}
+
+
+def options(folder: Path) -> StackOptions:
+    (folder / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    joiner: dict[str, Any] = {"window_ms": WINDOW_MS, "lateness_ms": 1_000, "checkpoint_interval_ms": 1_000}
+    return StackOptions(
+        schema=folder / "schema.toml",
+        replay=True,
+        overrides={"joiner": joiner, "controller": {"commit_interval_ms": 1_000}},
+    )
+
+
+def put_back(flink: FlinkRest, savepoint: Path, elsewhere: Path) -> None:
+    """End the job; its program begins the next one from `savepoint`, as if there were nothing newer."""
+    tomorrow_s = time.time() + 86_400
+    os.utime(savepoint / "_metadata", (tomorrow_s, tomorrow_s))
+    job = flink.live_job()
+    assert job is not None
+    flink.stop_with_savepoint(job["jid"], elsewhere.as_uri(), 60)
+
+
+def test_g2_a_joiner_s_savepoint_put_back_by_ten_minutes_trains_nothing_twice(tmp_path: Path) -> None:
+    with Stack(tmp_path / "home", options(tmp_path)) as stack:
+        stack.start(["kafka", "flink", "joiner", "shards", "controller", "workers"])
+        stack.wait_ready("kafka", timeout_s=60)
+        kafka, flink = stack.endpoints.kafka, FlinkRest(stack.endpoints.flink)
+        produce(kafka, "", list(events(BEFORE)))
+        wait_until("what came before is trained", lambda: applied(stack) >= closed(BEFORE), 180)
+        first = flink.live_job()
+        assert first is not None
+        savepoints = tmp_path / "home" / "flink" / "savepoints"
+        savepoint = Path(flink.stop_with_savepoint(first["jid"], savepoints.as_uri(), 60).removeprefix("file:"))
+        produce(kafka, "", list(events(REWOUND)))
+        wait_until("what will come again is trained", lambda: applied(stack) >= closed(REWOUND), 120)
+        trained, emitted, before = applied(stack), len(consume(kafka, "", "samples")), weights(stack)
+        assert skipped(stack) == 0 and trained == emitted
+
+        put_back(flink, savepoint, tmp_path / "elsewhere")
+        again = len(REWOUND) * A_MINUTE - 20
+        wait_until("samples come again", lambda: len(consume(kafka, "", "samples")) >= emitted + again, 120)
+        wait_until("the worker has seen them", lambda: skipped(stack) >= again, 60)
+        assert again * EVERY_MS >= 10 * MINUTE_MS
+        assert applied(stack) == trained and all(np.array_equal(value, before[name]) for name, value in weights(stack).items())
+
+        produce(kafka, "", [*events(AFTER), *everywhere(pb.EndMarker(time_ms=START_MS + 60 * MINUTE_MS))])
+        audit = auditor(stack)
+        try:
+            wait_until("every request sampled and committed", lambda: drained(stack, audit), 120)
+            sums = audit.sums(ended=True)
+            assert sums.accounted and sums.requests == sums.samples == AFTER.stop * A_MINUTE, sums
+            assert applied(stack) == sums.samples, "each was trained once"
+            assert skipped(stack) == len(consume(kafka, "", "samples")) - sums.samples >= again
+        finally:
+            audit.close()
