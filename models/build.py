@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from models.config import HstuConfig, ModelConfig, RankerConfig
+from models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
 from models.layers import init_parameters
 from models.model import Model
 from models.ranker import Ranker
+from models.two_tower.early_ranker import EarlyRanker
+from models.two_tower.retrieval import Retrieval
 from roo.config import build, from_dict, load
 from roo.errors import ConfigError, nearest
 from roo.schema import Schema
@@ -29,7 +31,15 @@ class ModelKind:
     build: Callable[[Schema, Any], Model]  # the second is a `config`
 
 
-KINDS = {"ranker": ModelKind(RankerConfig, Ranker), "hstu": ModelKind(HstuConfig, Ranker)}
+def _two_tower(schema: Schema, config: TwoTowerConfig) -> Model:
+    return Retrieval(schema, config) if config.stage == "retrieval" else EarlyRanker(schema, config)
+
+
+KINDS = {
+    "ranker": ModelKind(RankerConfig, Ranker),
+    "hstu": ModelKind(HstuConfig, Ranker),
+    "two_tower": ModelKind(TwoTowerConfig, _two_tower),
+}
 
 
 def build_model(schema: Schema, config: ModelConfig, seed: int) -> Model:

@@ -64,11 +64,9 @@ class RankerConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HstuConfig(RankerConfig):
-    """A ranker of which each candidate stands at the end of its request's history in HSTU."""
+class HstuSettings(Settings):
+    """Of whatever reads a history with HSTU."""
 
-    kind: str = setting("hstu", "which kind of model, a row of models/build.py")
-    history_attention: bool = setting(False, "each candidate attends to the request's sequences too")
     hstu_layers: int = setting(2, "HSTU's layers", least=1, most=64)
     hstu_width: int = setting(32, "their width", least=1, most=_WIDEST)
     hstu_heads: int = setting(2, "their heads, a divisor of hstu_width", least=1, most=_WIDEST)
@@ -80,3 +78,35 @@ class HstuConfig(RankerConfig):
         super().__post_init__()
         if self.hstu_width % self.hstu_heads:
             raise refusal("hstu_heads", f"a divisor of hstu_width = {self.hstu_width}", self.hstu_heads, "change one of them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HstuConfig(RankerConfig, HstuSettings):
+    """A ranker of which each candidate stands at the end of its request's history in HSTU."""
+
+    kind: str = setting("hstu", "which kind of model, a row of models/build.py")
+    history_attention: bool = setting(False, "each candidate attends to the request's sequences too")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoTowerConfig(ModelConfig, HstuSettings):
+    """A tower of the request and a tower of the item, which meet late."""
+
+    kind: str = setting("two_tower", "which kind of model, a row of models/build.py")
+    stage: Literal["retrieval", "ranking"] = setting("retrieval", "a dot product of both for an index, or early-stage ranking")
+    history: Literal["pooled", "hstu"] = setting("pooled", "how the request's tower reads sequences; pooled: their mean alone")
+    user_layers: tuple[int, ...] = setting((64,), "layers of the request's tower, run once a request", least=1, most=_WIDEST)
+    item_layers: tuple[int, ...] = setting((64,), "layers of the item's tower", least=1, most=_WIDEST)
+    item_floats: tuple[str, ...] = setting((), "[[nro]] floats, after transforms, that are the item's own whoever asks")
+    width: int = setting(32, "of the vectors in which they meet", least=1, most=_WIDEST)
+    temperature: float = setting(0.05, "retrieval: dot products of unit vectors are divided by it", above=0, most=100)
+    uniform_negatives: float = setting(
+        0.0, "retrieval: how often each distinct item of a batch is a negative more, whatever its popularity", least=0, most=1000
+    )
+    popularity: str = setting(
+        "",
+        "retrieval: the [[nro]] float, after transforms, that counts how often an item is shown; '' = how often the batch has it",
+    )
+    mix_layers: tuple[int, ...] = setting((64,), "ranking: layers over both vectors and their product", least=1, most=_WIDEST)
+    task_layers: tuple[int, ...] = setting((32,), "ranking: layers of each task's own tower", least=1, most=_WIDEST)
+    prior: float = setting(0.1, "probability that an untrained model predicts", above=0, below=1)

@@ -75,6 +75,7 @@ class Inputs:
     nro_float_BG: Tensor
     nro_present_BP: Tensor
     request_index_B: Tensor
+    item_B: Tensor  # int64 ids
     num_candidates_R: np.ndarray  # int32
     rows: dict[str, Tensor]  # stack → [U, D] leaf
     bags: tuple[Bags, ...]
@@ -99,6 +100,7 @@ def build_inputs(
         nro_float_BG=_wrap(np.arcsinh(nro_float_BG), device),
         nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
         request_index_B=_wrap(batch.request_index_B, device),
+        item_B=_wrap(batch.item_B, device),
         num_candidates_R=batch.num_candidates_R,
         rows={stack: _leaf(rows_UD, device).requires_grad_(train) for stack, rows_UD in rows.items()},
         bags=_build_bags(batch, lookup, device),

@@ -1,5 +1,7 @@
-"""How the features of a candidate meet each other: a layer over a row's columns, never over rows.
+"""How the features of a candidate meet each other: layers over a row's columns.
 
-cross_net.py   DCNv2's cross network
-dhen.py        ensembles of interactions on top of each other
+They never mix rows: a row's result does not depend on the others.
+
+    cross_net.py   DCNv2's cross network
+    dhen.py        ensembles of interactions on top of each other
 """

@@ -108,7 +108,10 @@ def test_config_from_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind = 'rankr'", r"model.toml:1: key 'kind': expected one of ranker, hstu, got 'rankr'; did you mean 'ranker'\?"),
+        (
+            "kind = 'rankr'",
+            r"model.toml:1: key 'kind': expected one of ranker, hstu, two_tower, got 'rankr'; did you mean 'ranker'\?",
+        ),
         ("widht = 3", r"unknown key 'widht' = 3; did you mean 'width'\?"),
         ("width = 0", r"model.toml:1: key 'width': expected 1\.\.4096, got 0"),
         ("width = 30", r"key 'list_heads': expected a divisor of width = 30, got 4"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.config import HstuConfig, ModelConfig, RankerConfig
+from models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.decode import Decoder
@@ -20,6 +20,9 @@ KINDS: dict[str, ModelConfig] = {
     "ranker": RankerConfig(**SMALL, history_width=8),
     "userarch": RankerConfig(**SMALL, history_width=8, request_side="userarch", userarch_embeddings=3, userarch_width=8),
     "dhen": RankerConfig(**SMALL, history_width=8, interaction="dhen", dhen_tokens=4, dhen_width=8),
+    "retrieval": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16),
+    "retrieval of hstu": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16, history="hstu", hstu_width=16),
+    "early ranking": TwoTowerConfig(stage="ranking", user_layers=(32,), item_layers=(32,), width=16, mix_layers=(16,)),
     "hstu": HstuConfig(**SMALL, hstu_width=16, max_history=20),
 }
 

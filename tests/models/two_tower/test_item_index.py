@@ -1,0 +1,87 @@
+"""The items' vectors as a file: each item once, the exact best, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from models.inputs import build_inputs
+from models.two_tower.item_index import ItemIndex, decode, encode, item_index, merged
+from models.two_tower.retrieval import Retrieval
+from roo.errors import CheckpointError
+from roo.lookup import build_lookup
+from runtime import tensor_file
+from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_checks import trained_model
+from tests.models.two_tower.test_retrieval import CONFIG, SCHEMA
+
+
+def made(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np.ndarray]:
+    """An index of a batch, and the batch's items and their vectors."""
+    model, batch = trained_model(SCHEMA, CONFIG), make_batch(SCHEMA, [30, 20], seed=seed)
+    assert isinstance(model, Retrieval)
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup))
+    with torch.inference_mode():
+        vectors = model.item_vectors(inputs).numpy()
+    return item_index(model, inputs, f"{SCHEMA.fingerprint:016x}", version), batch.item_B, vectors
+
+
+def test_every_item_is_there_once_with_its_last_vector() -> None:
+    index, item_B, vector_BD = made()
+    assert len(set(item_B.tolist())) < len(item_B) and index.id_I.tolist() == sorted(set(item_B.tolist()))
+    for item, vector_D in zip(index.id_I, index.vector_ID, strict=True):
+        np.testing.assert_array_equal(vector_D, vector_BD[np.flatnonzero(item_B == item)[-1]])
+
+
+def test_the_best_are_those_with_the_largest_products_that_the_model_gives() -> None:
+    index, _, _ = made()
+    request_D = np.array([0.3, -0.2, 0.9, 0.1], dtype=np.float32)
+    ids, products = index.best(request_D, 5)
+    every = sorted(zip((index.vector_ID @ request_D).tolist(), (-index.id_I).tolist(), strict=True), reverse=True)
+    assert [(p, -i) for p, i in zip(products.tolist(), ids.tolist(), strict=True)] == every[:5]
+    assert len(index.best(request_D, 1000)[0]) == len(index.id_I)
+
+
+def test_a_file_gives_back_what_was_written() -> None:
+    index, _, _ = made()
+    again = decode(encode(index))
+    assert (again.schema, again.version) == (index.schema, "1-7")
+    np.testing.assert_array_equal(again.id_I, index.id_I)
+    np.testing.assert_array_equal(again.vector_ID, index.vector_ID)
+
+
+def test_a_catalogue_is_written_batch_by_batch() -> None:
+    (older, _, _), (newer, _, _) = made(0), made(1)
+    both = merged(older, newer)
+    assert both.id_I.tolist() == sorted({*older.id_I.tolist(), *newer.id_I.tolist()})
+    place = np.searchsorted(both.id_I, newer.id_I)
+    np.testing.assert_array_equal(both.vector_ID[place], newer.vector_ID)
+    with pytest.raises(CheckpointError, match="expected vectors of model version 1-7, got 1-8"):
+        merged(older, dataclasses.replace(newer, version="1-8"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "2"}, "expected an index of items of format 1, got 2"),
+        ({"id": np.array([3, 3], np.int64)}, "rising ids"),
+        ({"id": np.array([3, 4], np.int32)}, "rising ids"),
+        ({"vector": np.full((2, 4), np.nan, np.float32)}, "a finite vector"),
+        ({"vector": np.ones((3, 4), np.float32)}, "a finite vector for each"),
+    ],
+)
+def test_what_is_no_index_is_refused(change: dict[str, object], message: str) -> None:
+    tensors = {"id": np.array([3, 4], np.int64), "vector": np.ones((2, 4), np.float32)}
+    tensors |= {k: v for k, v in change.items() if isinstance(v, np.ndarray)}
+    with pytest.raises(CheckpointError, match=message):
+        decode(tensor_file.encode(tensors, {"format": str(change.get("format", "1"))}))
+
+
+def test_bytes_that_are_no_file_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="expected a safetensors file"):
+        decode(b"no")
+    assert make_schema("everything").fingerprint == SCHEMA.fingerprint

@@ -1,0 +1,151 @@
+"""Two towers: what is learned by whom, what an item's vector depends on, and that each side runs as often as it must."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from models.build import build_model
+from models.config import TwoTowerConfig
+from models.inputs import Inputs, build_inputs
+from models.model import Targets
+from models.two_tower.retrieval import Retrieval
+from models.two_tower.sampled_softmax import log_expected
+from roo.batch import Batch
+from roo.errors import SchemaError
+from roo.lookup import build_lookup
+from roo.schema_file import schema_from_dict
+from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
+from tests.models.model_checks import COUNTS, score, trained_model
+
+CONFIG = TwoTowerConfig(user_layers=(6,), item_layers=(5,), width=4)
+SCHEMA = make_schema("everything")
+
+
+def retrieval(config: TwoTowerConfig = CONFIG) -> Retrieval:
+    model = trained_model(SCHEMA, config)
+    assert isinstance(model, Retrieval)
+    return model
+
+
+def inputs_of(batch: Batch, *, train: bool = False) -> Inputs:
+    lookup = build_lookup(batch)
+    return build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=train)
+
+
+def targets_of(batch: Batch, before_BT: np.ndarray | None = None) -> Targets:
+    before = None if before_BT is None else torch.from_numpy(before_BT)
+    return Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT), before)
+
+
+def test_an_untrained_model_predicts_about_its_prior() -> None:
+    model = build_model(SCHEMA, dataclasses.replace(CONFIG, prior=0.03), 0)
+    logit = score(model, make_batch(SCHEMA, COUNTS))
+    prior = torch.logit(torch.tensor(0.03))
+    assert (logit - prior).abs().max() <= 1.0 and (logit - prior).abs().max() > 0
+
+
+def test_an_items_vector_is_the_same_whoever_asks() -> None:
+    model, batch = retrieval(), make_batch(SCHEMA, [3, 2], seed=2)
+    other = dataclasses.replace(batch, ro_float_RF=batch.ro_float_RF + 1)
+    with torch.inference_mode():
+        before, after = model.vectors(inputs_of(batch)), model.vectors(inputs_of(other))
+    assert torch.equal(before[1], after[1]) and not torch.equal(before[0], after[0])
+    torch.testing.assert_close(model.item_vectors(inputs_of(batch)).detach(), before[1])
+    torch.testing.assert_close(before[1].norm(dim=1), torch.ones(5), rtol=1e-3, atol=0)
+
+
+def test_the_request_side_runs_on_requests() -> None:
+    model, rows = retrieval(dataclasses.replace(CONFIG, history="hstu", hstu_width=4)), []
+    model.user.register_forward_hook(lambda _, args, out: rows.append(out.shape[0]))
+    score(model, make_batch(SCHEMA, COUNTS))
+    assert rows == [len(COUNTS)]
+
+
+def test_scale_and_bias_learn_from_the_tasks_own_loss_and_move_no_tower() -> None:
+    model, batch = retrieval(), make_batch(SCHEMA, [4, 5], seed=1)
+    inputs = inputs_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)), train=True)
+    model.loss(inputs, model(inputs), targets_of(dataclasses.replace(batch, label_BT=np.zeros_like(batch.label_BT)))).backward()
+    moved = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    assert moved == {"scale", "bias"}, "without a positive there is no softmax"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 2.0])
+def test_the_loss_is_the_mean_of_the_positives_softmax_over_the_batch_by_task(uniform: float) -> None:
+    config = dataclasses.replace(CONFIG, uniform_negatives=uniform, temperature=0.3)
+    model, batch = retrieval(config), make_batch(SCHEMA, [4, 0, 5], seed=1)
+    inputs, targets = inputs_of(batch), targets_of(batch)
+    with torch.inference_mode():
+        u_RTD, v_BD = model.vectors(inputs)
+        got = float(model.loss(inputs, model(inputs), targets))
+        silent = targets._replace(label_BT=torch.zeros_like(targets.label_BT))
+        logits = model(inputs)
+        plain = torch.nn.functional.binary_cross_entropy_with_logits(logits, (targets.label_BT > 0).float(), reduction="none")
+        expected = float(((plain * targets.weight_BT).sum(dim=0) / targets.weight_BT.sum(dim=0)).sum())
+        assert float(model.loss(inputs, logits, silent)) != got
+    weight, q = log_expected(inputs.item_B, None, uniform)
+    for t in range(2):
+        for b in range(9):
+            if targets.label_BT[b, t] > 0:
+                s_C = v_BD @ u_RTD[inputs.request_index_B[b], t] / 0.3
+                one = torch.logsumexp(s_C + weight - q, dim=0) - s_C[b]
+                expected += float(one * targets.weight_BT[b, t] / targets.weight_BT[:, t].sum())
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_correction_gives_and_takes_back_positives() -> None:
+    model, batch = retrieval(), make_batch(SCHEMA, [4, 0, 5], seed=1)
+    before_BT = np.roll(batch.label_BT, 1, axis=0)
+    inputs = inputs_of(batch)
+    with torch.inference_mode():
+        logits = model(inputs)
+        sample = model.loss(inputs, logits, targets_of(dataclasses.replace(batch, label_BT=before_BT)))
+        correction = model.loss(inputs, logits, targets_of(batch, before_BT))
+        torch.testing.assert_close(sample + correction, model.loss(inputs, logits, targets_of(batch)))
+
+
+def test_gradients_of_the_loss_are_right_in_float64() -> None:
+    model, batch = retrieval().double(), make_batch(SCHEMA, [3, 0, 3], seed=4, longest=3)
+    with torch.no_grad():
+        model.scale.zero_()  # calibration gives the towers no gradient: it must not depend on them here
+    single, targets = inputs_of(batch), targets_of(batch)
+    leaves = {stack: rows_UD.double().requires_grad_() for stack, rows_UD in single.rows.items()}
+    logits = torch.zeros(6, 2, dtype=torch.float64)
+
+    def value(*rows: torch.Tensor) -> torch.Tensor:
+        wide = {name: getattr(single, name).double() for name in ("ro_float_RG", "nro_float_BG")}
+        inputs = dataclasses.replace(single, rows=dict(zip(leaves, rows, strict=True)), **wide)
+        return model.loss(inputs, logits, targets._replace(weight_BT=targets.weight_BT.double()))
+
+    assert (batch.label_BT > 0).any() and torch.autograd.gradcheck(value, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("ops", [[], ["log1p"]])
+def test_popularity_is_read_of_the_candidate_whether_a_transform_took_its_logarithm_or_not(ops: list[str]) -> None:
+    transforms = [{"input": "age_s", "output": "age_s", "op": op} for op in ops]
+    schema = schema_from_dict({**CASES["everything"], "label": LABELS, "transform": transforms})
+    model, batch = build_model(schema, dataclasses.replace(CONFIG, popularity="age_s"), 0), make_batch(schema, [3, 4])
+    assert isinstance(model, Retrieval)
+    found = model._popularity_of(inputs_of(batch))
+    assert found is not None
+    np.testing.assert_allclose(found, batch.nro_float_BF[:, schema.floats("nro").index(schema.nro[-1])] + 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("candidate only", {}, r"at least one \[\[ro\]\] feature for the request's tower"),
+        ("request only", {}, r"at least one \[\[nro\]\] id list, or one of item_floats, for the item's tower"),
+        ("everything", {"item_floats": ("crt",)}, r"expected item_floats to name .*, got 'crt'; did you mean 'ctr'\?"),
+        ("everything", {"popularity": "views"}, r"expected popularity to name .*, got 'views'"),
+        ("everything", {"popularity": "ctr_rank"}, r"expected popularity to name a count or its log1p, got 'ctr_rank' with rank"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["retrieval"])
+def test_what_a_schema_lacks_is_told(case: str, change: dict[str, object], message: str, stage: str) -> None:
+    config = dataclasses.replace(CONFIG, stage=stage, **change)  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match=message):
+        build_model(make_schema(case), config, 0)
