@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,10 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             raise SetupError(printable(lines[-1].removeprefix("error: ")))
         stack = place.read_stack()
         programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
-        for name in [n for n, p in programs.items() if p["state"] == "ready" and n not in said]:
-            print(f"{name} is ready", flush=True)
-            said.add(name)
+        for name, line in settled(programs).items():
+            if name not in said:
+                print(line, flush=True)
+                said.add(name)
         if programs and len(said) == len(programs):
             print("\n".join(about(stack or {})))
             return 0
@@ -71,6 +72,12 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
         time.sleep(0.25)
     print(f"not all programs were ready after {wait_s:.0f} s; `roostream status --home {place.root}` tells more", file=sys.stderr)
     return 1
+
+
+def settled(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Those of stack.json that are where they are to be, with a line about each: ready, or resting since training is held."""
+    lines = {"ready": "is ready", "held": "rests, since training is held; `roostream status` says why"}
+    return {name: f"{name} {lines[its['state']]}" for name, its in programs.items() if its["state"] in lines}
 
 
 def stop_detached(home: Path) -> int:

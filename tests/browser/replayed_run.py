@@ -47,6 +47,7 @@ class ReplayedRun:
         self.at, self.incarnation, self.commands_done = 0, 0, 0
         self.report: dict[str, Any] = {"step": 0, "metrics": {}}
         self.silent: frozenset[str] = frozenset()  # programs that don't answer
+        self.gone: frozenset[tuple[str, int]] = frozenset()  # members that don't beat
 
     def step(self, **report: Any) -> None:
         """The next record of the run (the last stays), with `report` over it."""
@@ -81,6 +82,11 @@ class ReplayedRun:
             self.step()
         return self
 
+    def hold_idle(self, reason: str) -> None:
+        """As soon as no commit is under way."""
+        while not self.controller.hold_idle(reason):
+            self._beats()
+
     def serve(self) -> str:
         """Its URL; from threads of their own until the process ends."""
         pages = {**files(), **self.page.answers()}
@@ -89,6 +95,8 @@ class ReplayedRun:
 
     def _beats(self) -> None:
         for role, index in MEMBERS:
+            if (role, index) in self.gone:
+                continue
             commands = self._beat(role, index, [])
             answers = [{"id": c["id"], "ok": True, **ANSWERS.get((role, c["kind"]), {})} for c in commands]
             self.incarnation = max([self.incarnation, *(c["incarnation"] for c in commands)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from command.control import job_of
+from command.control import job_of, settled
 from command.main import cli
 from infra import kinds
 from roo.errors import ConfigError
@@ -56,3 +56,10 @@ def test_preempt_tells_what_became_of_what_was_trained(answer: Header, code: int
         server.stop()
     assert (done.exit_code, asked) == (code, [("preempt", {"role": "shard", "index": 1, "notice_s": 9.0})])
     assert said in done.output
+
+
+def test_a_program_that_rests_since_training_is_held_is_where_it_is_to_be() -> None:
+    states = {"controller": "ready", "worker": "held", "shard-0": "starting", "shard-1": "failed"}
+    found = settled({name: {"state": state} for name, state in states.items()})
+    assert found["controller"] == "controller is ready" and found["worker"].startswith("worker rests, since training is held")
+    assert set(found) == {"controller", "worker"}

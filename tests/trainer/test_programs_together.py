@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from command.batch_inspection import inspected
 from param_server.blobs import MemoryBlobs
 from param_server.client import Client
 from roo.decode import Decoder
@@ -45,6 +49,7 @@ from trainer.pipeline.pipelined_feed import connected
 from trainer.pipeline.stages import Stages
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
+from trainer.saved_batch import SavedBatches, decode
 from trainer.worker import Worker
 from trainer.worker_program import train
 
@@ -67,6 +72,15 @@ class Trainer(NamedTuple):
     thread: threading.Thread
     clock: Ahead  # of its member
     end: Callable[[], None]
+
+
+class SpoiltLoop(TrainLoop):
+    """Numbers of it are never finite."""
+
+    def _build(self) -> None:
+        super()._build()
+        with torch.no_grad():
+            next(iter(self.model.parameters())).fill_(math.nan)
 
 
 class MemoryLookout:
@@ -120,7 +134,8 @@ class Together:
         self.stops.append(kill)
         return kill
 
-    def worker(self, source: MemoryReader, staleness: int = 0) -> Trainer:
+    def worker(self, source: MemoryReader, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False) -> Trainer:
+        """`spoilt`: its weights are not finite after each restore."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
@@ -134,7 +149,8 @@ class Together:
             staleness=staleness,
             read_ahead=2,
         )
-        wiring = Wiring(source=batches, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
+        saved = SavedBatches(home) if home else None
+        wiring = Wiring(source=batches, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages, saved=saved)
         identity = Identity(
             schema=samples.schema(),
             registry={}.get,
@@ -144,7 +160,8 @@ class Together:
             num_partitions=4,
             seed=0,
         )
-        worker = Worker(TrainLoop(settings, samples.schema(), samples.MODEL, wiring), outputs, self.store, identity)
+        loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
+        worker = Worker(loop, outputs, self.store, identity)
         monitor, stop, left, clock = Monitor(worker, self.clock, Patience(lag_ms=5000)), Stop(), threading.Event(), Ahead()
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
         member = Member(dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, ending=ending)
@@ -306,6 +323,20 @@ def test_a_stream_that_pauses_holds_training_and_one_record_more_ends_that(toget
     last = manifests.newest(together.store)
     assert last is not None and last.manifest.workers[0].metrics["requests"] == 9, "nothing was lost, nothing came twice"
     assert together.controller.status()["device_s"]["transient_hold"] > 0
+
+
+def test_numbers_that_are_never_finite_hold_training_with_the_batch_in_the_reason(together: Together, tmp_path: Path) -> None:
+    source = MemoryReader(PARTITIONS, samples.records(list(range(1, 9))))
+    for index in (0, 1):
+        together.shard(index)
+    trainer = together.worker(source, home=tmp_path / "worker", spoilt=True)
+    trainer.thread.join(LONG_S)
+    assert isinstance(together.failures.get(timeout=LONG_S), HeldError)
+    (hold,) = together.controller.status()["holds"]
+    found = re.search(r"dense weights are not finite.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"])
+    assert hold["kind"] == "permanent" and hold["member"] == "worker 0" and found, hold
+    told = inspected(decode(Path(found[1]).read_bytes(), found[1]))
+    assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ") and manifests.newest(together.store) is None
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

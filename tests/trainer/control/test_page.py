@@ -146,3 +146,31 @@ def test_the_page_has_no_script_style_or_address_of_its_own() -> None:
     for path in files():
         text = files()[path]().body.decode()
         assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(") if word in text]
+
+
+def test_while_training_is_held_the_page_says_so_and_nothing_is_wrong_with_the_workers_that_are_gone(run: ReplayedRun) -> None:
+    run.hold_idle("nothing to read for 60 s")
+    run.step()
+    assert run.controller.status()["state"] == "held"
+    told = run.page.status()["page"]
+    assert told["headline"]["state"] == "transient_hold", "also while the worker is still there, and says how it was"
+    run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
+    run.step(), run.step()
+    told = run.page.status()
+    assert "worker 0" not in told["reports"] and told["page"]["findings"] == []
+    assert (told["page"]["training"]["state"], told["page"]["training"]["reason"]) == ("held", "nothing to read for 60 s")
+    assert told["page"]["headline"]["text"] == "Held: nothing to read" and told["device_s"]["transient_hold"] > 0
+    assert run.controller.end_idle()
+    run.gone = run.silent = frozenset()
+    run.step()
+    assert run.page.status()["page"]["headline"]["state"] == "catching_up"
+
+
+def test_a_hold_that_no_restart_mends_is_bad_and_has_its_reason(run: ReplayedRun) -> None:
+    run.step(fatal="nothing is finite; `roostream inspect batch /x` shows the batch")
+    run.gone = frozenset({("worker", 0)})
+    run.step()
+    told = run.page.status()["page"]
+    assert told["headline"]["state"] == "held" and told["training"]["state"] == "held"
+    (finding,) = [f for f in told["findings"] if f["key"] == "held"]
+    assert finding["level"] == "bad" and "roostream inspect batch /x" in finding["text"]
