@@ -133,7 +133,10 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite")
     return {
-        **{k: whole.get(k) for k in ("state", "lag_ms", "lag_records", "lost_records", "watermark_ms", "step", "requests")},
+        **{
+            k: whole.get(k)
+            for k in ("state", "initial", "lag_ms", "lag_records", "lost_records", "watermark_ms", "step", "requests")
+        },
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
         **{k: _sum(report.get(k) for report in reports) for k in counted},
     }

@@ -139,7 +139,16 @@ def _trainer(t: Mapping[str, Any]) -> str:
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
     state = "unknown, Kafka does not tell where the samples end" if t["state"] == "unknown" else t["state"] or NONE
-    return f"{state}{eta}, {where}, {counts}"
+    return f"{state}{_history(t['initial'])}{eta}, {where}, {counts}"
+
+
+def _history(initial: Mapping[str, Any] | None) -> str:
+    """How far the initial phase is; nothing in the stream."""
+    if not initial:
+        return ""
+    trained = initial["records"] - initial["left"]
+    of_history = f"{trained:,} of {initial['records']:,} samples committed"
+    return f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']})"
 
 
 def _workers(workers: Mapping[str, Any]) -> list[Row]:

@@ -92,6 +92,15 @@ class BatchSource(Protocol):
     def assign(self, numbers: Collection[int]) -> None:
         """Give chunks of the partitions with these numbers alone from now on, which are the worker's own; `seek` must follow."""
 
+    def bound(self, ends: Progress) -> None:
+        """Give nothing of these partitions from these offsets on, until told otherwise; {} = everything. The chunk before a bound
+        is cut short there; where one partition is asked for that is at its bound while others aren't, it is empty, so that the
+        turn passes. Any thread. Only a `seek` may follow where an end is lowered."""
+
+    @property
+    def ended(self) -> bool:
+        """Everything before the bounds was given; False where there are none. Any thread."""
+
     def positions(self) -> Progress:
         """Every partition of this source → offset behind the last chunk that was given, or where `seek` put it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
+from typing import Literal, Self
 
 from models.config import LossName
 from roo.config import MAX_SEED, Settings, refusal, setting
@@ -23,6 +23,9 @@ class LoopConfig(Settings):
     batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
     first_batch_requests: int = setting(8, "requests a batch at the beginning, if not more than batch_requests", least=1)
     batch_growth_requests: int = setting(128, "requests trained until the batch is one request larger", least=1)
+    initial_batch_requests: int = setting(
+        0, "batch_requests while the controller hands out history (its initial_workers); 0 = the same", least=0, most=1 << 16
+    )
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
     seed: int = setting(0, "of initial weights; the shards' rows use the same", least=0, most=MAX_SEED)
     learning_rate: float = setting(2e-3, "Adam's, of the dense weights", least=0, most=10)
@@ -59,6 +62,14 @@ class LoopConfig(Settings):
         """Requests of the next batch when so many are trained. A small log learns from many steps, a large one from quiet
         ones; the same after a restore, since it depends on what is trained alone."""
         return min(self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests)
+
+    def in_phase(self, *, initial: bool) -> Self:
+        """Settings while history is trained, or the stream is."""
+        return (
+            dataclasses.replace(self, batch_requests=self.initial_batch_requests)
+            if initial and self.initial_batch_requests
+            else self
+        )
 
     def check_device(self) -> None:
         """Raises SetupError: the device isn't there. Imports torch."""
@@ -114,6 +125,16 @@ class ControllerConfig(Deployment):
     num_workers: int = setting(
         1, "trainer workers, partitions at most; `roostream scale` changes it while they run", least=1, most=MAX_WORKERS
     )
+    initial_workers: int = setting(
+        0,
+        "workers while history is trained, up to the export point; 0 = history is read as the stream is",
+        least=0,
+        most=MAX_WORKERS,
+    )
+    unit_records: int = setting(1 << 16, "of each partition handed out between two commits, while history is trained", least=1)
+    export_offsets: tuple[str, ...] = setting(
+        (), "PARTITION=OFFSET of samples at which history ends, instead of where it ends when its training begins"
+    )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
     idle_hold_ms: int = setting(0, "workers are released when nothing is there to read for this long; 0 = never", least=0)
@@ -131,9 +152,22 @@ class ControllerConfig(Deployment):
             if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
                 raise refusal("neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text)
         self.check_shards(self.num_shards)
-        if self.num_workers > self.partitions:
-            most = f"at most partitions = {self.partitions}"
-            raise refusal("num_workers", most, self.num_workers, "each worker trains one partition at least")
+        for name in ("num_workers", "initial_workers"):
+            if getattr(self, name) > self.partitions:
+                most = f"at most partitions = {self.partitions}"
+                raise refusal(name, most, getattr(self, name), "each worker trains one partition at least")
+        for text in self.export_offsets:
+            if not re.fullmatch(r"\d{1,4}=\d{1,18}", text) or int(text.partition("=")[0]) >= self.partitions:
+                raise refusal("export_offsets", f"PARTITION=OFFSET with partitions 0..{self.partitions - 1}", text)
+        if self.export_offsets and not self.initial_workers:
+            raise refusal(
+                "export_offsets", "none with initial_workers = 0", self.export_offsets[0], "or say how many train history"
+            )
+
+    @property
+    def export(self) -> dict[int, int]:
+        """Partition of `samples` → where its history ends, where that is chosen."""
+        return {int(number): int(offset) for number, _, offset in (text.partition("=") for text in self.export_offsets)}
 
     @property
     def neighbour_urls(self) -> dict[str, str]:

@@ -30,6 +30,7 @@ from runtime.event_time import NUM_RECENT
 from trainer.burial import NotFiniteError
 from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
+from trainer.reach import Reach
 from trainer.reduce import Reduction
 from trainer.watermark import newest_of
 
@@ -46,7 +47,8 @@ class Words(NamedTuple):
     digest: int  # of its dense weights before this turn; 0 where it wants no cut
     leaving: bool  # nobody shall begin another chunk
     ready: bool  # it has a part for the next turn
-    spare: bool  # it has no partition at all
+    spare: bool  # it has no partition at all, or has trained all that it may read of them in this epoch
+    epoch: int  # of what it may read; 0 = the stream
     weighted: bool  # and that one has weight
     requests: int  # new ones taken of its partitions since the beginning, with what it announces
     weight_T: tuple[float, ...]  # of that part
@@ -55,13 +57,13 @@ class Words(NamedTuple):
     def numbers(self) -> list[float]:
         times = [float(min(max(t, -_MOST_MS), _MOST_MS)) for t in self.times_ms[-NUM_RECENT:]]
         padding = [0.0] * (NUM_RECENT - len(times))
-        return [*map(float, self[:8]), *self.weight_T, float(len(times)), *times, *padding]
+        return [*map(float, self[:9]), *self.weight_T, float(len(times)), *times, *padding]
 
 
 def words_of(numbers: Sequence[float], num_tasks: int) -> Words:
     """What `Words.numbers` gave."""
-    turn, cut, digest, leaving, ready, spare, weighted, requests = map(int, numbers[:8])
-    times = [int(t) for t in numbers[9 + num_tasks :]]
+    turn, cut, digest, leaving, ready, spare, epoch, weighted, requests = map(int, numbers[:9])
+    times = [int(t) for t in numbers[10 + num_tasks :]]
     return Words(
         turn=turn,
         cut=cut,
@@ -69,10 +71,11 @@ def words_of(numbers: Sequence[float], num_tasks: int) -> Words:
         leaving=bool(leaving),
         ready=bool(ready),
         spare=bool(spare),
+        epoch=epoch,
         weighted=bool(weighted),
         requests=requests,
-        weight_T=tuple(numbers[8 : 8 + num_tasks]),
-        times_ms=tuple(times[: int(numbers[8 + num_tasks])]),
+        weight_T=tuple(numbers[9 : 9 + num_tasks]),
+        times_ms=tuple(times[: int(numbers[9 + num_tasks])]),
     )
 
 
@@ -101,7 +104,8 @@ def agree(said_W: Sequence[Words], before: Agreed, *, exact: bool) -> Agreed:
         raise UnavailableError("the workers' dense weights are not the same")
     trains = any(words.ready for words in said_W)
     if exact:
-        trains = trains and all(words.ready or words.spare for words in said_W)
+        newest = max(words.epoch for words in said_W)  # who doesn't know of it yet may have something in it
+        trains = trains and all(words.ready or (words.spare and words.epoch == newest) for words in said_W)
     counts = trains or not exact or before.requests < 0
     cuts = {words.cut for words in said_W}
     return Agreed(
@@ -125,8 +129,9 @@ class _Learned(NamedTuple):
 class LockStep:
     """One worker's turns in one incarnation. **If `turn` raises**, its loop must be restored, and this one is over."""
 
-    def __init__(self, loop: TrainLoop, reduction: Reduction) -> None:
-        self.loop, self.reduction = loop, reduction
+    def __init__(self, loop: TrainLoop, reduction: Reduction, reach: Reach | None = None) -> None:
+        """`reach`: how far this worker may read; None: as far as there is anything."""
+        self.loop, self.reduction, self.reach = loop, reduction, reach or Reach(loop)
         self.num_turns = 0
         self._agreed = Agreed()
         self._next: Claimed | None = None  # announced as a whole
@@ -198,7 +203,8 @@ class LockStep:
             digest=self._digest() if cut else 0,
             leaving=leaving,
             ready=bool(self._waiting) or self._next is not None,
-            spare=not self.loop.own.progress,
+            spare=not self.loop.own.progress or self.reach.is_trained,
+            epoch=self.reach.epoch.number,
             weighted=weighted,
             requests=self._num_taken(),
             weight_T=tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64)) if part and weighted else (0.0,) * num_tasks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 from roo.decode import Decoder
@@ -35,9 +36,11 @@ class RecordBatches:
         self._waiting: list[Record] = []
         self._since_s = 0.0
         self._given: Progress = reader.positions()
+        self._ends: Progress = {}
+        self._reached: Progress | None = None  # those of `_ends` before which nothing is left
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
-        before = len(self._waiting)
+        before, ends = len(self._waiting), self._ends
         if partition is None and before:
             timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
         self._waiting += self.reader.poll(max_requests - before, timeout_s, partition)
@@ -45,7 +48,9 @@ class RecordBatches:
             self._since_s = self.clock.monotonic_s()
         full = len(self._waiting) >= max_requests
         late = partition is None and self._waited_s() * 1000 >= self.max_wait_ms
-        return self.rest(max_requests) if full or late else None
+        if self._waiting and (full or late):
+            return self.rest(max_requests)
+        return self._at_bounds(ends, max_requests, partition) if ends else None
 
     def rest(self, max_requests: int) -> Chunk | None:
         records, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
@@ -73,6 +78,14 @@ class RecordBatches:
         self._waiting.clear()
         self._given = self.reader.positions()
 
+    def bound(self, ends: Progress) -> None:
+        self.reader.bound(ends)
+        self._ends = dict(ends)  # behind the reader's: none of these is taken for reached by what the old ones say
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._ends) and self._reached is self._ends
+
     def positions(self) -> Progress:
         return dict(self._given)
 
@@ -85,6 +98,19 @@ class RecordBatches:
 
     def close(self) -> None:
         self.reader.close()
+
+    def _at_bounds(self, ends: Progress, max_requests: int, partition: Partition | None) -> Chunk | None:
+        """A chunk that isn't full and never will be, before the bound is moved. None: it may be, or everything was given."""
+        left = {p: self.reader.left(p) for p in ends}
+        if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
+            return None
+        if self._waiting:
+            return self.rest(max_requests)
+        if partition is not None and any(left.values()):
+            chunk = chunk_of((), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given))
+            return dataclasses.replace(chunk, after={partition: self._given[partition]})
+        self._reached = ends
+        return None
 
     def _waited_s(self) -> float:
         return self.clock.monotonic_s() - self._since_s

@@ -38,6 +38,7 @@ from trainer.loop import Snapshot, TrainLoop
 from trainer.monitoring.quality import summary
 from trainer.partitions import PartitionCut, report_of
 from trainer.predictions import SafeOutputs
+from trainer.reach import Reach
 from trainer.reduce import ALONE, Alone, Meeting, Reduction, Team
 
 log = logging.getLogger("roostream.worker")
@@ -64,6 +65,7 @@ class Worker:
         self.team = team
         self.reduction: Reduction = Alone()
         self.lockstep: LockStep | None = None  # with other workers
+        self.reach = Reach(loop)
         self.incarnation = 0
         self.training = False
         self.broken = ""  # why this incarnation can't go on
@@ -159,6 +161,7 @@ class Worker:
             "leaving": self.leaving,
             "saved": self.breaks.saved,
             "meet": self.team.address,
+            **self.reach.report(),
             **dataclasses.asdict(self.loop.counts),
             "duplicates": self.loop.own.num_skipped,
         }
@@ -211,6 +214,7 @@ class Worker:
         self.broken = "restoring"
         self.outputs.begin()
         self.reduction.leave()
+        self.reach.clear()
         if "partitions" in command:
             self.loop.assign([int(number) for number in command["partitions"]])
         name = str(command.get("manifest", ""))
@@ -225,13 +229,14 @@ class Worker:
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
         self.reduction = self.team.join(Meeting(self.incarnation, self.index, workers, str(command.get("meet", ""))))
-        self.lockstep = LockStep(self.loop, self.reduction) if workers > 1 else None
+        self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
         self.loop.rows.set_incarnation(self.incarnation, workers)
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}
 
     def _start(self, command: Command) -> dict[str, Any]:
+        self.reach.begin(command.get("epoch"))
         self.training = True
         return {}
 
@@ -252,6 +257,7 @@ class Worker:
                 self._break(refused)
             raise
         self.training = False
+        self.reach.settle()
         try:
             at = self.loop.snapshot()
         except (UnavailableError, FencedError) as error:
@@ -316,6 +322,7 @@ class Worker:
     def _commit(self, command: Command) -> dict[str, Any]:
         _, at = self._cut_of(command)
         self.committed_step, self._snapshot = at.step, None
+        self.reach.extend(command.get("epoch"))
         return {}
 
     def _abort(self, command: Command) -> dict[str, Any]:

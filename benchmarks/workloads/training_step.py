@@ -67,6 +67,13 @@ class Endless:
         self.records = [record for record in self.all if record.partition in self.numbers]
         self.parts = [_around_id(r.value, r.offset * NUM_PARTITIONS + r.partition + 1) for r in self.records]
 
+    def bound(self, ends: Progress) -> None:
+        """It is read to its end."""
+
+    @property
+    def ended(self) -> bool:
+        return False
+
     def positions(self) -> Progress:
         return {(SAMPLES, p): 0 for p in self.numbers}
 

@@ -104,6 +104,13 @@ class ReadySamples:
     def assign(self, numbers: Collection[int]) -> None:
         """All of it is one worker's."""
 
+    def bound(self, ends: Progress) -> None:
+        """It is read to its end."""
+
+    @property
+    def ended(self) -> bool:
+        return False
+
     def positions(self) -> Progress:
         return dict(self._given)
 

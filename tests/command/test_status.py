@@ -126,6 +126,12 @@ def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() ->
     ]
 
 
+def test_history_is_shown_as_far_as_it_is_committed() -> None:
+    initial = {"epoch": 2, "epochs": 3, "records": 90_000, "left": 40_000}
+    shown = dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "initial": initial})))["trainer"]
+    assert shown.startswith("caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3), watermark")
+
+
 def test_one_worker_is_the_trainer() -> None:
     assert "workers" not in dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))
     assert "workers" not in dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "workers": 1, "wanted_workers": 1})))

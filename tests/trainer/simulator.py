@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from param_server.blobs import MemoryBlobs
@@ -31,6 +31,7 @@ from runtime.kafka.reading import Reading
 from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
 from runtime.member import Member
+from runtime.work_unit import WorkUnit
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
 from tests.trainer.actors import Hall, HallTeam, Killed
@@ -41,7 +42,8 @@ from tests.trainer.places import EvenClock, Place, TrickleReader, WatchedControl
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Facts, State
+from trainer.control.phases import historical_range
+from trainer.control.protocol import Facts, State, workers
 from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
@@ -74,6 +76,10 @@ class Simulation:
         restart_after: int = 2,
         num_shards: int = 2,
         num_workers: int = 1,
+        initial_workers: int = 0,
+        initial_batch_requests: int = 0,
+        unit_records: int = 4,
+        export: Mapping[int, int] | None = None,
         batch_requests: int = 4,
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
@@ -85,12 +91,20 @@ class Simulation:
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
-        self.config = LoopConfig(exact=exact, batch_requests=batch_requests, max_batch_wait_ms=500)
+        self.config = LoopConfig(
+            exact=exact,
+            batch_requests=batch_requests,
+            initial_batch_requests=initial_batch_requests,
+            max_batch_wait_ms=500,
+        )
+        self.export = dict(export or {})
         self.facts = Facts(
             schema=f"{samples.schema().fingerprint:016x}",
             seed=0,
             num_shards=num_shards,
             num_workers=num_workers,
+            initial_workers=initial_workers,
+            unit_records=unit_records,
             num_buckets=64,
             num_partitions=4,
             kafka=KAFKA,
@@ -99,7 +113,8 @@ class Simulation:
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.disks: list[Any] = [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
-        self.places = {str(key): Place() for key in (*self.facts.shards, *self.facts.workers)}
+        self.workers = workers(max(num_workers, initial_workers))
+        self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
         self.controller: WatchedController | None = None
         self.controller_dead_rounds = 0
         self.moments: Counter[tuple[str, str, str]] = Counter()
@@ -113,7 +128,7 @@ class Simulation:
     def start(self, who: str) -> None:
         if who == CONTROLLER:
             coordinator = Coordinator(self.facts, self.clock.monotonic_s())
-            self.controller = WatchedController(coordinator, self._store(CONTROLLER), self.clock, hold_s=0)
+            self.controller = WatchedController(coordinator, self._store(CONTROLLER), self.clock, history=self._history, hold_s=0)
             self.controller.moment = self.moment
             return
         session = self.places[who].session + 1
@@ -144,6 +159,10 @@ class Simulation:
             session=session,
             hear=getattr(process, "hear", lambda command: None),
         )
+
+    def _history(self, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
+        ends = Counter(record.partition for record in self.records)
+        return tuple(historical_range({p: (0, end) for p, end in ends.items()}, committed, self.export))
 
     def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
         member = place.member
@@ -243,7 +262,7 @@ class Simulation:
             self._guard(lambda who=who: self._beat(who))
         self._guard(self.disorder.deliver_late)
         self._guard(self._control)
-        for _ in range(3 * self.facts.num_workers):
+        for _ in range(3 * len(self.workers)):
             for who in self._in_some_order():
                 self._train(who, 1)
         self.store.well = True
@@ -341,7 +360,7 @@ class Simulation:
 
     def _in_some_order(self) -> list[str]:
         """The workers; where it is drawn some wait longer."""
-        workers = [str(key) for key in self.facts.workers]
+        workers = [str(key) for key in self.workers]
         if self.seeded and len(workers) > 1:
             workers = self.disorder.random.sample(workers, self.disorder.random.randint(1, len(workers)))
         return workers
@@ -353,7 +372,7 @@ class Simulation:
         return not place.actor.busy and place.process is not None
 
     def _act(self, place: Place, act: Callable[[], object]) -> None:
-        if self.facts.num_workers > 1:
+        if len(self.workers) > 1:
             place.actor.do(act)
         else:
             self._guard(act)

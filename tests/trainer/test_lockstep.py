@@ -30,6 +30,7 @@ WORDS = Words(
     leaving=False,
     ready=True,
     spare=False,
+    epoch=0,
     weighted=True,
     requests=9,
     weight_T=(1.5, 0.1),
@@ -284,6 +285,9 @@ def test_what_is_agreed_follows_from_what_all_say() -> None:
     assert not agree([idle, idle], Agreed(), exact=False).trains
     waits = agree([WORDS, idle], Agreed(requests=4), exact=True)
     assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), "sizes don't depend on who was faster"
+    through = idle._replace(spare=True, epoch=3)
+    assert agree([WORDS._replace(epoch=3), through], Agreed(requests=4), exact=True).trains
+    assert not agree([WORDS._replace(epoch=4), through], Agreed(requests=4), exact=True).trains, "it may have work in epoch 4"
     assert agree([WORDS, WORDS._replace(weighted=False)], Agreed(requests=4), exact=True)[:3] == (True, True, (3.0, 0.2))
     assert agree([WORDS._replace(cut=5), WORDS._replace(cut=5)], Agreed(), exact=False).cut == 5
     assert agree([WORDS._replace(cut=5), WORDS], Agreed(), exact=False).cut == 0

@@ -74,3 +74,36 @@ def test_a_reject_keeps_what_its_dead_letter_needs() -> None:
     assert chunk is not None and chunk.batch.num_requests == 0 and chunk.after == {EVEN: 1}
     (reject,) = chunk.rejects
     assert (reject.partition, reject.offset, reject.reason, reject.raw) == (EVEN, 0, "undecodable", b"\x03\x01\xff")
+
+
+def test_before_a_bound_a_chunk_is_cut_short_and_behind_it_nothing_comes() -> None:
+    case = Case(samples.records([1, 2, 3, 4, 5, 6]))
+    case.source.bound({EVEN: 2, ODD: 1})
+    assert ids(case.source.poll(2, 0.0)) == [1, 2]
+    assert ids(case.source.poll(2, 0.0)) == [4] and not case.source.ended, "at once, not late"
+    assert case.source.poll(2, 0.0) is None and case.source.ended
+    case.source.bound({EVEN: 3, ODD: 3})
+    assert not case.source.ended
+    assert [ids(case.source.poll(2, 0.0)) for _ in range(2)] == [[3, 5], [6]]
+    case.source.bound({})
+    assert not case.source.ended and case.source.poll(2, 0.0) is None
+
+
+def test_records_that_are_not_there_yet_are_waited_for_before_a_bound() -> None:
+    case = Case(samples.records([1, 2]))
+    case.source.bound({EVEN: 2, ODD: 1})
+    assert case.source.poll(4, 0.0) is None and not case.source.ended
+    case.reader.append(samples.records([1, 2, 4])[2:])
+    assert ids(case.source.poll(4, 0.0)) == [1, 2, 4]
+
+
+def test_of_a_partition_at_its_bound_the_turn_passes_while_others_have_something() -> None:
+    case = Case(samples.records([1, 2, 3, 4, 5]))
+    case.source.bound({EVEN: 0, ODD: 3})
+    chunk = case.source.poll(2, 0.0, EVEN)
+    assert chunk is not None and chunk.batch.num_requests == 0 and chunk.after == {EVEN: 0}
+    assert ids(case.source.poll(2, 0.0, ODD)) == [1, 3]
+    assert ids(case.source.poll(2, 0.0, ODD)) == [5], "cut short: nothing that comes later makes it longer"
+    assert case.source.poll(2, 0.0, EVEN) is None and case.source.ended, "nobody has anything: no turn passes"
+    case.source.seek({})
+    assert ids(case.source.poll(1, 0.0, ODD)) == [1]

@@ -55,6 +55,11 @@ def test_a_worker_refuses(changes: dict[str, Any], says: str) -> None:
         ({"bootstrap": ""}, "key 'bootstrap': expected a value (Kafka, host:port; several with commas), got nothing; add it"),
         ({"num_workers": 0}, "key 'num_workers': expected 1..64"),
         ({"num_workers": 5}, "key 'num_workers': expected at most partitions = 4, got 5; each worker trains one partition"),
+        ({"initial_workers": 5}, "key 'initial_workers': expected at most partitions = 4, got 5"),
+        ({"unit_records": 0}, "key 'unit_records': expected at least 1"),
+        ({"export_offsets": ("0=5",)}, "key 'export_offsets': expected none with initial_workers = 0, got '0=5'"),
+        ({"initial_workers": 1, "export_offsets": ("4=5",)}, "expected PARTITION=OFFSET with partitions 0..3, got '4=5'"),
+        ({"initial_workers": 1, "export_offsets": ("0:5",)}, "expected PARTITION=OFFSET with partitions 0..3, got '0:5'"),
         ({"commit_interval_ms": 5}, "key 'commit_interval_ms': expected at least 100"),
     ],
 )
@@ -62,6 +67,11 @@ def test_a_controller_refuses(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ControllerConfig(**{**CONTROLLER, **changes})
     assert says in str(caught.value)
+
+
+def test_an_export_point_is_chosen_by_partition() -> None:
+    chosen = ControllerConfig(**{**CONTROLLER, "initial_workers": 2, "export_offsets": ("0=500", "3=0")})
+    assert chosen.export == {0: 500, 3: 0} and ControllerConfig(**CONTROLLER).export == {}
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

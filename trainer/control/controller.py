@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ from runtime import manifest as manifests
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
-from runtime.kafka.topics import Progress
+from runtime.kafka.topics import SAMPLES, Progress
 from runtime.manifest import Manifest
 from runtime.transport import Header
+from runtime.work_unit import WorkUnit
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import Spent, ratios, spending_of
-from trainer.control.protocol import TRANSIENT, Claim, Effect, Hold, Key, Link, Retire, State, Wish
+from trainer.control.protocol import TRANSIENT, Claim, Effect, Key, Link, Retire, State, Wish
 from trainer.control.roster import check_notice
 
 log = logging.getLogger("roostream.controller")
@@ -49,10 +50,12 @@ class Controller:
         clock: Clock,
         *,
         check: Callable[[Manifest], None] = lambda manifest: None,
+        history: Callable[[Mapping[int, int]], Sequence[WorkUnit]] = lambda committed: (),
         hold_s: float = HOLD_S,
         keep_commits: int = manifests.KEEP_MANIFESTS,
     ) -> None:
-        self.keep_commits = keep_commits
+        """`history`: what is to be trained before the stream, behind what is committed of each partition of `samples`."""
+        self.keep_commits, self.history = keep_commits, history
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
         self.spent = Spent(clock.monotonic_s())
         self._changed = threading.Condition()
@@ -180,6 +183,7 @@ class Controller:
                 "holds": [it.holds.now._asdict()] if it.holds.now else [],
                 "device_s": self.spent.told(),
                 "device_ratio": ratios(self.spent.told()),
+                "initial": it.phases.progress(),
                 "news": it.has_news(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
@@ -318,14 +322,18 @@ class Controller:
 
     def _kept_wish(self) -> Wish:
         """That of the incarnation before this controller; the number of workers only if the settings are as they were."""
-        configured, kept = self.coordinator.facts.num_workers, manifests.kept_wish(self.store)
+        kept = manifests.kept_wish(self.store)
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.spent.add(json.loads(self.store.get(SPENT)))
-        is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
-        hold = Hold.of(kept.get("hold"))
-        if hold and hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle:
-            hold = None  # nobody would end it
-        return Wish(int(kept["workers"]) if is_newest else configured, configured, hold)
+        wish = self.coordinator.phases.kept(kept, self._begin)
+        ends_alone = wish.hold is not None and wish.hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle
+        return wish._replace(hold=None) if ends_alone else wish  # nobody would end it
+
+    def _begin(self) -> Sequence[WorkUnit]:
+        """The historical range of now. What a controller that isn't fenced yet commits meanwhile is less that is left."""
+        last = manifests.newest(self.store)
+        offsets = last.manifest.offsets if last else {}
+        return self.history({number: at for (topic, number), at in offsets.items() if topic == SAMPLES})
 
     def _link(self, manifest: Manifest) -> str:
         """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from roo.errors import UnavailableError
@@ -22,6 +23,7 @@ from runtime.kafka.reading import Reading
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, all_partitions
 from runtime.program import Stop
 from runtime.rpc_server import RpcServer
+from runtime.work_unit import WorkUnit
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
@@ -29,6 +31,7 @@ from trainer.control.idle import Idle, IdleRule
 from trainer.control.lookout import IdleWatch, Lookout
 from trainer.control.neighbours import Neighbours
 from trainer.control.page import StatusPage, files
+from trainer.control.phases import historical_range
 from trainer.control.protocol import PERMANENT, TRANSIENT, Facts, State
 from trainer.identity import Identity, kafka_identity
 
@@ -72,6 +75,8 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         seed=config.seed,
         num_shards=config.num_shards,
         num_workers=config.num_workers,
+        initial_workers=config.initial_workers,
+        unit_records=config.unit_records,
         num_buckets=identity.num_buckets,
         num_partitions=identity.num_partitions,
         kafka=kafka,
@@ -79,7 +84,14 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         holds_idle=config.idle_hold_ms > 0,
     )
     coordinator = Coordinator(facts, clock.monotonic_s())
-    controller = Controller(coordinator, store, clock, check=identity.check, keep_commits=config.keep_commits)
+    controller = Controller(
+        coordinator,
+        store,
+        clock,
+        check=identity.check,
+        history=lambda committed: history_of(config, committed),
+        keep_commits=config.keep_commits,
+    )
     neighbours = Neighbours(config.neighbour_urls, clock, workers=controller.workers_seen_at)
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()
@@ -121,8 +133,24 @@ def _watch_idleness(config: ControllerConfig, controller: Controller, clock: Clo
     return thread
 
 
+def history_of(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
+    """What is to be trained before the stream, as it is now.
+
+    Raises:
+        UnavailableError: Kafka is away.
+    """
+    reading = Reading(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
+    reader = KafkaReader.open(config.broker, f"{config.prefix}controller", reading)
+    try:
+        found = {number: at for (_, number), at in reader.bounds(*reading.partitions).items()}
+    finally:
+        reader.close()
+    return tuple(historical_range(found, committed, config.export))
+
+
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:
     kinds = {hold["kind"] for hold in status["holds"]}
     own = {"device_seconds": status["device_s"], "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)}}
     own["commit_phase_ms"] = status["phases_ms"]
+    own["history_left_records"] = (status["initial"] or {"left": 0})["left"]
     return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

@@ -7,7 +7,7 @@
 
 Commit:
   1. Workers train continuously.
-  2. At `commit_interval_ms`, or on preemption, CUT: each worker finishes the batch in hand and reports its next offsets.
+  2. At `commit_interval_ms`, on preemption, at an epoch's end (phases.py), CUT: each worker ends its batch, tells its offsets.
   3. Drain: a worker answers CUT with no pull in flight, every push acknowledged and its predictions flushed.
   4. FREEZE: each shard fixes its dirty set; then RESUME: training goes on.
   5. WRITE: shards write the frozen rows, each worker its own part, worker 0 the shared one too.
@@ -32,13 +32,14 @@ nothing to read: the next incarnation is HELD (trainer/control/holds.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from runtime.manifest import Restorable
 from trainer.control.asking import Asking
 from trainer.control.drafting import cut_twice, draft, watermark_of
 from trainer.control.holds import Holds, idle_hold
+from trainer.control.phases import Phases
 from trainer.control.protocol import Claim, Command, CommitInHand, Effect, Facts, Key, Link, MemberFacts, Retire, State, Wish
 from trainer.control.roster import Roster
 
@@ -56,7 +57,7 @@ class Coordinator:
         self.reason = "start"
         self.incarnation = 0
         self.roster, self.holds = Roster(facts), Holds()
-        self.members = self.roster.members
+        self.phases, self.members = Phases(facts, self.roster), self.roster.members
         self.last: Restorable | None = None
         self.commit: CommitInHand | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
@@ -115,6 +116,8 @@ class Coordinator:
                 self._too_late(now_s)
             case State.RUNNING if now_s >= self._closing_s and (self.roster.rescales() or self._is_left()):
                 self._cut(now_s, closing=True)
+            case State.RUNNING if now_s >= self._closing_s and self.phases.is_trained(self.incarnation):
+                self._cut(now_s)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_news():
                 self._cut(now_s)
             case State.RESTORING | State.CUTTING | State.FREEZING | State.WRITING | State.COMMITTING | State.ABORTING:
@@ -127,7 +130,7 @@ class Coordinator:
         assert self.state is State.CLAIMING and incarnation > self.incarnation
         is_first = self.incarnation == 0
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
-        self.roster.claimed(wish.workers if wish else None)
+        self.roster.claimed(self.phases.begun(wish, last))
         if self.holds.now is not None and wish and wish.hold is None:
             return self._end(f"held: {self.holds.now.reason}")  # since the claim: it has to be kept
         if wish and wish.hold:
@@ -234,21 +237,18 @@ class Coordinator:
         self._aborts_in_a_row = 0
         self.state, self.reason, self.commit = State.CLAIMING, reason, None
         self._asking.clear()
-        self._effects = [
-            Claim(frozenset(self._passed_over), Wish(self.roster.next_count, self.facts.num_workers, self.holds.now))
-        ]
+        self._effects = [Claim(frozenset(self._passed_over), self.phases.wish(self.holds.now))]
 
     def _restore(self, now_s: float) -> None:
         self.state = State.RESTORING
         name = self.last.name if self.last else ""
         self._ask("restore", self.facts.shards, now_s, manifest=name)
-        for key in self.roster.workers:
-            self._ask("restore", (key,), now_s, manifest=name, **self.roster.restore_of(key))
+        self._ask_workers("restore", now_s, self.roster.restore_of, manifest=name)
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.facts.commit_interval_s, now_s
         self._late_restores = 0
-        self._ask("start", self.roster.workers, now_s)
+        self._ask_workers("start", now_s, self.phases.told)
 
     def _pass_over(self, key: Key, error: str) -> None:
         """What the manifest names is damaged: the one before it is tried, by the next incarnation."""
@@ -288,8 +288,7 @@ class Coordinator:
         self.state, commit.frozen_s = State.WRITING, now_s
         self._ask("resume", () if commit.closing else self.roster.workers, now_s, seq=commit.seq)
         self._ask("write", self.facts.shards, now_s, seq=commit.seq)
-        for key in self.roster.workers:
-            self._ask("write", (key,), now_s, seq=commit.seq, shared=key == self.roster.workers[0])
+        self._ask_workers("write", now_s, lambda key: {"shared": key == self.roster.workers[0]}, seq=commit.seq)
 
     def _link(self, now_s: float) -> None:
         """6. The manifest is complete; creating it is the commit."""
@@ -311,7 +310,9 @@ class Coordinator:
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.phases_s = commit.phases_s(now_s)
         self.committed_at_s = now_s
-        self._ask("commit", self.roster.everyone, now_s, seq=commit.seq)
+        self.phases.committed(self.last)
+        self._ask("commit", self.facts.shards, now_s, seq=commit.seq)
+        self._ask_workers("commit", now_s, self.phases.told, seq=commit.seq)
         self._effects.append(Retire())
 
     def _abort(self, reason: str, now_s: float, *, away: bool = False) -> None:
@@ -328,7 +329,7 @@ class Coordinator:
 
     def _go_on(self, now_s: float) -> None:
         """1. Workers train."""
-        if self.state is State.COMMITTING and self._running_commit().closing:
+        if self.state is State.COMMITTING and (self._running_commit().closing or self.phases.switches):
             return self._close(self._running_commit())
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.facts.commit_interval_s
@@ -336,7 +337,7 @@ class Coordinator:
     def _close(self, commit: CommitInHand) -> None:
         """The incarnation ends in order."""
         self.holds.now = self.holds.now or commit.hold
-        self._end(f"held: {commit.hold.reason}" if commit.hold else self.roster.why_closing())
+        self._end(f"held: {commit.hold.reason}" if commit.hold else self.phases.why() or self.roster.why_closing())
 
     def _running_commit(self) -> CommitInHand:
         assert self.commit is not None, self.state
@@ -350,6 +351,11 @@ class Coordinator:
 
     def _ask(self, kind: str, keys: Iterable[Key], now_s: float, **arguments: Any) -> None:
         self._asking.ask(kind, keys, self.incarnation, now_s, **arguments)
+
+    def _ask_workers(self, kind: str, now_s: float, its: Callable[[Key], Mapping[str, Any]], **arguments: Any) -> None:
+        """Each with what is its own."""
+        for key in self.roster.workers:
+            self._ask(kind, (key,), now_s, **arguments, **its(key))
 
     def _refused(self, kind: str, key: Key, result: Mapping[str, Any], now_s: float) -> None:
         """`result` as runtime.member.refusal_of tells it."""

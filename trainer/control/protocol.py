@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from runtime.deployment import MAX_WORKERS
 from runtime.manifest import Manifest
+from runtime.work_unit import WorkUnit, plain_units, units_of
 
 PHASES = ("cut", "freeze", "write", "link")
 """Of a commit, until its manifest is there."""
@@ -68,17 +69,37 @@ class Hold(NamedTuple):
         return cls(**{"kind": PERMANENT, "member": "", **known})
 
 
+class Historical(NamedTuple):
+    """What is trained before the stream."""
+
+    whole: tuple[WorkUnit, ...]  # of each partition, up to its export point; fixed when the phase begins
+    over: bool  # the wish beside it was made for the stream
+
+    @classmethod
+    def of(cls, kept: object) -> Historical | None:
+        """From what was kept; None where that is no range."""
+        try:
+            return cls(units_of(kept["whole"]), bool(kept["over"])) if isinstance(kept, Mapping) else None
+        except (KeyError, TypeError, ValueError, AssertionError):
+            return None
+
+
 class Wish(NamedTuple):
     """What an incarnation is claimed for; kept in its file."""
 
     workers: int
-    configured: int  # num_workers of the settings when it was made: other settings are a newer wish
+    configured: int  # number of the settings for its phase when it was made: other settings are a newer wish
     hold: Hold | None = None  # what training is held by
+    historical: Historical | None = None  # None: there is the stream alone
 
     def body(self) -> dict[str, Any]:
         """As the file has it."""
-        kept = {"workers": self.workers, "configured": self.configured}
-        return {**kept, "hold": self.hold._asdict()} if self.hold else kept
+        kept: dict[str, Any] = {"workers": self.workers, "configured": self.configured}
+        if self.hold:
+            kept["hold"] = self.hold._asdict()
+        if self.historical:
+            kept["historical"] = {"whole": plain_units(self.historical.whole), "over": self.historical.over}
+        return kept
 
 
 class Claim(NamedTuple):
@@ -111,6 +132,8 @@ class Facts:
     seed: int
     num_shards: int
     num_workers: int = 1  # to begin with, unless another number is kept (`Wish`)
+    initial_workers: int = 0  # while history is trained; 0 = it isn't told from the stream
+    unit_records: int = 1 << 16  # of each partition handed out at once, at most
     num_buckets: int
     num_partitions: int
     kafka: Mapping[str, Any]

@@ -24,9 +24,9 @@ def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def together(status: Mapping[str, Any]) -> dict[str, Any]:
-    """`status` as Controller.status gives it. `eta_s` and `drain_per_s` are [value, low, high], None where not known;
-    `quality` (windows, slices, shadow, drift) and `partitions` are as in trainer/monitoring/watch.py, partitions each with its
-    `worker`."""
+    """`status` as Controller.status gives it. `initial`: how far history is, None where it isn't trained now. `eta_s` and
+    `drain_per_s` are [value, low, high], None where not known; `quality` (windows, slices, shadow, drift) and `partitions` are
+    as in trainer/monitoring/watch.py, partitions each with its `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     worst = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})
@@ -35,6 +35,7 @@ def together(status: Mapping[str, Any]) -> dict[str, Any]:
         "state": str(Liveness.HELD) if held else _state(worst),
         "reason": str(held.get("reason") or "") if held else str(worst.get("reason") or ""),
         "in_state_s": None if held else worst.get("in_state_s"),
+        "initial": status.get("initial"),
         "lag_ms": _of_all(max, (watch.get("lag_ms") for watch in watches)),
         "lag_records": _of_all(sum, (watch.get("lag_records") for watch in watches)),
         "eta_s": max((w.get("eta_s") for w in watches), key=_eta, default=None) if all(w.get("eta_s") for w in watches) else None,

@@ -3,9 +3,9 @@
                   ┌───────────► falling_behind ◄──┐         of a partition, and of all together the worst of those that
                   │                  ▲ │          │         are not idle
 initial ──► catching_up ◄────────────┼─┘          │
-(history          │  ▲               │            │         stalled    records are there, none is consumed
-of before         ▼  └───────────────┴── caught_up          blocked    what is there can't be read, with the reason
-the start)   caught_up ◄──► idle (nothing comes)            held       somebody stopped training, with the reason
+(history)         │  ▲               │            │         stalled    records are there, none is consumed
+                  ▼  └───────────────┴── caught_up          blocked    what is there can't be read, with the reason
+             caught_up ◄──► idle (nothing comes)            held       somebody stopped training, with the reason
 
 unknown, from any of these: a reading can't be taken now. What was true a moment ago is not told as if it still were.
 The rules are on docs/operations/caught-up.md. The paper: Ads infrastructure, §III A (initial and caught-up training).
@@ -30,11 +30,20 @@ class Liveness(enum.StrEnum):
     CAUGHT_UP = "caught_up"
     CATCHING_UP = "catching_up"
     FALLING_BEHIND = "falling_behind"  # the lag surely grows
-    INITIAL = "initial"  # records that were there at the start are still to be trained
+    INITIAL = "initial"  # what was there when the initial phase began, or at the start, is still to be trained
     STALLED = "stalled"
     BLOCKED = "blocked"
     UNKNOWN = "unknown"  # Kafka does not say where the topics end: it is away, or has not been asked yet
     HELD = "held"
+
+
+class Course(enum.StrEnum):
+    """What training is told to do."""
+
+    READ = "read"  # whatever is there
+    HISTORY = "history"  # what was there when the initial phase began, as it is handed out
+    WAIT = "wait"  # all that was handed out of it is trained
+    STREAM = "stream"  # what lies behind that
 
 
 _RANK = {state: rank for rank, state in enumerate(Liveness)}
@@ -92,7 +101,7 @@ class CaughtUp:
         self.patience = patience
         self._watches: dict[Partition, PartitionWatch] = {}
         self._stays: dict[Partition, _Stay] = {}
-        self._overall, self._meter = _Stay(), RateMeter(patience.window_s)
+        self._overall, self._meter, self._course = _Stay(), RateMeter(patience.window_s), Course.READ
 
     def observe(
         self,
@@ -102,9 +111,11 @@ class CaughtUp:
         expected: Collection[Partition] | None = None,
         held: str = "",
         obstacle: str = "",
+        course: Course = Course.READ,
     ) -> Observation:
         """`lags`: {} = the ends are not known, so nothing is; one of `expected` (None: those of before, too) that is missing is
         unknown. `held`, `obstacle`: why training stands still or can't go on, "" = it doesn't, it can."""
+        self._course = course
         wanted = {*self._watches, *lags} if expected is None else set(expected)
         for gone in self._stays.keys() - wanted:
             self._watches.pop(gone, None)
@@ -156,12 +167,13 @@ class CaughtUp:
         """(state, reason) by the first rule that holds."""
         if obstacle := watch.obstacle(now_s):
             return Liveness.BLOCKED, obstacle
-        if watch.is_stuck(now_s) and not self._waits_its_turn(watch, now_s):
+        if watch.is_stuck(now_s) and self._course is not Course.WAIT and not self._waits_its_turn(watch, now_s):
             return (
                 Liveness.STALLED,
                 f"{watch.lag.records} records are there, and none was trained for {self.patience.stalled_s:g} s",
             )
-        if watch.lag.position < watch.start_end:
+        before_the_start = self._course is Course.READ and watch.lag.position < watch.start_end
+        if before_the_start or self._course in (Course.HISTORY, Course.WAIT):
             return Liveness.INITIAL, ""
         if watch.is_idle(now_s):
             return Liveness.IDLE, ""

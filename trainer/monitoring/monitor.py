@@ -7,13 +7,14 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.exports import one_of
-from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
+from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.drift import LABELS as DRIFT_LABELS
 from trainer.monitoring.drift import Drift
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.quality import QUALITY, summary
 from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges
 from trainer.monitoring.watch import quality_of, watch_of
+from trainer.reach import Reach
 from trainer.worker import Worker
 
 _EVERY_S = 1.0
@@ -54,7 +55,12 @@ class Monitor:
         self._due_s = now_s + _EVERY_S
         source = self.worker.loop.source
         self._progress = self.caught_up.observe(
-            source.lag(), now_s, expected=source.positions().keys(), held=held, obstacle=self.worker.broken
+            source.lag(),
+            now_s,
+            expected=source.positions().keys(),
+            held=held,
+            obstacle=self.worker.broken,
+            course=course_of(self.worker.reach),
         )
         self._observed_s = now_s
         if now_s >= self._metrics_due_s:
@@ -132,3 +138,10 @@ class Monitor:
             **quality_gauges(self._quality),
             **{f"drift_{name}": values for name, values in self._drift.items()},
         }
+
+
+def course_of(reach: Reach) -> Course:
+    """What a worker is told to do, as the states know it."""
+    if reach.is_initial:
+        return Course.WAIT if reach.is_trained else Course.HISTORY
+    return Course.STREAM if reach.phased else Course.READ

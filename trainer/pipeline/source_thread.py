@@ -48,6 +48,14 @@ class SourceThread:
     def assign(self, numbers: Collection[int]) -> None:
         self._here(lambda: self.source.assign(numbers))
 
+    def bound(self, ends: Progress) -> None:
+        """Waits for no poll."""
+        self.source.bound(ends)
+
+    @property
+    def ended(self) -> bool:
+        return self.source.ended
+
     def positions(self) -> Progress:
         """Asks no handle: from whichever thread asks."""
         return self.source.positions()

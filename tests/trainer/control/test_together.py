@@ -29,6 +29,11 @@ def test_the_worst_off_counts_and_what_is_trained_is_a_sum() -> None:
     assert whole["partitions"] == [{"partition": 0, "worker": "worker 0"}]
 
 
+def test_how_far_history_is_comes_from_the_controller() -> None:
+    initial = {"epoch": 2, "epochs": 3, "records": 90, "left": 40}
+    assert together({**status(FAST), "initial": initial})["initial"] == initial and together(status(FAST))["initial"] is None
+
+
 def test_an_end_that_one_cannot_foresee_nobody_can() -> None:
     assert together(status(FAST, {"watch": {**SLOW["watch"], "eta_s": [None, None, None]}}))["eta_s"] == [None, None, None]
 

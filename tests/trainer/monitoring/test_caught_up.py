@@ -8,7 +8,7 @@ import pytest
 
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import PartitionLag
-from trainer.monitoring.caught_up import CaughtUp, Liveness, Observation, Standing
+from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.watch import watch_of
 
@@ -63,6 +63,28 @@ def test_history_then_catching_up_then_caught_up() -> None:
     assert look(watch, near, 3).state is Liveness.CATCHING_UP, "not for long enough"
     assert look(watch, at(150, 150, at_ms=150_000, newest_ms=150_000), 5).state is Liveness.CAUGHT_UP
     assert look(watch, at(150, 190, at_ms=150_000, newest_ms=190_000), 6).state is Liveness.CATCHING_UP
+
+
+def test_handed_out_history_is_initial_until_the_stream_and_then_no_more() -> None:
+    watch = watching(stalled_s=5)
+    lag = at(100, 100, at_ms=100_000, newest_ms=100_000)
+    states = []
+    for second, course in enumerate([Course.HISTORY] * 4 + [Course.WAIT] * 2 + [Course.STREAM] * 4):
+        states.append(watch.observe({P0: lag}, second, course=course).overall.state)
+    assert states[:6] == [Liveness.INITIAL] * 6, "nothing is behind, and it is still history"
+    assert states[6:] == [Liveness.CAUGHT_UP] * 4
+    late = watching()
+    behind = at(10, 100, at_ms=10_000, newest_ms=100_000)
+    assert late.observe({P0: behind}, 0, course=Course.STREAM).overall.state is Liveness.CATCHING_UP
+    assert watching().observe({P0: behind}, 0).overall.state is Liveness.INITIAL, "without phases: it was there at the start"
+
+
+def test_who_waits_for_the_next_units_is_not_stalled_and_who_has_some_is() -> None:
+    watch = watching(stalled_s=5)
+    lag = at(50, 100, at_ms=50_000, newest_ms=100_000)
+    waits = [watch.observe({P0: lag}, second, course=Course.WAIT).overall.state for second in range(10)]
+    assert set(waits) == {Liveness.INITIAL}
+    assert watch.observe({P0: lag}, 10, course=Course.HISTORY).overall.state is Liveness.STALLED
 
 
 def test_a_lag_a_little_too_large_for_a_moment_changes_nothing() -> None:

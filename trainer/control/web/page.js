@@ -126,12 +126,19 @@ function more(status) {
   const parts = [];
   if (known(headline.since_s) && atS - headline.since_s >= 1) parts.push(`for ${duration((atS - headline.since_s) * 1000)}`);
   if (training.state === "held") return [...parts, training.reason].join(" · ");
+  if (training.initial) parts.push(history(training.initial));
   parts.push(known(training.lag_ms) ? `behind by ${duration(training.lag_ms)}, ${count(training.lag_records)} samples` : "lag unknown");
   const [eta, least, most] = training.eta_s ?? [];
   const bounds = known(least) && known(most) && most - least > 0.05 * eta ? ` (${duration(least * 1000)} to ${duration(most * 1000)})` : "";
   if (known(eta) && eta > 0) parts.push(`caught up in about ${duration(eta * 1000)}${bounds}`);
   else if (!known(eta) && !["caught_up", "idle"].includes(headline.state)) parts.push("time until caught up unknown");
   return parts.join(" · ");
+}
+
+/** How far the initial phase is, by what is committed. */
+function history({ epoch, epochs, records, left }) {
+  const share = records ? Math.floor((100 * (records - left)) / records) : 0;
+  return `${share} % of ${count(records)} historical samples committed, epoch ${epoch} of ${epochs}`;
 }
 
 function wrong(findings, atS) {

@@ -1,0 +1,153 @@
+"""History by two workers in large batches, then the stream by one, through kills at any moment: exactly once, one switch, and in
+exact mode bit-equal to a run that nothing disturbs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from runtime import manifest as manifests
+from runtime.manifest import Manifest
+from tests.trainer import samples
+from tests.trainer.control.test_fleet_commit import LIVE_NUMBERS, assert_applied_once, lasting
+from tests.trainer.network import CONTROLLER
+from tests.trainer.schedules import kills_of
+from tests.trainer.simulator import Kill, Simulation
+
+NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
+EXPORT = {0: 16, 1: 12}  # behind it whole chunks of 4 are left, as many in each partition
+NUM_SCHEDULES, CHUNK, NUM_CHAOS = 20, 5, 1000
+
+
+class Watched(Simulation):
+    """Keeps every commit that it sees, and which phases the controllers were in."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.commits: dict[int, Manifest] = {}
+        self.phases: list[bool] = []
+
+    def round(self) -> None:
+        super().round()
+        if last := manifests.newest(self.store):
+            self.commits[last.manifest.seq] = last.manifest
+        it = self.controller and self.controller.coordinator
+        if it and it.incarnation and self.phases[-1:] != [it.phases.is_initial]:
+            self.phases.append(it.phases.is_initial)
+
+    def assert_switched_once(self, initial_workers: int, workers: int) -> None:
+        """No commit has something of both phases."""
+        assert self.phases == [True, False]
+        for commit in self.commits.values():
+            at = {number: offset for (_, number), offset in commit.offsets.items()}
+            of_history = all(at[number] <= export for number, export in self.export.items())
+            assert of_history or all(at[number] >= export for number, export in self.export.items()), commit.name
+            assert len(commit.workers) == (initial_workers if of_history else workers), commit.name
+
+
+def phased(seed: int | None = None, **more: Any) -> Watched:
+    settings = {"exact": True, "num_workers": 1, "initial_workers": 2, "initial_batch_requests": 6, "unit_records": 7}
+    return Watched(samples.records(NUMBERS), **{**settings, "commit_interval_s": 0.5, "export": EXPORT, "seed": seed, **more})
+
+
+@functools.cache
+def undisturbed(initial_workers: int = 2, real_shards: bool = False) -> dict[str, bytes]:
+    simulation = phased(initial_workers=initial_workers, real_shards=real_shards)
+    simulation.run()
+    simulation.assert_switched_once(initial_workers, 1)
+    return simulation.bits()
+
+
+def test_every_record_is_trained_once_in_larger_batches_first() -> None:
+    simulation = phased()
+    simulation.run()
+    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_switched_once(2, 1)
+    assert simulation.last.offsets == {("samples", 0): 24, ("samples", 1): 20}
+    # 16 and 12 records in 3 parts each: 5, 5, 6 and 4, 4, 4 in chunks of 6; then 2 chunks of 4 each
+    assert simulation.last.step == 3 + 4
+    assert simulation.controller is not None and simulation.controller.coordinator.num_rollbacks == 0
+
+
+def test_g11_with_equal_batches_and_one_worker_history_in_units_is_trained_as_without_them() -> None:
+    numbers = list(range(1, 49))
+    plain = Simulation(samples.records(numbers), exact=True).run()
+    units = Watched(samples.records(numbers), exact=True, initial_workers=1, unit_records=8, export={0: 16, 1: 16}).run()
+    assert units.bits() == plain.bits()
+    assert (units.last.offsets, units.last.step) == (plain.last.offsets, plain.last.step)
+
+
+MOMENTS = [
+    *((CONTROLLER, effect, when) for effect in ("link", "claim") for when in ("before", "after")),
+    *((who, kind, "after") for who in ("worker 0", "worker 1") for kind in ("cut", "write", "commit", "restore", "start")),
+    ("shard 0", "freeze", "after"),
+    ("shard 1", "commit", "before"),
+]
+
+
+@pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1", "shard 0"])
+@pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
+def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(moment: tuple[str, str, str], victim: str) -> None:
+    """The third commit is the last of history, the second claim and restore are the switch's."""
+    occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
+    if moment[0] == "worker 1" and occurrence == 2:
+        occurrence = 1  # it isn't of the stream
+    simulation = phased(kills=[Kill(moment, victim, occurrence)])
+    simulation.run()
+    assert simulation.killed == [victim]
+    assert simulation.bits() == undisturbed()
+    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_switched_once(2, 1)
+
+
+def schedule(seed: int) -> None:
+    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every seventh with a second
+    controller; two of three with faults that last."""
+    workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
+    faults = lasting(seed, workers)
+    simulation = phased(seed, initial_workers=workers, real_shards=real, kills=kills_of(seed, workers), **faults)
+    if seed % 7 == 0:
+        for _ in range(4 + seed % 9):
+            simulation.round()
+        simulation.start(CONTROLLER)  # beside the one that is still there
+    simulation.run_as_far_as_kills_go()
+    assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
+    simulation.assert_switched_once(workers, 1)
+    if not real:
+        assert_applied_once(simulation, NUMBERS)
+
+
+def test_g2_g11_a_schedule_of_both_phases_by_its_seed(pytestconfig: pytest.Config) -> None:
+    schedule(pytestconfig.getoption("--seed", default=0))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+def test_g2_g11_both_phases_through_kills_at_any_moment_are_bit_equal_to_undisturbed_ones(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        schedule(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 70))
+def test_g2_g11_many_schedules_of_both_phases(first: int) -> None:
+    for seed in range(first, first + 70):
+        schedule(seed)
+
+
+@pytest.mark.parametrize("seed", range(500, 506))
+def test_g2_live_history_in_disorder_is_trained_once(seed: int) -> None:
+    simulation = Watched(
+        samples.records(LIVE_NUMBERS),
+        initial_workers=2,
+        initial_batch_requests=8,
+        unit_records=3,
+        export={0: 8, 1: 9},
+        seed=seed,
+        kills=kills_of(seed, 2),
+    )
+    simulation.run_as_far_as_kills_go()
+    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_switched_once(2, 1)

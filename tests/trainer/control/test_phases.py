@@ -1,0 +1,299 @@
+"""History first, then the stream: the phase follows from a fixed range and the committed offsets, whoever dies when."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from roo.errors import UnavailableError
+from runtime import manifest as manifests
+from runtime.manifest import discard_after
+from runtime.work_unit import WorkUnit
+from tests.trainer.control.test_coordinator import ANSWERS
+from tests.trainer.control.test_scaling import Fleet
+from tests.trainer.memory_store import MemoryStore
+from trainer.control.controller import Controller
+from trainer.control.coordinator import Coordinator
+from trainer.control.phases import historical_range
+from trainer.control.protocol import Facts, Historical, Key, State, Wish
+
+END = 20
+
+
+class HistoryFleet(Fleet):
+    """Every partition of `samples` has 20 records; each worker trains all that it may read as soon as it may."""
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        initial_workers: int = 2,
+        store: MemoryStore | None = None,
+        unit_records: int = 10,
+        end: int = END,
+    ) -> None:
+        super().__init__(num_workers, store, started=max(num_workers, initial_workers))
+        facts = Facts(
+            schema="ff",
+            seed=0,
+            num_shards=2,
+            num_workers=num_workers,
+            initial_workers=initial_workers,
+            unit_records=unit_records,
+            num_buckets=64,
+            num_partitions=4,
+            kafka={},
+        )
+        self.end, self.asked_for = end, 0
+        self.it = Controller(Coordinator(facts), self.store, self.clock, history=self._history, hold_s=0)
+        self.epochs: dict[Key, dict[str, Any]] = {}
+        self.lazy: set[Key] = set()  # who has not trained what it was given
+
+    def _history(self, committed: Any) -> tuple[WorkUnit, ...]:
+        self.asked_for += 1
+        return tuple(historical_range({p: (0, self.end) for p in range(4)}, committed, {}))
+
+    def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        epoch = self.epochs.get(key)
+        report = {"meet": "10.0.0.1:4000"} if key == Key("worker", 0) else {}
+        if key.role == "worker":
+            report |= {"step": self.step}
+        if epoch and epoch["number"]:
+            report |= {"epoch_trained": 0 if key in self.lazy else epoch["number"]}
+        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1), "report": report}
+        header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
+        return self.it.handle("beat", header, ())[0]["commands"]
+
+    def answer(self, key: Key, command: dict[str, Any]) -> dict[str, Any]:
+        answer = super().answer(key, command)
+        if key.role == "worker" and command["kind"] in ("start", "commit"):
+            self.epochs[key] = command.get("epoch", {"number": 0, "units": []})
+            self.step += len(self.epochs[key]["units"])
+        if command["kind"] == "cut":
+            ends = {int(source.split("/")[1]): end for source, _, end in self.epochs[key]["units"]}
+            its = [c for k, c in self.asked if k == key and c["kind"] == "restore"][-1]["partitions"]
+            answer |= {"offsets": {"samples": {p: ends.get(p, self.end) for p in its}}, "step": self.step}
+            answer |= {k: v for k, v in ANSWERS["worker", "cut"].items() if k not in answer}
+        return answer
+
+    @property
+    def state(self) -> tuple[int, bool]:
+        """(workers, is initial)"""
+        return self.it.coordinator.roster.num_workers, self.it.coordinator.phases.is_initial
+
+    def to_the_stream(self) -> HistoryFleet:
+        for _ in range(60):
+            self.turn()
+            if self.it.coordinator.state is State.RUNNING and not self.it.coordinator.phases.is_initial:
+                return self
+        raise AssertionError(self.it.status())
+
+
+def kept(store: MemoryStore) -> dict[str, Any]:
+    return dict(json.loads(store.get(store.list(manifests.INCARNATIONS)[-1]))["wish"])
+
+
+def test_without_the_setting_nothing_is_told_and_nothing_is_kept() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    assert not any("epoch" in command for _, command in fleet.asked)
+    assert kept(fleet.store) == {"workers": 2, "configured": 2}
+    assert fleet.it.status()["initial"] is None
+
+
+def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commit_then_the_stream_by_fewer() -> None:
+    fleet = HistoryFleet()
+    assert isinstance(fleet.to(State.RUNNING), HistoryFleet)
+    assert fleet.state == (2, True)
+    fleet.turn()
+    assert fleet.it.status()["initial"] == {"epoch": 1, "epochs": 2, "records": 80, "left": 80}
+    fleet.to_the_stream()
+    assert fleet.state == (1, False) and fleet.it.status()["initial"] is None
+    assert fleet.it.coordinator.num_commits == 2 and fleet.it.coordinator.num_rollbacks == 0
+    assert "history is trained up to its export point" in fleet.it.coordinator.reason
+    last = manifests.newest(fleet.store)
+    assert last is not None and last.manifest.offsets == {("samples", p): END for p in range(4)}
+    fleet.turn()
+    assert fleet.epochs[Key("worker", 0)] == {"number": 0, "units": []}
+    units = [
+        tuple(unit) for _, c in fleet.asked if c["kind"] in ("start", "commit") for unit in c.get("epoch", {}).get("units", ())
+    ]
+    assert {unit for unit in units if unit[1] < unit[2]} == {(f"samples/{p}", n, n + 10) for p in range(4) for n in (0, 10)}
+
+
+def test_the_next_epoch_waits_for_every_worker_and_comes_with_the_commit() -> None:
+    fleet = HistoryFleet()
+    fleet.lazy.add(Key("worker", 1))
+    fleet.to(State.RUNNING)
+    for _ in range(6):
+        fleet.turn()
+    assert fleet.it.coordinator.num_commits == 0 and fleet.state == (2, True)
+    fleet.lazy.clear()
+    fleet.to_the_stream()
+    assert [c["seq"] for k, c in fleet.asked if k == Key("shard", 0) and c["kind"] == "commit"] == [1, 2]
+
+
+def test_what_was_trained_in_an_incarnation_before_is_not_believed_in_this_one() -> None:
+    fleet = HistoryFleet()
+    fleet.lazy |= {Key("worker", 0), Key("worker", 1)}
+    fleet.to(State.RUNNING)
+    fleet.turn()
+    late = {"role": "worker", "session": 1, "incarnation": 0, "results": [], "report": {"epoch_trained": 1, "meet": "a:1"}}
+    for index in (0, 1):
+        fleet.it.handle("beat", late | {"index": index}, ())
+    fleet.it.turn()
+    assert fleet.it.coordinator.state is State.RUNNING
+
+
+def test_a_lost_worker_costs_what_came_after_the_last_commit_and_the_phase_goes_on() -> None:
+    fleet = HistoryFleet()
+    fleet.to(State.RUNNING)
+    fleet.to(State.COMMITTING)
+    fleet.sessions[Key("worker", 1)] = 2
+    fleet.to_the_stream()
+    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.asked_for == 1
+    starts = [c["epoch"] for k, c in fleet.asked if k == Key("worker", 1) and c["kind"] == "start"]
+    assert [epoch["number"] for epoch in starts] == [1, 2]
+    assert starts[1]["units"] == [["samples/1", 10, 20], ["samples/3", 10, 20]]
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.COMMITTING, State.CLAIMING, State.RESTORING])
+def test_a_controller_that_is_restarted_goes_on_in_the_phase_that_the_commits_say(state: State) -> None:
+    first = HistoryFleet()
+    first.to(State.RUNNING)
+    for _ in range(60):
+        if first.it.coordinator.num_commits == 2 and first.it.coordinator.state is state:
+            break
+        first.turn()
+    second = HistoryFleet(store=first.store, end=999)
+    second.end = END  # what a worker would read; the range is not fixed again
+    second.to_the_stream()
+    assert second.asked_for == 0 and second.state == (1, False) and second.it.coordinator.num_commits == 0
+    assert kept(second.store)["historical"]["whole"] == [[f"samples/{p}", 0, END] for p in range(4)]
+
+
+def test_killed_between_the_last_commit_of_history_and_the_switch_it_restores_the_stream_s_workers_alone() -> None:
+    first = HistoryFleet(initial_workers=3)
+    first.to(State.RUNNING)
+    while first.it.coordinator.num_commits < 2:
+        first.turn()
+    assert kept(first.store)["workers"] == 3, "the switch is not claimed yet"
+    second = HistoryFleet(initial_workers=3, store=first.store).to_the_stream()
+    restored = {key for key, command in second.asked if command["kind"] == "restore" and key.role == "worker"}
+    assert restored == {Key("worker", 0)}
+
+
+def test_a_wish_of_scale_in_the_initial_phase_is_for_that_phase() -> None:
+    fleet = HistoryFleet(initial_workers=2, unit_records=5)
+    fleet.start_workers(4)
+    fleet.lazy = {Key("worker", n) for n in range(4)}
+    fleet.to(State.RUNNING)
+    assert fleet.scale(4) == {"workers": 4, "running": True, "why": ""}
+    assert fleet.state == (4, True)
+    again = HistoryFleet(initial_workers=2, store=fleet.store, unit_records=5)
+    again.start_workers(4)
+    again.lazy = set(fleet.lazy)
+    again.to(State.RUNNING)
+    assert again.state == (4, True), "it survives a restart of the controller"
+    again.lazy.clear()
+    again.to_the_stream()
+    assert again.state == (1, False) and again.it.status()["wanted_workers"] == 1
+    again.lazy = {Key("worker", n) for n in range(4)}
+    assert again.scale(3)["running"] is True
+    assert HistoryFleet(initial_workers=2, store=again.store, unit_records=5, num_workers=1).it is not None
+    assert kept(again.store)["workers"] == 3 and kept(again.store)["historical"]["over"] is True
+
+
+def test_other_settings_are_a_newer_wish_for_their_own_phase() -> None:
+    first = HistoryFleet(initial_workers=2)
+    first.to(State.RUNNING)
+    more = HistoryFleet(initial_workers=4, store=first.store)
+    more.lazy = {Key("worker", n) for n in range(4)}
+    more.to(State.RUNNING)
+    assert more.state == (4, True)
+    other = HistoryFleet(num_workers=3, initial_workers=4, store=first.store)
+    other.lazy = set(more.lazy)
+    other.to(State.RUNNING)
+    assert other.state == (4, True)
+    other.lazy.clear()
+    assert other.to_the_stream().state == (3, False)
+
+
+def test_without_the_setting_a_kept_range_is_forgotten() -> None:
+    first = HistoryFleet()
+    first.to(State.RUNNING)
+    second = Fleet(1, first.store).to(State.RUNNING)
+    assert kept(second.store) == {"workers": 1, "configured": 1}
+    assert not any("epoch" in command for _, command in second.asked)
+
+
+def test_a_stack_without_history_begins_with_the_stream() -> None:
+    fleet = HistoryFleet(end=0)
+    fleet.to(State.RUNNING)
+    assert fleet.state == (1, False) and fleet.it.coordinator.incarnation == 1
+
+
+def test_going_back_behind_the_switch_is_going_back_to_history() -> None:
+    first = HistoryFleet()
+    first.to(State.RUNNING)
+    first.to_the_stream()
+    assert first.state == (1, False)
+    discard_after(first.store, 1)
+    second = HistoryFleet(store=first.store)
+    second.to(State.RUNNING)
+    assert second.state == (2, True)
+    second.turn()
+    assert second.it.status()["initial"] == {"epoch": 2, "epochs": 2, "records": 80, "left": 40}
+    second.to_the_stream()
+    assert second.state == (1, False)
+
+
+def test_kafka_that_is_away_is_waited_for_before_anything_is_claimed() -> None:
+    fleet = HistoryFleet()
+    fleet.it.history = _away
+    for _ in range(3):
+        fleet.turn()
+    assert not fleet.store.list(manifests.INCARNATIONS)
+    fleet.it.history = fleet._history
+    fleet.to(State.RUNNING)
+    assert fleet.state == (2, True)
+
+
+def _away(committed: object) -> tuple[WorkUnit, ...]:
+    raise UnavailableError("Kafka is away")
+
+
+def test_a_commit_that_is_refused_at_the_end_of_an_epoch_is_not_tried_again_at_once() -> None:
+    fleet = HistoryFleet()
+    fleet.refusing = "freeze"
+    fleet.to(State.RUNNING)
+    for _ in range(12):
+        fleet.turn()
+    assert fleet.it.coordinator.num_aborts == 1
+    fleet.refusing = ""
+    for _ in range(40):
+        fleet.turn(1.0)
+    assert fleet.state == (1, False)
+
+
+def test_history_lies_between_what_is_committed_and_the_export_point() -> None:
+    bounds, committed = {0: (5, 50), 1: (0, 30), 2: (7, 7), 3: (0, 9)}, {0: 20, 1: 0, 3: 8}
+    assert [*historical_range(bounds, committed, {1: 12, 3: 4})] == [
+        WorkUnit("samples/0", 20, 50),
+        WorkUnit("samples/1", 0, 12),
+        WorkUnit("samples/2", 7, 7),
+        WorkUnit("samples/3", 8, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    "left", [None, 3, {}, {"whole": 4, "over": False}, {"whole": [["a", 2, 1]], "over": 0}, {"whole": [[1]]}]
+)
+def test_what_is_no_range_is_none(left: object) -> None:
+    assert Historical.of(left) is None
+
+
+def test_a_wish_comes_back_as_it_was_kept() -> None:
+    wish = Wish(3, 2, None, Historical((WorkUnit("samples/0", 1, 5),), True))
+    body = json.loads(json.dumps(wish.body()))
+    assert Historical.of(body["historical"]) == wish.historical

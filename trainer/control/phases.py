@@ -1,0 +1,131 @@
+"""History first, by more workers in larger batches, then the stream: which of the two an incarnation is for.
+
+    initial ──► at the export point everything is committed, nobody goes on ──► the next incarnation: stream
+
+The historical range is fixed when the phase begins, and kept in the file that claims an incarnation, as wishes and holds are.
+Which phase it is follows from that range and the committed offsets, so no second record can say otherwise, whoever dies when, and
+who goes back to an older commit is in the phase that it was made in. Kurian et al., *Scalable Machine Learning Training
+Infrastructure for Online Ads Recommendation*, §III: initial and caught-up training, epochs that end with a commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from runtime.kafka.topics import SAMPLES
+from runtime.manifest import Restorable
+from runtime.work_unit import STREAM, WorkUnit, source_of
+from trainer.control.protocol import Facts, Historical, Hold, Key, Wish
+from trainer.control.roster import Roster
+from trainer.control.units import HandOut
+
+
+class Phases:
+    """Of one controller; without `initial_workers` in its facts there is the stream alone, and nothing is told of phases."""
+
+    def __init__(self, facts: Facts, roster: Roster) -> None:
+        self.facts, self.roster = facts, roster
+        self._hand_out: HandOut | None = None
+        self._began_initial = False
+
+    # Which phase
+
+    @property
+    def is_initial(self) -> bool:
+        """Some of the historical range isn't committed."""
+        return self._hand_out is not None and not self._hand_out.is_over
+
+    @property
+    def switches(self) -> bool:
+        """The incarnation was for history, and all of that is committed: nobody goes on."""
+        return self._began_initial and not self.is_initial
+
+    def begun(self, wish: Wish | None, last: Restorable | None) -> int | None:
+        """An incarnation is claimed for `wish`, from `last`; the number of its workers (None: as wanted). A wish that was made in
+        the other phase says nothing of this one."""
+        historical = wish.historical if wish else None
+        self._hand_out = HandOut(historical.whole, self.facts.unit_records) if historical else None
+        self.committed(last)
+        self._began_initial = self.is_initial
+        if wish is None or historical is None or historical.over != self.is_initial:
+            return wish.workers if wish else None
+        return self._configured
+
+    def committed(self, last: Restorable | None) -> None:
+        """This is what is committed now."""
+        if self._hand_out is not None:
+            offsets = last.manifest.offsets if last else {}
+            self._hand_out.committed({source_of(partition): at for partition, at in offsets.items()})
+
+    # Wishes
+
+    def kept(self, kept: Mapping[str, Any], begin: Callable[[], Sequence[WorkUnit]]) -> Wish:
+        """What the incarnation before this controller was claimed for; the number of workers only if the settings are as they
+        were. `begin` fixes the historical range where none is kept."""
+        historical = (Historical.of(kept.get("historical")) or Historical(tuple(begin()), False)) if self._is_on else None
+        configured = self.facts.num_workers if historical is None or historical.over else self.facts.initial_workers
+        is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
+        return Wish(int(kept["workers"]) if is_newest else configured, configured, Hold.of(kept.get("hold")), historical)
+
+    def wish(self, hold: Hold | None) -> Wish:
+        """What the next incarnation is claimed for. At the switch the number of workers is the settings': whoever asked for
+        another one in the initial phase asked for that phase."""
+        if self._hand_out is None:
+            return Wish(self.roster.next_count, self.facts.num_workers, hold)
+        if self.switches:
+            self.roster.want(self._configured)
+        count = self._configured if self.switches else self.roster.next_count
+        whole = tuple(self._hand_out.whole.values())
+        return Wish(count, self._configured, hold, Historical(whole, over=not self.is_initial))
+
+    # Units
+
+    def told(self, key: Key) -> dict[str, Any]:
+        """What START and COMMIT tell a worker beside the rest: how far it may read."""
+        if self._hand_out is None:
+            return {}
+        its = (source_of((SAMPLES, number)) for number in self.roster.restore_of(key)["partitions"])
+        return {"epoch": (self._hand_out.epoch(its) if self._began_initial else STREAM).plain()}
+
+    def is_trained(self, incarnation: int) -> bool:
+        """Every worker's units are: a commit is due, and until it comes nobody has anything to do."""
+        return self.is_initial and all(self._has_trained(key, incarnation) for key in self.roster.workers)
+
+    def _has_trained(self, key: Key, incarnation: int) -> bool:
+        member = self.roster.members.get(key)
+        assert self._hand_out is not None
+        return (
+            member is not None
+            and member.incarnation == incarnation
+            and member.report.get("epoch_trained") == self._hand_out.number
+        )
+
+    def progress(self) -> dict[str, Any] | None:
+        """Plain values for `status`; None where there is no initial phase."""
+        it = self._hand_out
+        if it is None or not self.is_initial:
+            return None
+        return {"epoch": it.number, "epochs": it.num_epochs, "records": it.num_records, "left": it.num_left}
+
+    def why(self) -> str:
+        """Why nobody goes on after a commit, "" = another reason."""
+        return f"history is trained up to its export point; {self._configured} go on with the stream" if self.switches else ""
+
+    @property
+    def _is_on(self) -> bool:
+        return self.facts.initial_workers > 0
+
+    @property
+    def _configured(self) -> int:
+        return self.facts.initial_workers if self.is_initial else self.facts.num_workers
+
+
+def historical_range(
+    bounds: Mapping[int, tuple[int, int]], committed: Mapping[int, int], export: Mapping[int, int]
+) -> Iterable[WorkUnit]:
+    """By partition of `samples`: from what is committed, or the oldest record that is there, to the export point: what is chosen
+    in `export`, else the end of now. `bounds`: (oldest, end)."""
+    for number, (oldest, end) in sorted(bounds.items()):
+        begin = max(committed.get(number, oldest), oldest)
+        yield WorkUnit(source_of((SAMPLES, number)), begin, max(export.get(number, end), begin))
