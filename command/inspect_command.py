@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from command.status_table import Row, clock, render_rows
 from roo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from command.status_table import Row
 
 
 @click.group()
@@ -36,6 +38,7 @@ def batch_command(file: Path, as_json: bool) -> None:
     from rich.console import Console
 
     from command.batch_inspection import inspected
+    from command.status_table import render_rows
     from trainer.saved_batch import decode
 
     try:
@@ -53,6 +56,8 @@ def batch_command(file: Path, as_json: bool) -> None:
 
 def rows(told: Mapping[str, Any]) -> Iterator[Row]:
     """Of `inspected`, for people: why first, then from where, then what."""
+    from command.status_table import clock
+
     yield "why", told["reason"]
     for finding in told["findings"]:
         yield "not finite", finding

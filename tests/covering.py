@@ -38,15 +38,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
 class Covering:
     """The tests of one room, run once and measured."""
 
-    def __init__(self, home: Path, room: str, data: Path) -> None:
-        """Raises SystemExit: a test fails, or there is none."""
+    def __init__(self, home: Path, room: str, data: Path, *, measure: bool = True) -> None:
+        """`measure`: False where `data` is that of an earlier run. Raises SystemExit: a test fails, or there is none."""
+        self._home, self._data = home, data
+        if measure:
+            self._measure(room)
+
+    def _measure(self, room: str) -> None:
+        home, data = self._home, self._data
         env = os.environ | {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        measure = [sys.executable, "-m", "coverage", "run", "--rcfile", os.devnull, "--data-file", str(data), "--source", room]
+        run = [sys.executable, "-m", "coverage", "run", "--rcfile", os.devnull, "--data-file", str(data), "--source", room]
         ask = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "tests.covering", "-m", USUAL, f"tests/{room}"]
-        ran = subprocess.run([*measure, *ask], cwd=home, env=env, capture_output=True, text=True)
+        ran = subprocess.run([*run, *ask], cwd=home, env=env, capture_output=True, text=True)
         if ran.returncode != 0:
             raise SystemExit(f"tests/{room} fail without any change; mend that first\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
-        self._home, self._data = home, data
 
     def tests_of(self, file: str, lines: range) -> list[str] | None:
         """Those that run any of these lines; None if importing the module does, so that all tests depend on them."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import hashlib
 import json
 import os
 import random
@@ -216,6 +218,42 @@ class Copy:
         return ran.returncode == 0
 
 
+def fingerprint() -> str:
+    """Of every file that the copies have."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    digest = hashlib.sha256()
+    for name in filter(None, names.split("\0")):
+        digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def measured(home: Path, rooms: list[str], folder: Path) -> dict[str, Covering]:
+    """What each room's tests run, of this tree; what an earlier run left in `folder` is used again."""
+    tree, found = fingerprint(), {}
+    for room in rooms:
+        data, done = folder / f"{room}-{tree}.coverage", folder / f"{room}-{tree}.done"
+        found[room] = Covering(home, room, data, measure=not done.exists())
+        done.touch()
+    return found
+
+
+class Outcomes:
+    """What became of each mutant, written down after each; one that an earlier run killed is not tried again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self.survived: dict[Mutant, bool] = {}
+        for entry in json.loads(path.read_text()) if path and path.exists() else []:
+            survived = entry.pop("survived")
+            self.survived[Mutant(**entry)] = survived
+
+    def add(self, mutant: Mutant, survived: bool) -> None:
+        with self._lock:
+            self.survived[mutant] = survived
+            if self._path:
+                self._path.write_text(json.dumps([asdict(m) | {"survived": s} for m, s in self.survived.items()], indent=1))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
@@ -223,40 +261,40 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="files whose path begins so")
     parser.add_argument("--least", type=float, default=0.95, help="share that has to be killed")
-    parser.add_argument("--json", type=Path, help="where the outcome of each goes")
+    parser.add_argument("--json", type=Path, help="where the outcome of each goes; those killed there are not tried again")
+    parser.add_argument("--home", type=Path, help="where copies and measurements lie and stay, for another run; else nowhere")
     options = parser.parse_args()
     files = [f"{room}/{stem}.py" for room, stems in CORE.items() for stem in stems]
     pool = [mutant for file in files if file.startswith(options.only) for mutant in mutants_of(file)]
     chosen = random.Random(options.seed).sample(pool, min(options.count, len(pool)))
     print(f"{len(chosen)} of {len(pool)} changes, seed {options.seed}", flush=True)
-    outcomes: list[tuple[Mutant, bool]] = []
-    known = explained()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        ready = [Copy(Path(folder) / str(n)) for n in range(options.jobs)]
+    outcomes, known = Outcomes(options.json), explained()
+    left = [mutant for mutant in chosen if outcomes.survived.get(mutant, True)]
+    with contextlib.ExitStack() as stack:
+        folder = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-")))
+        ready = [Copy(folder.resolve() / str(n)) for n in range(options.jobs)]
         taken, own = iter(ready), threading.local()
-        rooms = sorted({mutant.file.split("/")[0] for mutant in chosen})
+        rooms = sorted({mutant.file.split("/")[0] for mutant in left})
         began = time.monotonic()
-        covering = {room: Covering(ready[0].home, room, Path(folder) / f"{room}.coverage") for room in rooms}
-        limit_s = 60 + 2 * (time.monotonic() - began)
+        covering = measured(ready[0].home, rooms, folder)
+        limit_s = 600 + 2 * (time.monotonic() - began)
 
         def one(mutant: Mutant) -> None:
             if not hasattr(own, "copy"):
                 own.copy = next(taken)
             survived = own.copy.survives(mutant, covering[mutant.file.split("/")[0]], limit_s)
-            outcomes.append((mutant, survived))
+            outcomes.add(mutant, survived)
             if survived:
                 why = known.get(place_of(mutant), "")
                 said = f"explained, {why}" if why else "survived"
                 print(f"{said}: {mutant.file}:{mutant.line}: {mutant.was}  →  {mutant.now}", flush=True)
 
         with ThreadPoolExecutor(options.jobs) as crew:
-            list(crew.map(one, chosen))
-    num_killed = sum(not survived for _, survived in outcomes)
-    num_explained = sum(survived and place_of(mutant) in known for mutant, survived in outcomes)
-    print(f"{num_killed} of {len(outcomes)} killed, {num_explained} explained")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(m) | {"survived": s} for m, s in outcomes], indent=1))
-    return 0 if num_killed >= options.least * (len(outcomes) - num_explained) else 1
+            list(crew.map(one, left))
+    num_killed = sum(not outcomes.survived[mutant] for mutant in chosen)
+    num_explained = sum(outcomes.survived[mutant] and place_of(mutant) in known for mutant in chosen)
+    print(f"{num_killed} of {len(chosen)} killed, {num_explained} explained")
+    return 0 if num_killed >= options.least * (len(chosen) - num_explained) else 1
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tests.contract.house import ROOT
 from tests.models.model_cases import make_batch
 from trainer.control.controller_program import _SHOWN as CONTROLLER
 from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.drift import LABELS as DRIFT
+from trainer.monitoring.drift_report import LABELS as DRIFT
 from trainer.monitoring.monitor import LABELS
 from trainer.monitoring.quality_gauges import quality_gauges
 from trainer.monitoring.slices import MOST_SLICES, slicers

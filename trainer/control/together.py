@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.monitoring.caught_up import Liveness
-from trainer.monitoring.cells import pooled_numbers
-from trainer.monitoring.drift import worst
+from trainer.monitoring.cells import LIVE, SHADOW, pooled_numbers
+from trainer.monitoring.drift_report import worst
 from trainer.monitoring.quality import pooled
-from trainer.monitoring.windowed import LIVE, SHADOW
 
 _RANK = {str(state): rank for rank, state in enumerate(Liveness)}
 

@@ -16,6 +16,7 @@ import numpy as np
 
 STEPS = 64
 SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "base_log_loss")
+SHADOW, LIVE = "shadow", "live"  # what is told of: the frozen copy, and the model in training on the same candidates
 _WIDEST = 8.0  # log odds beyond which all scores share a step
 _EPSILON = 1e-12
 

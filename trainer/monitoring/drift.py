@@ -15,7 +15,7 @@ Letters: R requests, B candidates, N rows of a side, F features, H bins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,6 @@ WINDOW_CANDIDATES = 4096
 MOST_FEATURES = 64  # the first of the schema; the others are not watched
 MOST_TABLES = 16
 BINS = 64
-LABELS = {
-    **dict.fromkeys(("coverage", "coverage_before", "psi", "lengths"), "feature"),
-    **dict.fromkeys(("base_rate", "base_rate_before"), "task"),
-    "new_ids": "table",
-}
-"""What each part of a report is by."""
-
-_BY_FEATURE = ("coverage", "coverage_before", "psi", "lengths")
 _FADE = 0.9
 _BITS = 19
 _FULL = 1 << (_BITS - 4)  # ids in a bitmap, at which a new one begins
@@ -50,35 +42,6 @@ def _mixed(id_U: np.ndarray) -> np.ndarray:
     x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
     return mixed_U
-
-
-def worst(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Those of several workers as one: of each feature the report with the larger psi, of each task the base rate that moved
-    furthest, of each table the larger share of new ids. {} where nobody tells."""
-    told = [report for report in reports if report]
-    out: dict[str, Any] = {name: {} for name in LABELS} if told else {}
-    for feature in dict.fromkeys(name for report in told for name in report["psi"]):
-        at = max((r for r in told if feature in r["psi"]), key=lambda r: r["psi"][feature])
-        for name in _BY_FEATURE:
-            if feature in at[name]:
-                out[name][feature] = at[name][feature]
-    for task in dict.fromkeys(name for report in told for name in report["base_rate"]):
-        at = max(
-            (r for r in told if task in r["base_rate"]), key=lambda r: _moved(r["base_rate"][task], r["base_rate_before"][task])
-        )
-        for name in ("base_rate", "base_rate_before"):
-            out[name][task] = at[name][task]
-    for report in told:
-        for table, share in report["new_ids"].items():
-            out["new_ids"][table] = max(share, out["new_ids"].get(table, 0.0))
-    return out
-
-
-def _moved(rate: float | None, before: float | None) -> float:
-    """How far, as a ratio's logarithm; -1 where either isn't known."""
-    if rate is None or before is None:
-        return -1.0
-    return abs(float(np.log(max(rate, 1e-9) / max(before, 1e-9))))
 
 
 class Histograms:

@@ -8,8 +8,8 @@ from typing import Any
 from runtime.clock import Clock
 from runtime.exports import one_of
 from trainer.monitoring.caught_up import CaughtUp, Course, Liveness, Observation, Standing
-from trainer.monitoring.drift import LABELS as DRIFT_LABELS
 from trainer.monitoring.drift import Drift
+from trainer.monitoring.drift_report import LABELS as DRIFT_LABELS
 from trainer.monitoring.partition_watch import Patience
 from trainer.monitoring.quality import QUALITY, summary
 from trainer.monitoring.quality_gauges import QUALITY_LABELS, quality_gauges

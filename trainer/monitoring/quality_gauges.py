@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.monitoring.windowed import LIVE, SHADOW, SLICE_WINDOW
+from trainer.monitoring.cells import LIVE, SHADOW
+from trainer.monitoring.windowed import SLICE_WINDOW
 
 _OF_WINDOW = ("candidates", "base_rate", "ne", "ne_online", "auc", "calibration")
 _OF_SLICE = ("candidates", "ne", "auc", "calibration")

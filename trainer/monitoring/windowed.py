@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from roo.batch import Batch
-from trainer.monitoring.cells import Cells, Key, Losses
+from trainer.monitoring.cells import LIVE, SHADOW, Cells, Key, Losses
 from trainer.monitoring.slices import OTHER, Slicer
 
 WINDOWS_MS = {"1h": 3_600_000, "1d": 86_400_000}
@@ -25,7 +25,6 @@ PARTS = 4  # of a window; it is between one and 1 + 1 / PARTS long
 SLICE_WINDOW = "1h"
 MOST_VALUES = 12  # of a slice, by name; the first that come; the rest as "other"
 _FROZEN = "(frozen)"
-SHADOW, LIVE = "shadow", "live"  # the frozen copy, and the model in training on the same candidates
 
 
 class Windowed:
