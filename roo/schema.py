@@ -129,6 +129,11 @@ class Label(Settings):
         """How much there was counts, not only whether."""
         return self.objective in ("weighted", "amount")
 
+    @property
+    def amount_scale(self) -> float:
+        """Of an amount; 0 = it is none."""
+        return self.scale if self.objective == "amount" else 0.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform(Settings):

@@ -102,7 +102,7 @@ class Partitions:
         """`score_BT`: probabilities, of before these labels were used; `shadow_BT`: those of a frozen copy."""
         place_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, place_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
-        scale_T = [label.scale if label.objective == "amount" else 0.0 for label in batch.schema.labels]
+        scale_T = [label.amount_scale for label in batch.schema.labels]
         for partition, row_M in rows_by_partition(batch).items():
             of_R = np.zeros(batch.num_requests, dtype=np.bool_)
             of_R[row_M] = True

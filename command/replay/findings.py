@@ -20,7 +20,7 @@ class Findings:
     """Feed every record, each partition in its order. 8 bytes of memory a sample and more for exact AUC."""
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
-        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms)
+        self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, [label.amount_scale for label in schema.labels])
         self.baselines = Baselines(schema, measure_from_ms)
         self._sampled: set[int] = set()
         self._corrected: Counter[str] = Counter()

@@ -20,7 +20,9 @@ _FIRST_STRETCH, _MOST_POINTS = 32, 40
 class PredictionMetrics:
     """Feed any records; predictions count, each sample id once (the first). 8 bytes of memory an id and more for exact AUC."""
 
-    def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0) -> None:
+    def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0, scale_T: Sequence[float] = ()) -> None:
+        """`scale_T`: as `Metrics.update`."""
+        self._scale_T = scale_T
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
         self._curve = Curve(tasks)
         self._num_tasks = len(tasks)
@@ -58,7 +60,7 @@ class PredictionMetrics:
         )
         index_B = np.repeat(np.arange(len(waiting)), counts_R)
         time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
-        self._daily.update(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R)
+        self._daily.update(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R, self._scale_T)
         self._curve.update(score_BT, label_BT, index_B, time_ms_R)
 
 

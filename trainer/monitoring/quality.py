@@ -60,14 +60,11 @@ class TaskMetrics:
         )
         self._scores.add(score_B, positive_B, weight_B)
         if scale:
-            self.scale = scale
             expected_B = np.expm1(score_B.astype(np.float64) * np.log1p(scale))
-            self.absolute_error += float((weight_B * np.abs(expected_B - np.clip(label_B, 0, scale))).sum())
+            self.add(absolute_error=(weight_B * np.abs(expected_B - np.clip(label_B, 0, scale))).sum(), scale=scale)
 
     def merge(self, other: TaskMetrics) -> None:
-        self.add(**other.sums)
-        self.absolute_error += other.absolute_error
-        self.scale = self.scale or other.scale
+        self.add(**other.sums, **other.amount())
         self._scores.merge(other._scores)
 
     def report(self) -> Report:
@@ -96,7 +93,13 @@ class TaskMetrics:
         self.absolute_error, self.scale = state.get("amount", np.zeros(2)).tolist()
         self._scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
-    def add(self, **sums: float) -> None:
+    def amount(self) -> dict[str, float]:
+        """Its errors and its scale; {} of an event."""
+        return {"absolute_error": self.absolute_error, "scale": self.scale} if self.scale else {}
+
+    def add(self, absolute_error: float = 0.0, scale: float = 0.0, **sums: float) -> None:
+        self.absolute_error += float(absolute_error)
+        self.scale = self.scale or float(scale)
         for name, value in sums.items():
             self.sums[name] += float(value)
 
@@ -150,7 +153,7 @@ class Metrics:
 
     def sums(self) -> dict[str, dict[str, float]]:
         """Task → the sums behind its numbers, for `pooled`."""
-        return {name: dict(task.sums) for name, task in self._tasks.items()}
+        return {name: {**task.sums, **task.amount()} for name, task in self._tasks.items()}
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays that `load` takes back; names are stable."""
@@ -170,7 +173,8 @@ class Metrics:
 
 def summary(report: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a report that beats and manifests carry."""
-    tasks = {task: {name: values[name] for name in ("candidates", *QUALITY)} for task, values in report["tasks"].items()}
+    names = ("candidates", *QUALITY, "mae")
+    tasks = {task: {name: values[name] for name in names if name in values} for task, values in report["tasks"].items()}
     return {**{name: report[name] for name in ("requests", "candidates", *QUALITY)}, "tasks": tasks}
 
 
@@ -205,12 +209,14 @@ class DailyMetrics:
         weight_BT: np.ndarray,
         request_index_B: np.ndarray,
         time_ms_R: np.ndarray,
+        scale_T: Sequence[float] = (),
     ) -> None:
         """As `Metrics.update`."""
 
         def count(metrics: Metrics, kept_R: np.ndarray) -> None:
             kept_B = kept_R[request_index_B]
-            metrics.update(score_BT[kept_B], label_BT[kept_B], weight_BT[kept_B], request_index_B[kept_B], time_ms_R[kept_R])
+            of_B = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
+            metrics.update(*of_B, time_ms_R[kept_R], scale_T)
 
         count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
         count(self._measured, time_ms_R >= self._measure_from_ms)

@@ -39,3 +39,17 @@ def test_many_requests_are_counted_in_batches_as_one_by_one() -> None:
     overall = metrics.report()["overall"]
     assert overall["requests"] == 1200 and overall["candidates"] == 3600
     assert overall["tasks"]["click"]["base_rate"] == pytest.approx(1 / 3) and overall["tasks"]["long_read"]["base_rate"] == 0
+
+
+def test_of_an_amount_the_error_in_its_own_unit_is_told_overall_and_by_day() -> None:
+    metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
+    message = pb.Prediction(
+        sample_id=1, item_ids=[1, 2], scores=[0.5, 0.25, 0.5, 0.75], labels=[1.0, 20.0, 0.0, 100.0], time_ms=DAY
+    )
+    metrics.add(Record("predictions", 0, 0, DAY, b"", wire.encode(wire.PREDICTION, message)))
+    report = metrics.report()
+    told = (61**0.25 - 1, 61**0.75 - 1)
+    overall = report["overall"]
+    assert isinstance(overall, dict)
+    assert overall["tasks"]["read_s"]["mae"] == pytest.approx((abs(told[0] - 20) + abs(told[1] - 60)) / 2, rel=1e-6)
+    assert "mae" not in overall["tasks"]["click"]

@@ -214,6 +214,8 @@ def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_kept() -> Non
     parts[1].merge(parts[0])
     parts[2].load(parts[1].state())
     assert parts[2].report()["mae"] == pytest.approx(expected)
+    told = [{**summary(part.report()), "sums": part.sums()} for part in (metrics, parts[1])]
+    assert pooled(told)["tasks"]["read_s"]["mae"] == pytest.approx(expected)
     assert "mae" not in counted(draw(3)).report() and "click.amount" not in counted(draw(3)).state(), "of an event there is none"
 
 
