@@ -215,8 +215,8 @@ class DailyMetrics:
 
         def count(metrics: Metrics, kept_R: np.ndarray) -> None:
             kept_B = kept_R[request_index_B]
-            of_B = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
-            metrics.update(*of_B, time_ms_R[kept_R], scale_T)
+            score, label, weight, index = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
+            metrics.update(score, label, weight, index, time_ms_R[kept_R], scale_T)
 
         count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
         count(self._measured, time_ms_R >= self._measure_from_ms)

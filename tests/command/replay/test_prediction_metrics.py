@@ -43,10 +43,7 @@ def test_many_requests_are_counted_in_batches_as_one_by_one() -> None:
 
 def test_of_an_amount_the_error_in_its_own_unit_is_told_overall_and_by_day() -> None:
     metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
-    message = pb.Prediction(
-        sample_id=1, item_ids=[1, 2], scores=[0.5, 0.25, 0.5, 0.75], labels=[1.0, 20.0, 0.0, 100.0], time_ms=DAY
-    )
-    metrics.add(Record("predictions", 0, 0, DAY, b"", wire.encode(wire.PREDICTION, message)))
+    metrics.add(prediction(1, DAY, [0.5, 0.25, 0.5, 0.75], [1, 20, 0, 100], tasks=2))
     report = metrics.report()
     told = (61**0.25 - 1, 61**0.75 - 1)
     overall = report["overall"]
