@@ -93,9 +93,13 @@ class IdleWatch:
         self.controller, self.lookout, self.idle, self.clock = controller, lookout, idle, clock
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`."""
+        """Until `stop`. A look that fails by a defect ends the hold: nobody else would."""
         while not stop.wait(LOOK_S):
-            self.look()
+            try:
+                self.look()
+            except Exception:
+                log.exception("whether there is something to train can't be found out: workers are not released")
+                self.controller.end_idle()
 
     def look(self) -> Advice:
         """Once."""

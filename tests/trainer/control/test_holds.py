@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -413,3 +414,28 @@ def test_a_stream_that_pauses_releases_the_workers_and_calls_them_back() -> None
     assert 5 <= seconds_until(State.GATHERING) <= 8
     fleet.start_again(WORKER)
     seconds_until(State.RUNNING)
+
+
+def test_a_lookout_that_fails_keeps_no_worker_away() -> None:
+    class Blind:
+        def look(self, committed: Progress) -> Unread | None:
+            stop.set()
+            raise ValueError("a defect")
+
+    fleet, stop = HeldFleet(idle=True).held_idle(), Ended()
+    IdleWatch(fleet.it, Blind(), Idle(IdleRule(hold_s=20)), fleet.clock).run(stop)  # type: ignore[arg-type]
+    assert fleet.to(State.GATHERING).it.status()["holds"] == []
+
+
+class Ended(threading.Event):
+    """Waits for nobody."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def test_a_controller_that_dies_while_all_finish_for_a_hold_leaves_training_as_it_was() -> None:
+    first = HeldFleet(idle=True).committed(5)
+    assert first.it.hold_idle(QUIET) and first.it.coordinator.state is State.CUTTING
+    second = HeldFleet(1, first.store, idle=True).to(State.RUNNING)
+    assert second.it.status()["holds"] == []
