@@ -61,9 +61,9 @@ class Merge:
         `closed` now has no say, and gives nothing."""
         out: list[Record] = []
         while len(out) < max_records:
-            have_say = [(n, p, b) for n, (p, b) in enumerate(self._buffers.items()) if closed is None or not closed(p)]
-            heads = [(b[0].timestamp_ms, n, p) for n, p, b in have_say if b]
-            if not heads or any(not b and not self._at_end[p] for _, p, b in have_say):
+            have_say = {p: b for p, b in self._buffers.items() if not closed(p)} if closed else self._buffers
+            heads = [(b[0].timestamp_ms, n, p) for n, (p, b) in enumerate(have_say.items()) if b]
+            if not heads or any(not b and not self._at_end[p] for p, b in have_say.items()):
                 break
             out.append(self._pop(min(heads)[2]))
         return out

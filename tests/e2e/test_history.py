@@ -1,0 +1,99 @@
+"""History first, on real Kafka: more workers up to the export point, then one, with a controller killed on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.options import StackOptions
+from infra.stack import Stack
+from roo.errors import UnavailableError
+from roo.schema_file import load_schema
+from runtime.kafka import clients
+from runtime.kafka.broker import Broker
+from runtime.kafka.topics import SAMPLES, name_of
+from runtime.rpc_client import SocketTransport
+from tests.e2e.loop_stack import applied, newest, wait_until
+from tests.trainer import samples
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+SCHEMA = """
+[tables.user]
+dim = 2
+[tables.item]
+dim = 4
+rule = "rowwise_adagrad"
+[[ro]]
+name = "user"
+kind = "ids"
+table = "user"
+[[ro]]
+name = "hour"
+kind = "float"
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+[[nro]]
+name = "age"
+kind = "float"
+[[label]]
+name = "click"
+action = "click"
+fold = "any"
+"""
+HISTORY, MORE = range(1, 2001), range(2001, 2201)
+
+
+def produce(stack: Stack, numbers: range, *, transaction: str = "") -> None:
+    """To the partition of each number; a transaction leaves a marker behind its last record."""
+    name = {"transactional_id": transaction, "delivery_timeout_ms": 20_000, "transaction_timeout_ms": 60_000}
+    client = clients.producer(Broker(stack.endpoints.kafka), **(name if transaction else {}))  # type: ignore[arg-type]
+    if transaction:
+        client.init_transactions(20)
+        client.begin_transaction()
+    for number in numbers:
+        time_ms, key = samples.T0 + number * 1000 + 500, number.to_bytes(8, "little")
+        topic = name_of(stack.prefix, SAMPLES)
+        clients.send(client, topic, key=key, value=samples.sample(number), timestamp_ms=time_ms, partition=number % 4)
+    assert client.flush(30) == 0
+    if transaction:
+        client.commit_transaction(20)
+
+
+def told(stack: Stack) -> dict[str, Any]:
+    """What the controller tells, if it does."""
+    transport = SocketTransport(stack.endpoints.controller)
+    try:
+        return dict(transport.call("status", {}, timeout_s=2.0)[0])
+    except UnavailableError:
+        return {}
+    finally:
+        transport.close()
+
+
+def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.toml"
+    schema.write_text(SCHEMA, encoding="utf-8")
+    assert load_schema(schema).fingerprint == samples.schema().fingerprint
+    overrides = {
+        "controller": {"initial_workers": 2, "unit_records": 100, "commit_interval_ms": 2_000},
+        "worker": {"initial_batch_requests": 32, "batch_requests": 8, "first_batch_requests": 8, "batch_growth_requests": 4},
+    }
+    with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
+        stack.start(["kafka"])
+        stack.wait_ready("kafka", timeout_s=180)
+        produce(stack, HISTORY, transaction="history")
+        stack.start(["shards", "controller", "worker"])
+        wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
+        assert (told(stack)["workers"], told(stack)["initial"]["records"]) == (2, len(HISTORY) + 4), "with the markers"
+        stack.kill("controller")
+        produce(stack, MORE)
+        status = wait_until("the stream", lambda: (s := told(stack)) and s["seq"] and not s["initial"] and s, 180)
+        wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 120)
+        last = newest(stack)
+        assert last is not None and len(last.workers) == 1 and status["wanted_workers"] == 1
+        wait_until("the second worker's end", lambda: stack.state("worker-1") == "stopped", 60)
+        assert applied(stack) == len(HISTORY) + len(MORE)
