@@ -7,8 +7,10 @@ local`, all other names left out.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
 from runtime.scrape import Scraped
+from runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -37,11 +40,12 @@ _MS = {"engagement_to_close": 19_500, "close_to_readable": 1900, "readable_to_tr
 class ReplayedRun:
     """`step` makes the next ten seconds pass; `serve` shows the page on a port."""
 
-    def __init__(self, step_s: float = STEP_S) -> None:
+    def __init__(self, step_s: float = STEP_S, history: Sequence[WorkUnit] = ()) -> None:
         self.step_s = step_s
         self.clock = FakeClock(1_800_000_000_000)
         self.run = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-        self.controller = Controller(Coordinator(FACTS), MemoryStore(), self.clock, hold_s=0.0)
+        facts = dataclasses.replace(FACTS, initial_workers=1 if history else 0)
+        self.controller = Controller(Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, hold_s=0.0)
         self.neighbours = Neighbours(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runtime.work_unit import WorkUnit
 from tests.browser import chromium
 from tests.browser.replayed_run import ReplayedRun
 
@@ -114,6 +115,15 @@ def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> No
     page.wait(f"document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > {points + 2}")
     assert page.tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Partitions of the training input"
     assert "Not known" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
+
+
+def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
+    run = ReplayedRun(history=[WorkUnit("samples/0", 0, 40), WorkUnit("samples/1", 0, 10)])
+    for _ in range(6):
+        run.step(watch=run.watch(20, "initial"))
+    page = opened(run)
+    assert page.text("h1") == "Training history"
+    assert "22 % of 50 historical samples committed, epoch 1 of 1" in page.text("#state-more"), "5 and 6 offsets"
 
 
 def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_values(opened: Any) -> None:
