@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -14,13 +15,21 @@ from trainer.batches import Chunk
 from trainer.feed import part_of
 from trainer.loop import TrainLoop
 
+log = logging.getLogger("roostream.worker")
+
 MOST_FINDINGS = 40
 
 
 def diagnosis(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
     """As far as it can be known now: pulls the chunk's rows and goes forward and back once. Weights stay as they are, gradients
-    don't: the loop must be restored before it trains again."""
-    return tuple(islice(_findings(loop, chunk), MOST_FINDINGS))
+    don't: the loop must be restored before it trains again. Never raises: what it is asked about is in disorder."""
+    found: list[str] = []
+    try:
+        found.extend(islice(_findings(loop, chunk), MOST_FINDINGS))
+    except Exception as error:
+        log.exception("what is not finite can't be found out")
+        found.append(f"the rest could not be found out: {error!r:.300}")
+    return tuple(found)
 
 
 def _findings(loop: TrainLoop, chunk: Chunk) -> Iterator[str]:
