@@ -14,7 +14,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a stack come first and, side by side (`-n 2`), stay with one process: two stacks are too much for two cores."""
+    """Those that start a stack come first and, side by side (`-n 2`), stay with one process: two stacks are too much for two
+    cores."""
     for item in items:
         if item.get_closest_marker("e2e"):
             item.add_marker(pytest.mark.xdist_group("stack"))
