@@ -81,7 +81,7 @@ def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> Candidate
                     requests=slice(first, first + len(request_G)),
                     slots=slice(base, base + mask_GK.size),
                     shape_GK=(mask_GK.shape[0], mask_GK.shape[1]),
-                    mask_GK=None if mask_GK.all() else torch.from_numpy(mask_GK).to(device),
+                    mask_GK=None if mask_GK.all() else placed(mask_GK, device),
                 )
             )
             orders.append(request_G)
@@ -92,10 +92,18 @@ def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> Candidate
     return CandidateGroups(
         groups=tuple(groups),
         request_order=np.concatenate(orders),
-        slot_B=torch.from_numpy(slot_B).to(device),
-        candidate_S=torch.from_numpy(candidate_S).to(device),
+        slot_B=placed(slot_B, device),
+        candidate_S=placed(candidate_S, device),
         num_slots=base,
     )
+
+
+def placed(array: np.ndarray, device: str | torch.device) -> Tensor:
+    """On the device; nobody waits for a copy to it."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _square(lengths_G: np.ndarray, starts_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.candidate_groups import CandidateGroups, build_groups
+from models.candidate_groups import CandidateGroups, build_groups, placed
 from models.inputs import BUCKET_MS
 
 
@@ -66,10 +66,10 @@ def build_jagged_targets(
         next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
         columns += [gap_S, next_S]
     groups = build_groups(tokens_R, str(device))
-    facts_SC = groups.pad(torch.from_numpy(np.stack(columns, axis=1).astype(np.int64)).to(device))
+    facts_SC = groups.pad(placed(np.stack(columns, axis=1).astype(np.int64), device))
     return JaggedTargets(
-        source_S=torch.from_numpy(source_S.astype(np.int64)).to(device),
-        token_B=torch.from_numpy(np.flatnonzero(is_target_S)).to(device),
+        source_S=placed(source_S.astype(np.int64), device),
+        token_B=placed(np.flatnonzero(is_target_S), device),
         groups=groups,
         pairs=tuple(_pairs(group.of_slots(facts_SC)) for group in groups.groups),
     )
@@ -91,5 +91,5 @@ def _pairs(facts_GNC: Tensor) -> Pairs:
 
 def _buckets(gap_ms: Tensor) -> Tensor:
     """As `models.inputs.time_buckets`."""
-    steps = torch.from_numpy(BUCKET_MS).to(gap_ms.device)
+    steps = placed(BUCKET_MS, gap_ms.device)
     return torch.bucketize(gap_ms.abs(), steps, right=True)

@@ -39,10 +39,11 @@ class ItemFloats(Part):
     def __init__(self, schema: Schema, names: tuple[str, ...]) -> None:
         super().__init__()
         self.width = len(names)
-        self._columns = [column_of(schema, name, "item_floats") for name in names]
+        columns = [column_of(schema, name, "item_floats") for name in names]
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
 
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
-        return inputs.nro_float_BG[:, self._columns]
+        return inputs.nro_float_BG.index_select(1, self.get_buffer("columns"))
 
 
 def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:

@@ -8,9 +8,13 @@ import torch
 
 from models.build import build_model
 from models.config import RankerConfig
-from models.inputs import build_inputs
+from models.inputs import Inputs, build_inputs
+from models.model import Targets
+from roo.batch import Batch
 from roo.lookup import build_lookup
+from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.models.model_checks import trained_model
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 
@@ -28,6 +32,43 @@ def test_the_forward_pass_asks_the_device_for_nothing(case: str) -> None:
     rows = {stack: torch.from_numpy(np.asarray(r)).to("meta") for stack, r in make_rows(schema, lookup).items()}
     model = build_model(schema, RankerConfig(), 0).to("meta")
     assert model(build_inputs(batch, lookup, rows, "meta")).shape == (5, len(schema.tasks))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_forward_pass_of_every_kind_asks_the_device_for_nothing(name: str) -> None:
+    schema = make_schema("everything")
+    model, batch = build_model(schema, CONFIGS[name], 0), make_batch(schema, [3, 0, 2])
+    assert model.to("meta")(inputs_on("meta", batch)).shape == (5, len(schema.tasks))
+
+
+def inputs_on(device: str, batch: Batch) -> Inputs:
+    lookup = build_lookup(batch)
+    rows = {stack: torch.from_numpy(r).to(device) for stack, r in make_rows(batch.schema, lookup).items()}
+    return build_inputs(batch, lookup, rows, device, train=True)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_device_gives_what_the_host_gives_of_every_kind_and_its_forward_pass_waits_for_nothing(name: str) -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [3, 0, 20, 2], seed=5)
+    targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT))
+    found = {}
+    for device in ("cpu", "cuda"):
+        model, inputs = trained_model(schema, CONFIGS[name]).to(device), inputs_on(device, batch)
+        model(inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits_BT = model(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        there = targets._replace(label_BT=targets.label_BT.to(device), weight_BT=targets.weight_BT.to(device))
+        model.loss(inputs, logits_BT, there).backward()  # type: ignore[no-untyped-call]
+        leaves = [*(p.grad for p in model.parameters()), *(rows_UD.grad for rows_UD in inputs.rows.values())]
+        found[device] = [logits_BT.detach().cpu(), *(g.cpu() for g in leaves if g is not None)]
+    for device_x, host_x in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(device_x, host_x, rtol=1e-3, atol=1e-4)
 
 
 def trained(device: str) -> Built:
