@@ -1,0 +1,109 @@
+"""HSTU as a part of models: what it reads of a schema, what learns, and what a vector of a history depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.chosen_parts import candidate_parts
+from models.config import HstuConfig
+from models.inputs import build_inputs
+from models.layers import init_parameters
+from models.parts import Part, pool
+from models.sequence.history_encoder import HistoryEncoder
+from models.sequence.hstu_part import HstuTargets
+from roo.batch import Batch
+from roo.jagged import Jagged
+from roo.lookup import build_lookup
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
+from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
+
+CONFIG = HstuConfig(hstu_width=4, max_history=5)
+SCHEMA = make_schema("everything")
+
+
+def moved(part: Part) -> Part:
+    init_parameters(part, seed=1)
+    with torch.no_grad():
+        for i, parameter in enumerate(part.parameters()):
+            parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
+    return part
+
+
+def given(part: Part, batch: Batch) -> np.ndarray:
+    lookup = build_lookup(batch)
+    with torch.inference_mode():
+        inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
+        return part(inputs, pool(inputs)).numpy()
+
+
+def targets_of(schema: Schema) -> HstuTargets:
+    part = candidate_parts(schema, CONFIG)["hstu_history"]
+    assert isinstance(part, HstuTargets)
+    return part
+
+
+def with_history(batch: Batch, **changes: Any) -> Batch:
+    """With other values, or other columns, of the request side's lists."""
+    lists: Jagged = batch.ro_lists
+    return dataclasses.replace(batch, ro_lists=dataclasses.replace(lists, **changes))
+
+
+def encoder() -> HistoryEncoder:
+    part = moved(HistoryEncoder(SCHEMA, next(f for f in SCHEMA.ro if f.name == "history"), CONFIG))
+    assert isinstance(part, HistoryEncoder)
+    return part
+
+
+def test_entries_actions_times_positions_and_candidates_all_learn() -> None:
+    batch = make_batch(SCHEMA, [3, 2], seed=2)
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
+    part = moved(targets_of(SCHEMA))
+    part(inputs, pool(inputs)).square().sum().backward()
+    assert [name for name, p in part.named_parameters() if p.grad is None or not p.grad.any()] == []
+    for table in ("item", "action"):
+        gradient = inputs.rows[SCHEMA.table_by_name[table].stack].grad
+        assert gradient is not None and gradient.any()
+
+
+def test_a_candidate_goes_through_the_matrix_of_the_entries_and_its_other_ids_through_one_of_their_own() -> None:
+    part = targets_of(SCHEMA)
+    assert part.tokens.item.weight.shape == (4, 4) and part.context is not None and part.context.weight.shape == (4, 2)
+    alone = targets_of(make_schema("plain history"))
+    assert alone.context is None and not alone.tokens.columns, "an action without a table is not modelled"
+
+
+def test_candidates_without_an_id_in_the_historys_table_are_known_by_their_context() -> None:
+    other = {"name": "topic", "kind": "ids", "table": "action"}
+    schema = schema_from_dict({**CASES["everything"], "nro": [other, *CASES["everything"]["nro"][2:]], "label": LABELS})
+    part, batch = moved(targets_of(schema)), make_batch(schema, [3, 2], seed=2)
+    out_BD = given(part, batch)
+    assert out_BD.shape == (5, 4) and len(np.unique(out_BD.round(5), axis=0)) > 1
+
+
+def test_a_history_is_told_by_its_entries_their_order_and_their_times() -> None:
+    batch, part = make_batch(SCHEMA, [1, 1, 1], seed=7), encoder()
+    lists = batch.ro_lists
+    place = slice(*lists.offsets_of("history")[[0, -1]] + sum(lists.total_of(k) for k in lists.keys[: lists.index("history")]))
+    turned = lists.values.copy()
+    turned[place] = turned[place][::-1]
+    later = lists.columns | {"history.time": lists.columns["history.time"] - 10**8}
+    before = given(part, batch)
+    assert before.shape == (3, 4)
+    for other in (with_history(batch, values=turned), with_history(batch, columns=later)):
+        assert np.abs(given(part, other) - before).max() > 1e-4
+
+
+def test_requests_without_a_history_or_without_candidates_have_a_vector_too() -> None:
+    batch = make_batch(SCHEMA, [2, 0, 1, 1, 1, 1], seed=1)
+    length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index("history")]
+    out_RD = given(encoder(), batch)
+    empty = out_RD[length_R == 0]
+    assert 2 <= len(empty) < 6 and np.isfinite(out_RD).all()
+    np.testing.assert_allclose(empty, np.broadcast_to(empty[0], empty.shape), atol=1e-6)
+    assert np.abs(out_RD[length_R > 0] - empty[0]).max(axis=1).min() > 1e-4
