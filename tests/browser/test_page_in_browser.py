@@ -117,6 +117,22 @@ def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> No
     assert "Not known" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
 
 
+def test_while_there_is_nothing_to_read_the_page_says_so_also_on_a_phone(opened: Any) -> None:
+    run = ReplayedRun().to_the_end()
+    run.hold_idle("nothing to read for 60 s")
+    run.step()
+    run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
+    run.step()
+    page = opened(run, viewport=PHONE)
+    assert page.text("h1") == "Held: nothing to read" and page.tab.get_attribute("body", "data-tone") == "good"
+    assert "nothing to read for 60 s" in page.text("#state-more") and "Nothing is known to be wrong." in page.text("#wrong")
+    commits = page.text("#commits-body")
+    assert "transient: nothing to read for 60 s" in commits and re.search(
+        r"training .*; to that as 1: temporary \d+\.\d\d, ", commits
+    )
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the phone"
+
+
 def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
     run = ReplayedRun(history=[WorkUnit("samples/0", 0, 40), WorkUnit("samples/1", 0, 10)])
     for _ in range(6):
