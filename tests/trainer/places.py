@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from roo.schema import Schema
 from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.topics import Partition
 from runtime.member import Member
+from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.network import CONTROLLER
 from trainer.control.controller import Controller
@@ -42,6 +44,16 @@ class WatchedController(Controller):
         self.moment(CONTROLLER, what, "before")
         super()._do(effect)
         self.moment(CONTROLLER, what, "after")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards' disks."""
+
+    schema: Schema = dataclasses.field(default_factory=samples.schema)
+    kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"cluster_id": "c", "topics": {"samples": "1"}})
+    objects: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    disks: Sequence[Any] = ()
 
 
 @dataclasses.dataclass

@@ -38,7 +38,7 @@ from tests.trainer.actors import Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import MemoryOutputs
 from tests.trainer.network import CONTROLLER, BeatWire, Disorder, Lasting, Network, ShakyStore, StoreLink, Wire
-from tests.trainer.places import EvenClock, Place, TrickleReader, WatchedController
+from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
@@ -54,7 +54,7 @@ WORKER = "worker 0"
 NOTHING_LASTS = Lasting()
 MOST_ROUNDS, ROUND_S = 400, 0.25
 PARTITIONS = (("samples", 0), ("samples", 1))
-KAFKA = {"cluster_id": "c", "topics": {"samples": "1"}}
+NEW = Site()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +86,10 @@ class Simulation:
         seed: int | None = None,
         lasting: Lasting = NOTHING_LASTS,
         limits: dict[str, float] | None = None,
+        site: Site = NEW,
     ) -> None:
         """`limits`: time limits of `Facts` that are not the product's own."""
+        self.site, self.schemas = site, {s.fingerprint: s for s in (samples.schema(), site.schema)}
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
@@ -99,7 +101,7 @@ class Simulation:
         )
         self.export = dict(export or {})
         self.facts = Facts(
-            schema=f"{samples.schema().fingerprint:016x}",
+            schema=f"{site.schema.fingerprint:016x}",
             seed=0,
             num_shards=num_shards,
             num_workers=num_workers,
@@ -107,12 +109,13 @@ class Simulation:
             unit_records=unit_records,
             num_buckets=64,
             num_partitions=4,
-            kafka=KAFKA,
+            kafka=site.kafka,
             commit_interval_s=commit_interval_s,
             **(limits or {}),
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
-        self.disks: list[Any] = [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
+        self.store.objects |= site.objects
+        self.disks: list[Any] = list(site.disks) or [MemoryBlobs() if real_shards else {} for _ in range(num_shards)]
         self.workers = workers(max(num_workers, initial_workers))
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
         self.controller: WatchedController | None = None
@@ -128,7 +131,8 @@ class Simulation:
     def start(self, who: str) -> None:
         if who == CONTROLLER:
             coordinator = Coordinator(self.facts, self.clock.monotonic_s())
-            self.controller = WatchedController(coordinator, self._store(CONTROLLER), self.clock, history=self._history, hold_s=0)
+            store, check = self._store(CONTROLLER), self._identity().check
+            self.controller = WatchedController(coordinator, store, self.clock, history=self._history, hold_s=0, check=check)
             self.controller.moment = self.moment
             return
         session = self.places[who].session + 1
@@ -205,8 +209,8 @@ class Simulation:
     def _shard(self, index: int) -> FakeShard | RealShard:
         store = self._store(f"shard {index}")
         if self.real_shards:
-            return RealShard(index, len(self.disks), store, self.clock, self.disks[index])
-        return FakeShard(index, samples.schema(), store, self.disks[index], self.clock)
+            return RealShard(index, len(self.disks), store, self.clock, self.disks[index], self.site.schema)
+        return FakeShard(index, self.site.schema, store, self.disks[index], self.clock)
 
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
@@ -217,13 +221,24 @@ class Simulation:
     def _rows(self, worker: int) -> FakeRows | Client:
         shards = [self._wire(f"worker {worker}", f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
-            client = Client(samples.schema(), shards, worker=worker, resend_for_s=0.2, clock=self.clock)
+            client = Client(self.site.schema, shards, worker=worker, resend_for_s=0.2, clock=self.clock)
             client.close()
             client._pool = None  # an actor has one thread: one shard after the other
             return client
-        rows = FakeRows(samples.schema(), shards, worker)
+        rows = FakeRows(self.site.schema, shards, worker)
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows
+
+    def _identity(self) -> Identity:
+        return Identity(
+            schema=self.site.schema,
+            registry=self.schemas.get,
+            kafka=self.site.kafka,
+            num_shards=self.facts.num_shards,
+            num_buckets=self.facts.num_buckets,
+            num_partitions=self.facts.num_partitions,
+            seed=self.facts.seed,
+        )
 
     def _worker(self, index: int) -> Worker:
         """Of all partitions, until RESTORE says which."""
@@ -231,24 +246,15 @@ class Simulation:
         def read(mine: tuple[Partition, ...]) -> TrickleReader:
             return TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
 
-        decoder = Decoder(samples.schema(), {}.get)
+        decoder = Decoder(self.site.schema, self.schemas.get)
         wiring = Wiring(
             source=RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=self.clock,
         )
-        identity = Identity(
-            schema=samples.schema(),
-            registry={}.get,
-            kafka=KAFKA,
-            num_shards=self.facts.num_shards,
-            num_buckets=self.facts.num_buckets,
-            num_partitions=self.facts.num_partitions,
-            seed=self.facts.seed,
-        )
-        loop = TrainLoop(self.config, samples.schema(), samples.MODEL, wiring)
-        return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, HallTeam(self.hall, index))
+        loop = TrainLoop(self.config, self.site.schema, samples.MODEL, wiring)
+        return Worker(loop, self.outputs, self._store(f"worker {index}"), self._identity(), index, HallTeam(self.hall, index))
 
     # Time
 

@@ -1,0 +1,116 @@
+"""What a fleet takes along: into wider tables, to other update rules, to another Kafka."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from command.checkpoint_import import nowhere
+from roo.errors import ConfigError, SchemaError
+from roo.schema import Schema
+from runtime import manifest as manifests
+from tests.trainer import samples
+from tests.trainer.places import Site
+from tests.trainer.simulator import Kill, Simulation
+
+NUMBERS, LATER = list(range(1, 25)), list(range(1, 41))
+ELSEWHERE = {"cluster_id": "another", "topics": {"samples": "2"}}
+
+
+def fleet(numbers: list[int], site: Site, **more: object) -> Simulation:
+    return Simulation(samples.records(numbers), num_workers=2, real_shards=True, commit_interval_s=0.5, site=site, **more)  # type: ignore[arg-type]
+
+
+def first() -> Simulation:
+    return fleet(NUMBERS, Site()).run()
+
+
+def after(simulation: Simulation, **changes: object) -> Site:
+    """What the next fleet finds."""
+    return dataclasses.replace(Site(objects=simulation.store.objects, disks=simulation.disks), **changes)  # type: ignore[arg-type]
+
+
+def changed(**tables: dict[str, object]) -> Schema:
+    now = samples.schema()
+    return dataclasses.replace(
+        now,
+        tables=tuple(dataclasses.replace(table, **tables.get(table.name, {})) for table in now.tables),  # type: ignore[arg-type]
+    )
+
+
+def rows_of(simulation: Simulation, table: str) -> dict[int, np.ndarray]:
+    """Id → its row."""
+    its = simulation.site.schema.table_by_name[table]
+    bits = {key: value for key, value in simulation.bits().items() if key.startswith(f"row ('{its.stack}', {its.id},")}
+    return {int(key.rpartition(",")[2].rstrip(") ")): np.frombuffer(value, np.float32, its.dim) for key, value in bits.items()}
+
+
+def trained(simulation: Simulation) -> int:
+    return sum(part.metrics["requests"] for part in simulation.last.workers.values())
+
+
+RULES = {table.name: table.rule for table in samples.schema().tables}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (changed(user={"dim": 3}, item={"dim": 6}), "wider"),
+        (changed(user={"rule": RULES["item"]}, item={"rule": RULES["user"]}), "other rules"),
+        (changed(user={"dim": 4, "rule": RULES["item"]}), "into the stack of another table"),
+    ],
+)
+@pytest.mark.parametrize(
+    "kills", [[], [Kill(("shard 0", "write", "after"), "shard 1"), Kill(("shard 1", "commit", "before"), "worker 0")]]
+)
+def test_training_goes_on_with_the_rows_that_were_learned(schema: Schema, why: str, kills: list[Kill]) -> None:
+    before = first()
+    learned = {table: rows_of(before, table) for table in ("user", "item")}
+    simulation = fleet(LATER, after(before, schema=schema), kills=list(kills)).run()
+    assert trained(simulation) == len(LATER), why
+    assert simulation.last.seq > before.last.seq and simulation.last.schema == f"{schema.fingerprint:016x}"
+    now = rows_of(simulation, "user")
+    assert now.keys() == set(LATER) and learned["user"].keys() == set(NUMBERS)
+    for number, row in learned["user"].items():  # a user comes once: nobody has trained it since
+        assert np.array_equal(now[number][: len(row)], row), number
+    assert len(rows_of(simulation, "item")) == len(learned["item"]) == samples.NUM_ITEMS
+    assert max(len(shard["segments"]) for shard in simulation.last.shards.values()) < 8
+
+
+def test_a_narrower_table_ends_the_controller_with_one_sentence_and_changes_nothing() -> None:
+    before = first()
+    objects = dict(before.store.objects)
+    with pytest.raises(SchemaError, match="expected table 'item' with dim 4 or more, as committed, got 3"):
+        fleet(LATER, after(before, schema=changed(item={"dim": 3}))).run()
+    assert {name for name in before.store.objects if name.startswith("manifests")} == {
+        n for n in objects if n.startswith("manifests")
+    }
+
+
+def brought(simulation: Simulation) -> dict[str, bytes]:
+    """Its store, as `checkpoint import` leaves it."""
+    last, kept = simulation.last, dict(simulation.store.objects)
+    for name in [name for name in kept if name.startswith(f"{manifests.MANIFESTS}/")]:
+        del kept[name]
+    return kept | {last.name: nowhere(last).encode()}
+
+
+@pytest.mark.parametrize(
+    "kills", [[], [Kill(("worker 0", "cut", "after"), "worker 1")], [Kill(("shard 0", "write", "after"), "shard 0")]]
+)
+def test_on_another_kafka_what_was_trained_is_skipped_and_the_rest_is_trained_once(kills: list[Kill]) -> None:
+    before = first()
+    simulation = fleet(LATER, after(before, kafka=ELSEWHERE, objects=brought(before)), kills=list(kills)).run()
+    assert trained(simulation) == len(LATER) and rows_of(simulation, "user").keys() == set(LATER)
+    assert simulation.last.kafka == ELSEWHERE, "the first commit names the cluster"
+    assert simulation.last.step > before.last.step and simulation.last.incarnation > before.last.incarnation
+    now = rows_of(simulation, "user")
+    assert all(np.array_equal(now[number], row) for number, row in rows_of(before, "user").items())
+
+
+def test_without_that_another_kafka_is_refused() -> None:
+    before = first()
+    with pytest.raises(ConfigError, match="the committed offsets mean nothing there"):
+        fleet(LATER, after(before, kafka=ELSEWHERE)).run()
