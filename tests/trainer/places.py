@@ -17,7 +17,8 @@ from tests.trainer import samples
 from tests.trainer.actors import Actor
 from tests.trainer.network import CONTROLLER
 from trainer.control.controller import Controller
-from trainer.control.protocol import Claim, Effect, Link
+from trainer.control.protocol import Claim, Effect, Facts, Link
+from trainer.identity import Identity
 
 
 class EvenClock(FakeClock):
@@ -54,6 +55,21 @@ class Site:
     kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"cluster_id": "c", "topics": {"samples": "1"}})
     objects: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     disks: Sequence[Any] = ()
+
+    def registry(self, fingerprint: int) -> Schema | None:
+        """Samples are those of `samples.schema()`, whatever the programs' schema is."""
+        return {s.fingerprint: s for s in (samples.schema(), self.schema)}.get(fingerprint)
+
+    def identity(self, facts: Facts) -> Identity:
+        return Identity(
+            schema=self.schema,
+            registry=self.registry,
+            kafka=self.kafka,
+            num_shards=facts.num_shards,
+            num_buckets=facts.num_buckets,
+            num_partitions=facts.num_partitions,
+            seed=facts.seed,
+        )
 
 
 @dataclasses.dataclass

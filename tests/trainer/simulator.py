@@ -36,7 +36,7 @@ from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
 from tests.trainer.actors import Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
-from tests.trainer.loops import MemoryOutputs
+from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.network import CONTROLLER, BeatWire, Disorder, Lasting, Network, ShakyStore, StoreLink, Wire
 from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
@@ -44,7 +44,6 @@ from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
 from trainer.control.protocol import Facts, State, workers
-from trainer.identity import Identity
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
@@ -53,7 +52,6 @@ from trainer.worker import Worker
 WORKER = "worker 0"
 NOTHING_LASTS = Lasting()
 MOST_ROUNDS, ROUND_S = 400, 0.25
-PARTITIONS = (("samples", 0), ("samples", 1))
 NEW = Site()
 
 
@@ -89,7 +87,7 @@ class Simulation:
         site: Site = NEW,
     ) -> None:
         """`limits`: time limits of `Facts` that are not the product's own."""
-        self.site, self.schemas = site, {s.fingerprint: s for s in (samples.schema(), site.schema)}
+        self.site = site
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
@@ -131,7 +129,7 @@ class Simulation:
     def start(self, who: str) -> None:
         if who == CONTROLLER:
             coordinator = Coordinator(self.facts, self.clock.monotonic_s())
-            store, check = self._store(CONTROLLER), self._identity().check
+            store, check = self._store(CONTROLLER), self.site.identity(self.facts).check
             self.controller = WatchedController(coordinator, store, self.clock, history=self._history, hold_s=0, check=check)
             self.controller.moment = self.moment
             return
@@ -229,24 +227,13 @@ class Simulation:
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows
 
-    def _identity(self) -> Identity:
-        return Identity(
-            schema=self.site.schema,
-            registry=self.schemas.get,
-            kafka=self.site.kafka,
-            num_shards=self.facts.num_shards,
-            num_buckets=self.facts.num_buckets,
-            num_partitions=self.facts.num_partitions,
-            seed=self.facts.seed,
-        )
-
     def _worker(self, index: int) -> Worker:
         """Of all partitions, until RESTORE says which."""
 
         def read(mine: tuple[Partition, ...]) -> TrickleReader:
             return TrickleReader(LogConsumer(mine, self.records), Reading(partitions=mine, merged=True))  # type: ignore[arg-type]
 
-        decoder = Decoder(self.site.schema, self.schemas.get)
+        decoder = Decoder(self.site.schema, self.site.registry)
         wiring = Wiring(
             source=RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
@@ -254,7 +241,9 @@ class Simulation:
             clock=self.clock,
         )
         loop = TrainLoop(self.config, self.site.schema, samples.MODEL, wiring)
-        return Worker(loop, self.outputs, self._store(f"worker {index}"), self._identity(), index, HallTeam(self.hall, index))
+        return Worker(
+            loop, self.outputs, self._store(f"worker {index}"), self.site.identity(self.facts), index, HallTeam(self.hall, index)
+        )
 
     # Time
 
