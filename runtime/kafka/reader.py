@@ -200,9 +200,11 @@ class KafkaReader:
         return at
 
     def _assign(self) -> None:
-        """All partitions, at what was fetched; this ends every pause."""
+        """All partitions, at what was fetched. The client keeps what was paused of a partition that is assigned again, and a
+        resume right behind it could undo where it begins (librdkafka issue 2190): pauses that are over end before it."""
+        if self._paused:
+            self._balance()
         self._client().assign([self.reading.place(p, self._fetched[p]) for p in self.partitions])
-        self._paused.clear()
         self._gone.clear()
         self._silent_since_s = time.monotonic()
         self._balance()

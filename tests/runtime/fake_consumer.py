@@ -76,8 +76,8 @@ class FakeConsumer:
         return [TopicPartition(at.topic, at.partition, bounds[at.offset]) for at in asked]
 
     def assign(self, places: list[Any]) -> None:
+        """What the application has paused stays paused, as librdkafka keeps it."""
         self.assigned = {(at.topic, at.partition): at.offset for at in places}
-        self.paused = set()
 
     def poll(self, timeout: float) -> FakeMessage | None:
         if self.coming and not self.coming[0]:
@@ -121,7 +121,7 @@ class LogConsumer:
 
     def assign(self, places: list[Any]) -> None:
         self._at = {(at.topic, at.partition): at.offset for at in places}
-        self._ended, self._paused = set(), set()
+        self._ended = set()  # and what was paused stays paused
 
     def poll(self, timeout: float) -> FakeMessage | None:
         for place in [p for p in self._at if p not in self._paused]:

@@ -178,6 +178,15 @@ def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
     assert len(reader.poll(9, 0)) == 2 and consumer.paused == set()
 
 
+def test_a_seek_ends_a_pause_for_a_full_buffer_since_the_client_keeps_it() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)])
+    reader = reader_of(consumer, dataclasses.replace(MERGED, buffered=2))
+    reader.poll(9, 0)
+    assert consumer.paused == {AT0}
+    reader.seek({})
+    assert consumer.paused == set()
+
+
 def test_a_held_partition_is_not_fetched_until_it_is_let_go() -> None:
     consumer = FakeConsumer()
     reader = reader_of(consumer)
