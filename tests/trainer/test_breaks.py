@@ -34,7 +34,7 @@ def diverged(stage: Stage, manifest: str) -> str:
     return str(stage.worker.report()["fatal"])
 
 
-def test_g6_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_after_every_restore_are_fatal_and_the_batch_is_saved(tmp_path: Path) -> None:
     stage = staged(tmp_path)
     manifest = stage.committed()
     for _ in range(MOST_RELAPSES - 1):
