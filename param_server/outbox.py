@@ -135,8 +135,7 @@ class Outbox:
     def _deltas(self, live: Keys, rows_MD: np.ndarray, gone: Keys) -> list[Delta]:
         keys = join_keys(live, gone)
         bucket_M = buckets_of(keys.id_U, keys.table_U, self.held.num_buckets)
-        gone_M = np.arange(len(keys)) >= len(live)
-        order_M = np.lexsort((gone_M, keys.table_U, bucket_M))
+        order_M = np.lexsort((keys.table_U, bucket_M))  # stable: of each table of a bucket the live keys come first
         bucket_M, table_M = bucket_M[order_M], keys.table_U[order_M]
         most = max(self.max_delta_bytes // (8 + 4 * self.held.width), 1)
         starts = _starts(bucket_M, table_M, most)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 
+import msgspec
 import pytest
+import xxhash
 
 from joiner.build import Output
 from joiner.config import JoinerConfig
@@ -140,3 +142,12 @@ def test_a_damaged_snapshot_is_refused_by_its_checksum(damage) -> None:  # type:
     joined.process(record(impression(100)))
     with pytest.raises(CheckpointError, match=r"checksum|can't be read"):
         engine().restore(damage(joined.snapshot()))
+
+
+def test_a_snapshot_says_its_format_and_one_of_another_is_refused() -> None:
+    body = engine().snapshot()[8:]
+    version, state = msgspec.msgpack.decode(body)
+    assert version == 3, "the number in the bytes is a promise: raise it with the form, and read the old one or say why not"
+    other = msgspec.msgpack.encode((2, state))
+    with pytest.raises(CheckpointError, match="expected a snapshot of format 3, got 2"):
+        engine().restore(xxhash.xxh3_64_digest(other) + other)

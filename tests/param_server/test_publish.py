@@ -42,6 +42,15 @@ def test_touched_rows_go_out_once_as_they_are_then() -> None:
     assert len(deltas(loop.topic)) == before
 
 
+def test_readers_are_behind_since_the_last_round_that_went_out() -> None:
+    loop = Loop(begun())
+    loop.clock.advance(2.5)
+    assert loop.publisher.lag_ms == 2500.0
+    loop.push(1)
+    loop.turn()
+    assert loop.publisher.lag_ms == 0.0
+
+
 def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() -> None:
     loop = Loop(begun())
     for _ in range(2):

@@ -447,6 +447,13 @@ def test_a_member_of_a_later_incarnation_fences_this_controller() -> None:
     assert group.it.state is State.FENCED and group.it.take_effects() == []
 
 
+def test_a_fenced_controller_commands_nothing_any_more() -> None:
+    group = Group().cutting()
+    assert group.it.commands(WORKER)
+    group.it.fenced("a newer controller exists")
+    assert [group.it.commands(key) for key in EVERYONE] == [[] for _ in EVERYONE]
+
+
 def test_a_member_that_is_not_ours_is_told_so() -> None:
     group = Group()
     with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.3, got shard 2"):
