@@ -95,6 +95,8 @@ class FakeConsumer:
         self.paused -= {(at.topic, at.partition) for at in places}
 
     def close(self) -> None:
+        if self.closed:
+            raise RuntimeError("Consumer already closed")
         self.closed = True
 
 

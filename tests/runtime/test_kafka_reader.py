@@ -257,6 +257,11 @@ def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
     reader.close()
     reader.close()
     assert reader.lag() == {}
+    consumer = FakeConsumer([])
+    reader = reader_of(consumer)
+    reader.close()
+    reader.close()
+    assert consumer.closed
 
 
 def test_a_bound_behind_which_only_a_marker_lies_is_reached_when_the_end_is_told() -> None:

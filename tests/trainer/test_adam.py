@@ -41,6 +41,18 @@ def test_gradients_together_are_scaled_down_to_their_norm() -> None:
     torch.testing.assert_close(optimizer.slots["a"]["exp_avg"], torch.tensor([0.09 + 0.05, 0.045])), "a short one is as it was"
 
 
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    optimizer = DenseAdam([("a", a), ("b", b)], learning_rate=0.1)
+    assert optimizer.norm() == 0.0
+    a.grad = torch.tensor([2.0, 1.0])
+    assert optimizer.norm() == pytest.approx(math.sqrt(5))
+    b.grad = torch.tensor([2.0])
+    assert optimizer.norm() == pytest.approx(3.0)
+    b.grad = torch.tensor([math.nan])
+    assert math.isnan(optimizer.norm())
+
+
 @pytest.mark.parametrize("size", [1e18, 1e20, math.inf, math.nan])
 def test_no_gradient_can_make_the_state_infinite(size: float) -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
