@@ -25,6 +25,7 @@ from infra.restart import RestartPolicy
 from infra.stack import Stack
 from param_server.client import Client
 from roo import wire
+from roo.errors import RoostreamError
 from roo.ids import key_bytes
 from roo.lookup import Lookup, StackLookup
 from runtime import manifest as manifests
@@ -41,8 +42,10 @@ CANDIDATES = 20
 _READY_S = 120.0
 _LOOK_S = 0.1
 _EACH_ALONE = RestartPolicy(stable_s=2.0)  # who is killed again and again waits longer each time: here each kill is the first
+_COMMIT_S, _CALL_S = 60.0, 90.0
 _AUDIT_S = 60.0
 _ROWS_A_PUSH = 50_000
+_HOLD_TRIES = 5
 _LOADER = 63  # a worker's number that no worker has
 
 
@@ -132,10 +135,11 @@ class Trainer:
 
         until(f"{requests} requests trained", is_warm, _READY_S)
 
-    def ask(self, method: str, timeout_s: float = 120.0, **fields: Any) -> dict[str, Any]:
+    def ask(self, method: str, **fields: Any) -> dict[str, Any]:
+        """A call to the controller."""
         transport = SocketTransport(self.stack.endpoints.controller)
         try:
-            return transport.call(method, fields, timeout_s=timeout_s)[0]
+            return transport.call(method, fields, timeout_s=_CALL_S)[0]
         finally:
             transport.close()
 
@@ -145,9 +149,9 @@ class Trainer:
         Raises:
             RuntimeError: none came within a minute.
         """
-        answer = self.ask("commit", timeout_s=60.0)
+        answer = self.ask("commit", timeout_s=_COMMIT_S)
         if not answer["committed"]:
-            raise RuntimeError(f"no commit within a minute: {answer}")
+            raise RuntimeError(f"no commit within {_COMMIT_S:.0f} s: {answer}")
         return self.newest()
 
     def newest(self) -> Manifest:
@@ -166,7 +170,17 @@ class Trainer:
         return child
 
     def hold(self, count: int) -> None:
-        """Touch rows 1 to `count` of the items: they are there, and changed since the last commit."""
+        """Touch rows 1 to `count` of the items: they are there, and changed since the last commit; from the beginning again where
+        everyone is restored meanwhile."""
+        for left in reversed(range(_HOLD_TRIES)):
+            try:
+                return self._hold(count)
+            except RoostreamError:
+                if not left:
+                    raise
+                time.sleep(1.0)
+
+    def _hold(self, count: int) -> None:
         transports = [SocketTransport(address) for address in self.stack.endpoints.shards]
         client = Client(self.schema, transports, worker=_LOADER, num_buckets=self.stack.options.buckets)
         try:
