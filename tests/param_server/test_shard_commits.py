@@ -127,10 +127,11 @@ def test_an_older_manifest_than_the_last_commit_is_read_whole() -> None:
     assert state_of(shard) == {}
 
 
-def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback() -> None:
+@pytest.mark.parametrize("publishing", [True, False])
+def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(publishing: bool) -> None:
     blobs, store = MemoryBlobs(), MemoryStore()
     schema = small_schema(expire_after_ms=5000)
-    shard = begun(blobs=blobs, store=store, schema=schema)
+    shard = begun(blobs=blobs, store=store, schema=schema, publishing=publishing)
     push(shard, 1, ITEM, (1,), time_ms=1000)
     push(shard, 2, USER, (1,), time_ms=1000)
     push(shard, 3, ITEM, (2,), time_ms=4000)
@@ -138,7 +139,7 @@ def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(
     assert len(before) == 3
     second = commit(shard, store, 2, watermark_ms=6001)
     assert len(state_of(shard)) == 2
-    again = make_shard(blobs, store, schema=schema)
+    again = make_shard(blobs, store, schema=schema, publishing=publishing)
     again.restore(2, second)
     assert state_of(again) == state_of(shard)
     shard.freeze(3, 100_000)
