@@ -44,6 +44,12 @@ def test_carry_arrays_of_every_type_and_shape(arrays: list[np.ndarray]) -> None:
     assert [(a.dtype, a.shape, a.tobytes()) for a in back] == [(a.dtype, a.shape, a.tobytes()) for a in arrays]
 
 
+def test_carry_arrays_of_as_many_dimensions_as_are_promised() -> None:
+    array = np.arange(24, dtype=np.int32).reshape((1,) * (frames.MAX_DIMENSIONS - 3) + (2, 3, 4))
+    (back,) = parse(frame(array))[2]
+    assert back.shape == array.shape and back.tobytes() == array.tobytes()
+
+
 def test_carry_scalars_of_numpy_and_nested_headers() -> None:
     header = {"n": np.int64(3), "f": np.float32(0.5), "map": {1: [None, True, "x", b"y"]}}
     assert parse(frame(**header))[1]["header"] == {"n": 3, "f": 0.5, "map": {1: [None, True, "x", b"y"]}}

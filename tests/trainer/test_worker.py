@@ -200,6 +200,7 @@ def test_a_prediction_that_kafka_refused_stops_training_until_it_is_sent_again()
     assert not stage.do("cut", seq=1)["ok"], "its offsets are never committed"
     stage.outputs.refusal = ""
     assert not stage.worker.turn(), "only a restore sends it again"
+    stage.outputs.refusal = "Kafka refused a record"
     stage.started()
     assert stage.worker.turn() and not stage.worker.report()["broken"]
     assert [p.sample_id for p in stage.outputs.predicted[:4]] == [p.sample_id for p in stage.outputs.predicted[4:]]

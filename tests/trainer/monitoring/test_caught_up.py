@@ -96,6 +96,11 @@ def test_a_lag_a_little_too_large_for_a_moment_changes_nothing() -> None:
     assert look(watch, at(60, 70, at_ms=51_500, newest_ms=53_000), 8.5).state is Liveness.CATCHING_UP, "it stays too large"
 
 
+def test_a_lag_of_more_than_twice_the_bound_is_no_moment_s() -> None:
+    over = {"at_ms": 50_000, "newest_ms": 52_500}
+    assert look(live(watching()), at(50, 60, **over), 4).state is Liveness.CATCHING_UP
+
+
 def test_a_lag_that_surely_grows_is_falling_behind_until_it_surely_shrinks() -> None:
     watch = watching(window_s=20)
     look(watch, at(0, 0), 0)
