@@ -150,6 +150,18 @@ def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(
     assert state_of(again) == before
 
 
+def test_what_a_restore_did_without_is_forgotten_by_the_next_one() -> None:
+    """Of rows that were lost nobody knows what readers have; of those of a whole commit they do."""
+    blobs, store = MemoryBlobs(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1)
+    name = commit(shard, store, 1)
+    shard.segments.lost.add("1-1/lost")
+    shard.restore(2, name)
+    rollback = shard.rollback()
+    assert rollback is not None and rollback.rows_end and all(offset >= 0 for offset in rollback.rows_end.values())
+
+
 def test_a_row_that_expired_begins_again_at_its_initial_value() -> None:
     shard = begun(schema=small_schema(expire_after_ms=10))
     push(shard, 1, ITEM, (1,), time_ms=1)
