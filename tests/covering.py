@@ -11,6 +11,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _CONTEXTS = """
 select context.context, numbits from line_bits
 join file on file.id = file_id join context on context.id = context_id where file.path = ?
 """
+_TIMES = "ROOSTREAM_TEST_TIMES"  # the file that times are appended to
 USUAL = "not e2e and not chaos and not slow"
 
 
@@ -30,9 +32,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
     measuring = coverage.Coverage.current()
     if measuring is not None:
         measuring.switch_context(item.nodeid)
+    began = time.monotonic()
     yield
     if measuring is not None:
         measuring.switch_context("")
+    with open(os.environ[_TIMES], "a", encoding="utf-8") as times:
+        times.write(f"{time.monotonic() - began:.3f} {item.nodeid}\n")
 
 
 class Covering:
@@ -40,18 +45,29 @@ class Covering:
 
     def __init__(self, home: Path, room: str, data: Path, *, measure: bool = True) -> None:
         """`measure`: False where `data` is that of an earlier run. Raises SystemExit: a test fails, or there is none."""
-        self._home, self._data = home, data
+        self._home, self._data, self._times = home, data, data.with_suffix(".times")
         if measure:
             self._measure(room)
+        self._took_s: dict[str, float] = {}
+        for line in self._times.read_text(encoding="utf-8").splitlines():
+            seconds, _, test = line.partition(" ")
+            for name in (test, test.split("::")[0]):
+                self._took_s[name] = self._took_s.get(name, 0.0) + float(seconds)
 
     def _measure(self, room: str) -> None:
         home, data = self._home, self._data
+        self._times.unlink(missing_ok=True)
         env = os.environ | {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {_TIMES: str(self._times)}
         run = [sys.executable, "-m", "coverage", "run", "--rcfile", os.devnull, "--data-file", str(data), "--source", room]
         ask = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "tests.covering", "-m", USUAL, f"tests/{room}"]
         ran = subprocess.run([*run, *ask], cwd=home, env=env, capture_output=True, text=True)
         if ran.returncode != 0:
             raise SystemExit(f"tests/{room} fail without any change; mend that first\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+
+    def took_s(self, test: str) -> float:
+        """A test, or all of a file; 0 of one that was not there."""
+        return self._took_s.get(test, 0.0)
 
     def tests_of(self, file: str, lines: range) -> list[str] | None:
         """Those that run any of these lines; None if importing the module does, so that all tests depend on them."""

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from tests.covering import USUAL, Covering, statement_lines
 
+_NEARER = 0.1  # of its time counts, for a test that is named like the file
 MOST_NAMED = 400  # tests on one command line; their files follow whole
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "tests" / "mutants_explained.toml"
@@ -183,7 +184,7 @@ class Copy:
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, home / name)
         for name in (".venv", ".tools", "build"):
-            if (ROOT / name).exists():
+            if (ROOT / name).exists() and not (home / name).exists():
                 (home / name).symlink_to(ROOT / name)
 
     def survives(self, mutant: Mutant, covering: Covering, limit_s: float) -> bool:
@@ -193,17 +194,22 @@ class Copy:
         tests = covering.tests_of(mutant.file, statement_lines(ast.parse(whole), mutant.line))
         path.write_text(mutated(mutant))
         try:
-            return all(self.passes(some, limit_s) for some in self._in_order(mutant.file, tests))
+            return all(self.passes(some, limit_s) for some in self._in_order(mutant.file, covering, tests))
         finally:
             path.write_text(whole)
 
-    def _in_order(self, file: str, tests: list[str] | None) -> list[list[str]]:
-        """The tests themselves, then the others of their files, which may share what a fixture did; all of the room if None."""
+    def _in_order(self, file: str, covering: Covering, tests: list[str] | None) -> list[list[str]]:
+        """The tests themselves, the quick ones and those named like the file first; then the others of their files, which may
+        share what a fixture did. All of the room if None."""
         room, stem = file.split("/")[0], Path(file).stem
+
+        def cost_s(test: str) -> float:
+            return covering.took_s(test) * (_NEARER if stem in Path(test.split("::")[0]).stem else 1.0)
+
         if tests is None:
-            names = sorted((self.home / "tests" / room).rglob("test_*.py"), key=lambda t: (stem not in t.stem, t.stat().st_size))
-            return [[str(name) for name in names]]
-        nearest = sorted(tests, key=lambda t: (stem not in t.split("::")[0], t))
+            names = (str(name.relative_to(self.home)) for name in (self.home / "tests" / room).rglob("test_*.py"))
+            return [sorted(names, key=cost_s)]
+        nearest = sorted(tests, key=cost_s)
         files = list(dict.fromkeys(t.split("::")[0] for t in nearest))
         return [nearest[:MOST_NAMED], files] if tests else []
 
