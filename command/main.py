@@ -18,6 +18,7 @@ from click.core import ParameterSource
 
 from command.checkpoint_command import checkpoint
 from command.inspect_command import inspect
+from command.model_command import check_model
 from command.operate import home_option, preempt, scale, topics, trainer
 from command.replay.cli import Duration, check, replay
 from infra.kept_options import kept
@@ -276,7 +277,7 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect):
+for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model):
     cli.add_command(_group)
 
 

@@ -11,5 +11,5 @@ their gradients back. Everything else that is learned is a dense parameter of th
     gather.py   rows by their numbers, pooled or not, and back    chosen_parts.py      which parts a configuration asks for
     user_arch.py  request-only embeddings compressed once a request
     sequence/   HSTU over history and targets                     interaction/         DCNv2, DHEN
-    two_tower/  retrieval and early-stage ranking
+    two_tower/  retrieval and early-stage ranking    own/                 models that users bring: loaded, held to the rules
 """

@@ -24,6 +24,14 @@ class ModelConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(ModelConfig):
+    """Of a model that a user brings; `Config` of its module extends it (docs/bring-your-own-model.md)."""
+
+    kind: str = setting("", "where its code is: FILE.py:FUNCTION beside the TOML, or PACKAGE.MODULE:FUNCTION")
+    code: str = setting("", "sha256 of that code, in hex; whatever is given must be found, and '' is filled in")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankerConfig(ModelConfig):
     """All widths are numbers of float32; the defaults train in a few ms a batch on one core."""
 

@@ -9,6 +9,7 @@ Letters: n candidates, T tasks.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Protocol
 
@@ -20,10 +21,12 @@ from models.config import ModelConfig
 from models.inputs import build_inputs
 from models.model import Model
 from roo.decode import Decoder
-from roo.errors import WireError
+from roo.errors import ConfigError, WireError
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
 from serving.errors import RequestError, shown
+
+log = logging.getLogger("roostream.serving")
 
 FIRST = "0-0"
 _VERSION = re.compile(r"^\d{1,20}-\d{1,20}$")
@@ -49,15 +52,20 @@ class Version:
         """float32 logits [n, T]; the same bits as training gives for this request alone (G9).
 
         Raises:
-            RequestError: 400 or 413: the blocks are not what the schema says; 500: not finite.
+            RequestError: 400 or 413: the blocks are not what the schema says; 500: not finite, or a user's own model failed.
         """
         try:
             batch = self.decoder.decode_request(ro, nro, item_ids, time_ms)
         except WireError as error:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
         lookup = build_lookup(batch)
-        with torch.inference_mode():
-            logits = self.model(build_inputs(batch, lookup, rows.gather(lookup))).numpy()
+        inputs = build_inputs(batch, lookup, rows.gather(lookup))
+        try:
+            with torch.inference_mode():
+                logits = self.model(inputs).numpy()
+        except ConfigError as error:  # a user's own code; where it lies isn't for strangers
+            log.error("model version %s: %s", self.name, error)
+            raise RequestError(500, f"the code of model version {self.name} failed; serving's log says where") from None
         if not np.isfinite(logits).all():
             raise RequestError(500, f"model version {self.name} gave a score that is not finite for this request")
         return logits

@@ -105,6 +105,8 @@ def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> st
     if not sets:
         return str(Path(config.model).resolve()) if config.model else ""
     given = read_toml(config.model).raw if config.model else {}
+    if str(given.get("kind", "")).rpartition(":")[0].endswith(".py"):  # a file beside the TOML that is left behind
+        given = {**given, "kind": str(Path(config.model).resolve().parent / given["kind"])}
     file = home.resolve() / "model.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")

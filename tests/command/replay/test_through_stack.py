@@ -12,6 +12,7 @@ from command.replay.choices import joiner_settings
 from command.replay.run import run
 from command.replay.through_stack import kept_options, stack_options
 from joiner.config import JoinerConfig
+from roo.toml_file import read_toml
 from traffic import jsonl
 from traffic.config import ReplayConfig
 
@@ -70,3 +71,11 @@ def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
     assert reports["stack"]["accounted"]
     assert reports["stack"]["counts"] == reports["local"]["counts"]
     assert reports["stack"]["features_digest"] == reports["local"]["features_digest"]
+
+
+def test_a_file_of_a_model_of_ones_own_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
+    model = tmp_path / "model.toml"
+    model.write_text('kind = "shop.py:build"\nwidth = 3\n')
+    chosen = config(tmp_path, model=str(model), set=("model.width=5",))
+    written = read_toml(stack_options(chosen, tmp_path / "home").overrides["worker"]["model"])
+    assert written.raw == {"kind": str(tmp_path / "shop.py:build"), "width": 5}

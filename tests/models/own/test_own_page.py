@@ -1,0 +1,61 @@
+"""The page's example: taken from it as a user would, held to the checks, trained and served."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.build import load_model_config, model_config_from_dict
+from models.own.own_checks import check_model
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.decode import Decoder
+from serving.scorer import build_version
+from tests.trainer.test_kinds_learn import RowsOf, log_losses
+from tests.trainer.visits import SCHEMA, visit_loop, visits
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-model.md"
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "shop.py").write_text(block)
+    path = tmp_path / "model.toml"
+    path.write_text('kind = "shop.py:build"\nwidth = 16\ntask_weights = [1.0, 0.5]\n')
+    return path
+
+
+def test_its_example_has_at_most_60_lines_of_code(example: Path) -> None:
+    lines = (example.parent / "shop.py").read_text().splitlines()
+    assert 30 < sum(bool(line.strip()) for line in lines) <= 60
+
+
+def test_its_example_keeps_every_rule(example: Path) -> None:
+    assert [v for v in check_model(SCHEMA, load_model_config(str(example))) if v.wrong] == []
+
+
+def test_its_example_learns_and_serving_scores_as_training_does(example: Path) -> None:
+    torch.set_num_threads(1)
+    records = visits(600)
+    loop, outputs = visit_loop(load_model_config(str(example)), records)
+    while loop.step() or loop.finish():
+        pass
+    first, last = np.array_split(log_losses(outputs.predicted), 4)[::3]
+    assert loop.counts.requests == len(records) and loop.counts.non_finite == 0
+    assert last.mean() < 0.95 * first.mean()
+
+    committed = json.loads(json.dumps(vars(loop.model_config)))
+    version = build_version("1-1", SCHEMA, model_config_from_dict(committed), 0, loop.model.state_dict())
+    for record in records[-10:]:
+        batch, _ = Decoder(SCHEMA, {}.get).decode([record])
+        _, sample = wire.decode(record.value)
+        assert isinstance(sample, pb.Sample)
+        items = np.array(sample.item_ids, np.uint64).view(np.int64)
+        logits = version.score(RowsOf(loop), sample.ro, sample.parts[0].nro, items, sample.header.time_ms)
+        np.testing.assert_allclose(1 / (1 + np.exp(-logits)), loop.scores(batch), rtol=0, atol=1e-5)
