@@ -71,7 +71,7 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
         assert (work.units() if callable(work.units) else work.units) > 0
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("module", ON_A_STACK)
 def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:

@@ -121,7 +121,8 @@ class Together:
 
     def shard(self, index: int) -> Callable[[], None]:
         """Start it; what is returned kills it."""
-        shard, gone = RealShard(index, 2, self.store, self.clock, self.disks[index]), threading.Event()  # type: ignore[arg-type]
+        gone = threading.Event()
+        shard = RealShard(index, 2, self.store, self.clock, self.disks[index], samples.schema())  # type: ignore[arg-type]
         server = RpcServer(shard.handle, port=self.ports[index]).start()
         self.ports[index] = server.port
         member = Member(lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone).start()
