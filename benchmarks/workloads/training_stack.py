@@ -6,6 +6,7 @@ Joiner, features and serving are away: what is measured is training, and who kil
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import tempfile
@@ -46,7 +47,7 @@ _COMMIT_S, _CALL_S = 60.0, 90.0
 _AUDIT_S = 60.0
 _ROWS_A_PUSH = 50_000
 _HOLD_TRIES = 5
-_LOADER = 63  # a worker's number that no worker has
+_LOADER = 63  # a worker's number that no worker has, nor any above
 
 
 class Feed:
@@ -126,6 +127,7 @@ class Trainer:
     def __init__(self, stack: Stack, feed: Feed) -> None:
         self.stack, self.feed, self.schema = stack, feed, data.demo_schema()
         self._auditor: Auditor | None = None
+        self._loads = itertools.count()
 
     def warm_up(self, requests: int) -> None:
         """Wait until so many are trained."""
@@ -182,7 +184,8 @@ class Trainer:
 
     def _hold(self, count: int) -> None:
         transports = [SocketTransport(address) for address in self.stack.endpoints.shards]
-        client = Client(self.schema, transports, worker=_LOADER, num_buckets=self.stack.options.buckets)
+        worker = _LOADER + next(self._loads)  # each client numbers its pushes from 1, and a shard takes none twice
+        client = Client(self.schema, transports, worker=worker, num_buckets=self.stack.options.buckets)
         try:
             client.set_incarnation(int(self.ask("status")["incarnation"]))
             touch(client, count)
