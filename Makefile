@@ -24,7 +24,7 @@ demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=
 	@roostream demo --home $(HOME_DIR) $(ARGS)
 
 test: setup  ## all tests but the long ones; what CI runs
-	@pytest -q -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
+	@pytest -q -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
 
 check: setup  ## format, lint, types, layering, sizes
 	@ruff format --check .

@@ -25,7 +25,7 @@ from runtime.checkpoint_store import open_store
 from runtime.clock import SystemClock
 from runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
 from runtime.health import Health
-from runtime.kafka.clients import admin, wait_for_topics
+from runtime.kafka.clients import consumer, wait_for_topics
 from runtime.kafka.reading import Reading
 from runtime.kafka.retention import GroupLosses, committed_by
 from runtime.kafka.topics import EVENTS, all_partitions
@@ -112,7 +112,7 @@ def _losses(config: JoinerConfig) -> GroupLosses | None:
     if not config.bootstrap:
         return None
     reading = Reading(partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix)
-    return GroupLosses(partial(committed_by, admin(config.broker), f"{config.prefix}{JOB_NAME}", reading), "the join")
+    return GroupLosses(partial(committed_by, consumer(config.broker, f"{config.prefix}{JOB_NAME}"), reading), "the join")
 
 
 def watch(watched: FlinkJob, meters: Meters, health: Health, stop: Stop, *, patience_s: float = 0.0) -> None:

@@ -171,22 +171,11 @@ def as_stored_now(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     rows_LD[:, :width] = block.rows_LD
     state_LA = np.repeat(table.first_state_K[order_K][:, None], table.state_width, axis=1)
     if stack.partition("-")[2] == table.rule:
-        for now, then in _kept_columns(table.rule, width, table.width):
+        for now, then in RULES[table.rule].kept_state(width, table.width):
             state_LA[:, now] = block.state_LA[:, then]
     return RowBlock(
         keys=block.keys, unpublished_K=block.unpublished_K, stamp_ms_L=block.stamp_ms_L, rows_LD=rows_LD, state_LA=state_LA
     )
-
-
-def _kept_columns(rule: str, then: int, now: int) -> list[tuple[slice, slice]]:
-    """Where numbers of a row's state go when it is widened, by the order in which the rule keeps them (param_server/rules.py)."""
-    if rule == "adam":  # m, v, t
-        return [
-            (slice(0, then), slice(0, then)),
-            (slice(now, now + then), slice(then, 2 * then)),
-            (slice(2 * now, None), slice(2 * then, None)),
-        ]
-    return [(slice(0, width := RULES[rule].state_width(then)), slice(0, width))]
 
 
 def _load_residency(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:

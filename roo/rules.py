@@ -33,6 +33,13 @@ class Rule(Settings, abc.ABC):
     def state_width(cls, dim: int) -> int:
         """A, for rows of width `dim`; all tables of a stack have the same, so it may not depend on parameters."""
 
+    @classmethod
+    def kept_state(cls, then: int, now: int) -> list[tuple[slice, slice]]:
+        """Where numbers of a row's state go when rows of width `then` become `now` wide: (place now, place then) of each run. As
+        the kernel lays them; here they begin with the first column's."""
+        same = slice(0, cls.state_width(then))
+        return [(same, same)]
+
     @property
     def first_state(self) -> float:
         """What each of the A numbers of a new row is."""
@@ -88,6 +95,12 @@ class Adam(Rule):
     @classmethod
     def state_width(cls, dim: int) -> int:
         return 2 * dim + 1
+
+    @classmethod
+    def kept_state(cls, then: int, now: int) -> list[tuple[slice, slice]]:
+        """Means, squares, count."""
+        squares, count = slice(now, now + then), slice(2 * now, None)
+        return [(slice(0, then), slice(0, then)), (squares, slice(then, 2 * then)), (count, slice(2 * then, None))]
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adagrad, RowwiseAdagrad, Adam)}

@@ -1,9 +1,12 @@
 """What holds for every test."""
 
+import functools
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the command does: small matrices, and one order of their sums
 
@@ -12,23 +15,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="which schedule of the simulator to replay")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a stack come first and, side by side (`-n 2`), stay with one process: two stacks are too much for two
-    cores."""
-    for item in items:
-        if item.get_closest_marker("e2e"):
-            item.add_marker(pytest.mark.xdist_group("stack"))
+    """Those that start a stack come first."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
-class _ByFile(LoadGroupScheduling):
-    """The tests of a file stay together, since they share fixtures; those of a group, too."""
+class _ByFile(LoadScopeScheduling):
+    """Side by side (`-n 2`) the tests of a file stay with one process, since they share fixtures; all files in which a stack is
+    started are one piece of work, since two stacks are too much for two cores. The process that hands out the work collects
+    nothing and knows names only, so it looks for the mark in the file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        scope: str = super()._split_scope(nodeid)
-        return scope.split("::")[0]
+        file = nodeid.split("::")[0]
+        return "stack" if _starts_a_stack(self.config.rootpath / file) else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+@functools.cache
+def _starts_a_stack(file: Path) -> bool:
+    return "mark.e2e" in file.read_text(encoding="utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     return _ByFile(config, log)

@@ -137,28 +137,27 @@ def not_shown(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
 
     Raises as `events`.
     """
-    first_ms = min((_times_of(path) for path in behaviors), default=0)
-    if not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < first_ms:
+    begins = [first_ms for path in behaviors if (first_ms := _first_time_of(path)) is not None]
+    if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
     shown: set[tuple[int, int]] = set()
     needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
     for path in behaviors:
         table = _read(path, needed, {})
         for chunk in table.to_batches():
-            items = _rows(chunk["article_ids_clicked"])
-            users = np.repeat(chunk["user_id"].to_numpy(), [len(x) for x in items])
-            shown.update(zip(users.tolist(), np.concatenate(items).tolist(), strict=True))
-    at_N = np.flatnonzero(clicks.time_ms_N >= first_ms)
+            for user, items in zip(chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"]), strict=True):
+                shown.update((user, item) for item in items.tolist())
+    at_N = np.flatnonzero(clicks.time_ms_N >= min(begins))
     pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
     again_N = at_N[np.array([pair in shown for pair in pairs], dtype=np.bool_)]
     return Clicks(*(np.delete(column, again_N) for column in clicks))
 
 
-def _times_of(path: str) -> int:
-    """When a file's first request was."""
+def _first_time_of(path: str) -> int | None:
+    """When a file's first request was; None where it has none."""
     times = _read(path, {"impression_time": _REQUIRED["impression_time"]}, {})["impression_time"]
-    first = pc.min(times).cast(pa.int64()).as_py()
-    return int(first) if first is not None else 0
+    first: int | None = pc.min(times).cast(pa.int64()).as_py()
+    return first
 
 
 def num_requests(behaviors: Sequence[str]) -> int:

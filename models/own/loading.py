@@ -3,7 +3,7 @@
 A file is loaded from the very bytes that were hashed, as a module of a private name: it may be called like one of our
 folders. A package's module keeps its name, so that it can import its neighbours; that name must not be one of ours (decision
 0021). What was loaded is found again by name and digest: a manifest's configuration gets the code that it was trained with or
-none.
+none, and what a manifest says never makes a process import anything.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ def own_code(config: Mapping[str, Any]) -> OwnCode:
     kind, code = str(config["kind"]), str(config.get("code", ""))
     if found := _LOADED.get((kind, code)):
         return found
-    if not kind.rpartition(":")[0].endswith(".py"):
-        return load_own(kind, Path(), code)
     others = [own for (name, _), own in _LOADED.items() if name == kind]
     if others:
         raise _other_code(kind, code, others[-1].digest, others[-1].files[0])

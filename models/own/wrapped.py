@@ -6,6 +6,7 @@ Letters: B candidates, T tasks.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -50,10 +51,10 @@ class OwnModel(Model):
     def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            code = getattr(type(self.own), method).__code__
+            code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)  # none: it isn't Python's
+            where = f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
             raise ConfigError(
-                f"model {self._code.kind!r}: {code.co_filename}:{code.co_firstlineno}: expected {method} to give {what} "
-                f"of shape {shape}, got {got}; correct it"
+                f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, got {got}; correct it"
             )
 
 

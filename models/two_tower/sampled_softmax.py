@@ -23,9 +23,10 @@ from torch import Tensor
 def log_expected(item_B: Tensor, popularity_B: Tensor | None, uniform: float) -> tuple[Tensor, Tensor]:
     """→ (log w_B, q_B). `popularity_B`: above 0, in proportion to how often an item is shown; None = as often as in this batch.
 
-    Expected counts by popularity add up to B over the batch's distinct items, as counts do.
+    Expected counts by popularity add up to B over the batch's distinct items, as counts do. On CUDA this waits for the device.
     """
-    count_B = (item_B[:, None] == item_B[None, :]).sum(dim=1)
+    _, which_B, count_I = torch.unique(item_B, return_inverse=True, return_counts=True)
+    count_B = count_I[which_B]
     if popularity_B is None:
         count_B = count_B.to(torch.get_default_dtype())
         expected_B = count_B

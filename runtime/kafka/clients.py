@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,14 @@ from runtime.kafka.topics import MAX_MESSAGE_BYTES, name_of, partitions_of
 
 log = logging.getLogger("roostream.kafka")
 
+_MOVING = (
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+)  # what a broker answers while a partition is getting its leader, for some moments behind its start
+_ASK_AGAIN_S = 0.1
 _QUIET = {"log_level": 2, "log.connection.close": False, "reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 1000}
 
 
@@ -133,18 +142,27 @@ def bounds(client: Consumer, places: Sequence[TopicPartition], timeout_s: float 
     of partitions. `get_watermark_offsets` asks the same but waits without a limit for a broker that dies meanwhile
     (librdkafka issues 2588, 4878).
 
+    A partition that is just getting its leader is asked for again within the time.
+
     Raises:
         KafkaException: the broker refused, is away, or told nothing in time.
     """
-    found = []
-    for time in (OFFSET_BEGINNING, OFFSET_END):
-        asked = [TopicPartition(place.topic, place.partition, time) for place in places]
-        told = {(at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=timeout_s)}
+    end_s = time.monotonic() + timeout_s
+    return list(zip(*(_offsets_at(client, places, at, end_s) for at in (OFFSET_BEGINNING, OFFSET_END)), strict=True))
+
+
+def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, end_s: float) -> list[int]:
+    while True:
+        left_s = end_s - time.monotonic()
+        asked = [TopicPartition(place.topic, place.partition, when) for place in places]
+        told = {(at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))}
         at = [told[place.topic, place.partition] for place in places]
-        if refused := next((place for place in at if place.error is not None), None):
-            raise KafkaException(refused.error)
-        found.append([int(place.offset) for place in at])
-    return list(zip(*found, strict=True))
+        refused = next((place.error for place in at if place.error is not None), None)
+        if refused is None:
+            return [int(place.offset) for place in at]
+        if refused.code() not in _MOVING or left_s <= 0:
+            raise KafkaException(refused)
+        time.sleep(_ASK_AGAIN_S)
 
 
 def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka import Consumer, KafkaException
 
 from roo.errors import UnavailableError
+from runtime.kafka import clients
 from runtime.kafka.reading import Reading
 from runtime.kafka.topics import Partition
 
@@ -56,18 +56,23 @@ class GroupLosses:
             )
 
 
-def committed_by(admin: AdminClient, group: str, reading: Reading) -> dict[Partition, Committed]:
-    """Of the reading's partitions, asked now; without those of topics that aren't there. UnavailableError: Kafka is away."""
+def committed_by(client: Consumer, reading: Reading) -> dict[Partition, Committed]:
+    """Of the reading's partitions, by the group of `client`, which joins no group by being asked.
+
+    A consumer's question, since the admin client's ends the process where the group's coordinator is not there yet: librdkafka
+    follows a null pointer (its issue 5040).
+
+    Raises:
+        UnavailableError: Kafka is away, or lacks one of the topics.
+    """
     places = [reading.place(p) for p in reading.partitions]
     try:
-        wanted = [ConsumerGroupTopicPartitions(group, places)]
-        asked = admin.list_consumer_group_offsets(wanted, request_timeout=_ASK_S)[group]
-        oldest = admin.list_offsets({at: OffsetSpec.earliest() for at in places}, request_timeout=_ASK_S)
-        first = {(at.topic, at.partition): future.result().offset for at, future in oldest.items()}
-        committed = asked.result().topic_partitions
+        client.poll(0)  # what it has to say of broken connections would heap up
+        oldest = [first for first, _ in clients.bounds(client, places, _ASK_S)]
+        committed = {(at.topic, at.partition): at for at in client.committed(places, timeout=_ASK_S)}
+        at = [committed[place.topic, place.partition] for place in places]
+        if refused := next((place.error for place in at if place.error is not None), None):
+            raise KafkaException(refused)
     except KafkaException as error:
-        raise UnavailableError(f"offsets of group {group} are not known now: {error.args[0].str()}") from None
-    return {
-        reading.partition_of(at.topic, at.partition): Committed(first[at.topic, at.partition], max(at.offset, -1))
-        for at in committed
-    }
+        raise UnavailableError(f"offsets of {reading.named()} are not known now: {error.args[0].str()}") from None
+    return {p: Committed(first, max(of.offset, -1)) for p, first, of in zip(reading.partitions, oldest, at, strict=True)}

@@ -18,6 +18,7 @@ from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import MemoryReader, RecordReader, RecordsGoneError
+from runtime.kafka.retention import Committed, committed_by
 from runtime.kafka.topic_admin import TopicAdmin
 from runtime.kafka.topics import Partition, TopicSettings, name_of
 
@@ -313,3 +314,27 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
     log.write(P0, 2_000)
     assert places(read(reader, 1)) == [(P0, 1)] and reader.num_lost == 0
     log.close()
+
+
+@pytest.mark.e2e
+def test_what_a_group_has_committed_is_told_to_whoever_is_no_member_of_it(stack: Any) -> None:
+    broker = Broker(stack.endpoints.kafka)
+    log = KafkaLog(broker)
+    log.write(P0, 1_000)
+    reading = Reading(partitions=(P0,), prefix=log.prefix)
+    asking = clients.consumer(broker, f"{log.prefix}group")
+    for _ in range(3):  # at first the broker makes the place where groups are kept
+        wait_until(lambda: _told(asking, reading) == {P0: Committed(0, -1)})
+    committing = clients.consumer(broker, f"{log.prefix}group")
+    committing.commit(offsets=[TopicPartition(name_of(log.prefix, P0[0]), P0[1], 1)], asynchronous=False)
+    assert _told(asking, reading) == {P0: Committed(0, 1)}
+    committing.close()
+    asking.close()
+    log.close()
+
+
+def _told(asking: Any, reading: Reading) -> dict[Partition, Committed]:
+    try:
+        return committed_by(asking, reading)
+    except UnavailableError:  # the group has no coordinator yet
+        return {}

@@ -188,6 +188,7 @@ def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
         raise UnavailableError("away")
 
     follow(updater, stop, Backoff(what="Redis", clock=FakeClock()), wait, Health(60))
+    assert updater.store.offsets("c") == {}, "nothing was applied"
 
 
 def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:
@@ -217,8 +218,13 @@ def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None
     (tmp_path / "schema.toml").write_text(SCHEMA, encoding="utf-8")
     config = FeaturesConfig(bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/0", schema=tmp_path / "schema.toml")
     stop = threading.Event()
+    program = threading.Thread(target=features_body, args=(config, stop))
+    program.start()
+    program.join(0.5)
+    assert program.is_alive(), "it waits"
     stop.set()
-    features_body(config, stop)
+    program.join(30)
+    assert not program.is_alive()
 
 
 def test_the_program_refuses_wrong_settings_before_it_waits(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_program_given_up_starts_when_it_is_asked_for_again(bench: Bench) -> N
     bench.wait_state("a", "failed")
     bench.start(bench.program("a", SLEEP))
     bench.wait_state("a", "ready")
+    assert bench.state("a") == "ready"
 
 
 def test_a_program_waits_for_those_that_come_before_it(bench: Bench) -> None:

@@ -29,14 +29,6 @@ from tests.models.model_checks import (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("n", [1, 2, 13, 60])
 def test_g9_a_request_alone_scores_the_same_bits_in_training_and_serving(n: int) -> None:
     assert_same_bits_as_served(make_schema("everything"), SMALL, n)

@@ -37,9 +37,14 @@ def test_replaces_and_deletes_in_one_write(store: Blobs) -> None:
     assert store.get(b"a") == b"3" and store.get(b"b") is None
 
 
-def test_closing_twice_is_fine(store: Blobs) -> None:
+def test_what_was_written_is_there_after_closing_twice(tmp_path: Path) -> None:
+    store = RocksBlobs(tmp_path).open()
+    store.write([(b"a", b"1")], sync=True)
     store.close()
     store.close()
+    again = RocksBlobs(tmp_path).open()
+    assert again.get(b"a") == b"1"
+    again.close()
 
 
 def test_rocks_keeps_everything_over_a_restart(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 from roo.errors import UnavailableError
+from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import End, Ends, Reading
@@ -136,6 +137,24 @@ def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(monkeypatc
     monkeypatch.setattr(consumer, "offsets_for_times", late)
     with pytest.raises(UnavailableError, match=r"t\.samples: .*imed out"):
         KafkaReader(consumer, MERGED).end_offsets()
+
+
+@pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
+def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer, told, refusals = FakeConsumer(oldest=2, newest=9), FakeConsumer.offsets_for_times, [code, code]
+
+    def moving(asked: list[Any], timeout: float) -> list[Any]:
+        places = told(consumer, asked, timeout)
+        if not refusals:
+            return list(places)
+        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(refusals.pop()))]
+
+    monkeypatch.setattr(consumer, "offsets_for_times", moving)
+    assert KafkaReader(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
+    refusals += [code] * 1000
+    with pytest.raises(KafkaException, match=KafkaError(code).str()):
+        clients.bounds(consumer, [MERGED.place(P2)], timeout_s=0.3)  # type: ignore[arg-type]
+    assert refusals, "not for ever"
 
 
 def test_ends_and_bounds_are_asked_when_wanted() -> None:

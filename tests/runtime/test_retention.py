@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
 from roo.errors import UnavailableError
 from runtime.kafka.reading import Reading
 from runtime.kafka.retention import Committed, GroupLosses, committed_by
 from runtime.kafka.topics import Partition
+from tests.runtime.fake_consumer import FakeConsumer
 
 A, B = ("impressions", 0), ("impressions", 1)
 
@@ -72,32 +71,23 @@ def test_while_kafka_is_away_nothing_is_told_and_the_next_look_finds_it() -> Non
     assert kafka.lost_at(A, 30, 10) == 20
 
 
-def done(result: object) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
+class Group(FakeConsumer):
+    """Has committed 5 of the first partition, and nothing of the others (librdkafka says -1001)."""
+
+    def committed(self, places: list[Any], timeout: float) -> list[TopicPartition]:
+        return [TopicPartition(at.topic, at.partition, 5 if at.partition == 0 else -1001) for at in reversed(places)]
 
 
-class Admin:
-    def list_consumer_group_offsets(self, wanted: list[Any], **_: object) -> dict[str, Future[Any]]:
-        """-1001: nothing is committed."""
-        [of] = wanted
-        offsets = [TopicPartition(at.topic, at.partition, 5 if at.partition == 0 else -1001) for at in of.topic_partitions]
-        return {of.group_id: done(SimpleNamespace(topic_partitions=offsets))}
-
-    def list_offsets(self, wanted: dict[TopicPartition, Any], **_: object) -> dict[TopicPartition, Future[Any]]:
-        return {at: done(SimpleNamespace(offset=3 + at.partition)) for at in wanted}
+def asked(group: Group) -> dict[Partition, Committed]:
+    return committed_by(group, Reading(partitions=(A, B), prefix="x."))  # type: ignore[arg-type]
 
 
 def test_a_groups_offsets_stand_beside_the_oldest_ones_under_our_names() -> None:
-    reading = Reading(partitions=(A, B), prefix="x.")
-    assert committed_by(Admin(), "x.group", reading) == {A: Committed(3, 5), B: Committed(4, -1)}  # type: ignore[arg-type]
+    assert asked(Group(oldest=3)) == {A: Committed(3, 5), B: Committed(3, -1)}
 
 
 def test_a_broker_that_is_away_is_told_as_such() -> None:
-    class Away(Admin):
-        def list_offsets(self, wanted: dict[TopicPartition, Any], **_: object) -> dict[TopicPartition, Future[Any]]:
-            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
-
+    group = Group()
+    group.fails = KafkaError._TRANSPORT
     with pytest.raises(UnavailableError, match="are not known now"):
-        committed_by(Away(), "x.group", Reading(partitions=(A,), prefix="x."))  # type: ignore[arg-type]
+        asked(group)

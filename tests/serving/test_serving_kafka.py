@@ -74,5 +74,9 @@ def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
 
 
 def test_opening_connects_to_nobody() -> None:
-    KafkaReader.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4)).close()
-    LogTopics.open(Broker("127.0.0.1:1"), "").close()
+    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", rows_reading("", 4))
+    assert set(reader.positions()) == set(rows_reading("", 4).partitions)
+    reader.close()
+    topics = LogTopics.open(Broker("127.0.0.1:1"), "")
+    assert isinstance(topics, LogTopics)
+    topics.close()

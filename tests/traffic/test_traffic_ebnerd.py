@@ -155,6 +155,16 @@ def test_a_history_that_knows_the_log_s_future_tells_nothing_before_its_time(tmp
     assert log.survey.report()["clicks_elsewhere"] == {"before": 2, "within": 1}
 
 
+def test_files_without_a_request_say_nothing_about_a_history(tmp_path: Path) -> None:
+    none = str(tmp_path / "none.parquet")
+    some = write(tmp_path / "some.parquet", [row(1, 10, [1], [1])])
+    pq.write_table(pq.read_table(some).slice(0, 0), none)
+    told = {"user_id": 7, "article_id_fixed": [1, 1], "impression_time_fixed": [at(-5), at(20)]}
+    clicks = ebnerd.histories([write(tmp_path / "h.parquet", [told])])
+    assert ebnerd.not_shown(clicks, [none]).time_ms_N.tolist() == [at_ms(-5), at_ms(20)]
+    assert ebnerd.not_shown(clicks, [none, some]).time_ms_N.tolist() == [at_ms(-5)], "that from before the log stays"
+
+
 def test_other_files_are_refused_with_file_and_column(tmp_path: Path) -> None:
     rows = [row(1, 0, [1], [1])]
     lacking = write(tmp_path / "lacking.parquet", [{k: v for k, v in rows[0].items() if k != "article_ids_inview"}])

@@ -5,6 +5,7 @@ A program that doesn't answer tells nothing, and what nobody tells is None: unkn
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from runtime.scrape import Scraped
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
 LOOK_S = 5.0
+_ADDRESS = re.compile(r"[\w.:\[\]-]+:\d{1,5}")  # nothing else that a member says becomes part of a URL
 STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
 
 Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
@@ -64,7 +66,7 @@ def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[st
         name: url for name, url in urls.items() if not workers or (number := _worker_number(name)) is None or number in workers
     }
     known, numbers = set(kept.values()), {_worker_number(name) for name in kept}
-    told = {n: f"http://{at}/metrics" for n, at in sorted(workers.items()) if at and n not in numbers}
+    told = {n: f"http://{at}/metrics" for n, at in sorted(workers.items()) if _ADDRESS.fullmatch(at) and n not in numbers}
     return kept | {f"worker-{n}" if n else "worker": url for n, url in told.items() if url not in known}
 
 

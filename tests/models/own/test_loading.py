@@ -191,3 +191,12 @@ def test_that_memory_is_out_stays_what_it_is(tmp_path: Path) -> None:
     )
     with pytest.raises(MemoryError):
         forward(build_model(SCHEMA, config, 0))
+
+
+def test_a_manifest_makes_nobody_import_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "unasked_model.py").write_text("raise SystemExit('imported')")
+    for code in ("", "0" * 64):
+        with pytest.raises(ConfigError, match=r"unasked_model:build.*expected its code"):
+            model_config_from_dict({"kind": "unasked_model:build", "code": code})
+    assert "unasked_model" not in sys.modules

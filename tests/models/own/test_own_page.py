@@ -12,11 +12,7 @@ import torch
 
 from models.build import load_model_config, model_config_from_dict
 from models.own.own_checks import check_model
-from roo import roo_pb2 as pb
-from roo import wire
-from roo.decode import Decoder
-from serving.scorer import build_version
-from tests.trainer.test_kinds_learn import RowsOf, log_losses
+from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import SCHEMA, visit_loop, visits
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-model.md"
@@ -51,11 +47,4 @@ def test_its_example_learns_and_serving_scores_as_training_does(example: Path) -
     assert last.mean() < 0.95 * first.mean()
 
     committed = json.loads(json.dumps(vars(loop.model_config)))
-    version = build_version("1-1", SCHEMA, model_config_from_dict(committed), 0, loop.model.state_dict())
-    for record in records[-10:]:
-        batch, _ = Decoder(SCHEMA, {}.get).decode([record])
-        _, sample = wire.decode(record.value)
-        assert isinstance(sample, pb.Sample)
-        items = np.array(sample.item_ids, np.uint64).view(np.int64)
-        logits = version.score(RowsOf(loop), sample.ro, sample.parts[0].nro, items, sample.header.time_ms)
-        np.testing.assert_allclose(1 / (1 + np.exp(-logits)), loop.scores(batch), rtol=0, atol=1e-5)
+    assert_serving_scores_as(loop, model_config_from_dict(committed), records[-10:])
