@@ -210,6 +210,20 @@ def test_a_request_without_an_ro_block_has_none_and_one_that_only_a_page_brings_
     assert closed(impression(T, ro=None), page).message.ro == page.ro
 
 
+def test_an_item_that_only_a_later_page_shows_has_its_own_labels() -> None:
+    sample = closed(impression(T, (1, 2)), impression(T + 5, (3, 4), ro=None), engagement(T + 9, 3, event=1))
+    assert {item: labels[0] for item, labels in sample.labels.items()} == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}
+
+
+def test_an_engagement_with_what_a_later_page_shows_is_no_orphan_any_more() -> None:
+    driver = Driver(rules(), "memory")
+    driver.send(impression(T, (1, 2)), engagement(T + 5, 3, event=1), engagement(T + 6, 9, event=2))
+    assert driver.state.head.num_orphans == 2
+    driver.send(impression(T + 7, (3,), ro=None))
+    assert driver.state.head.num_orphans == 1, "9 is shown nowhere"
+    assert only(driver.at(T + 100), "samples").labels[3][0] == 1.0 and driver.state.head.num_orphans == 0
+
+
 def test_a_page_adds_candidates_until_the_close_and_is_a_dead_letter_after_it() -> None:
     driver = Driver(rules())
     driver.send(impression(T), impression(T + 100, (3,), ro=None), impression(T + 101, (4,), ro=None))

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from param_server.blobs import MemoryBlobs
+from param_server.index_kernels import IN_FLIGHT
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roo import wire
@@ -146,6 +147,30 @@ def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
     follower.replica.needs_bootstrap = False
     follower.catch_up(loop.shard)
     assert follower.replica.num_rows == 2
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowledged: bool) -> None:
+    """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that never comes."""
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    loop.turn()
+    loop.push(1, 2)
+    name = commit(loop.shard, store, 1)
+    taken = loop.shard.take_round()
+    assert taken is not None and taken.deltas
+    restored = loop.shard.segments.restored
+
+    def late(*args: object) -> None:
+        loop.shard.settle_round(taken, acknowledged, {0: 10**6})
+        restored(*args)  # type: ignore[arg-type]
+
+    loop.shard.segments.restored = late  # type: ignore[method-assign]
+    loop.shard.restore(2, name)
+    indices = [table.index for table in loop.shard.tables.values()]
+    assert sum(index.count_flagged(IN_FLIGHT) for index in indices) == 0
+    assert loop.shard.take_round() is None, "a rollback comes first"
+    assert loop.shard.stats()["rows_end"]["0"] < 10**6, "offsets of another incarnation are not recorded"
 
 
 @pytest.mark.parametrize("first", [5, 100])

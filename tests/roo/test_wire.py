@@ -32,6 +32,15 @@ def test_a_record_says_its_type_without_being_decoded() -> None:
     assert wire.kind_of(b"\x06") == 0
 
 
+@pytest.mark.parametrize("kind", wire.CHECKED)
+def test_a_record_with_a_checksum_comes_back_and_any_other_byte_in_it_is_refused(kind: int) -> None:
+    record = wire.encode(kind, pb.Barrier(stack="s", bucket=3, incarnation=7))
+    assert wire.decode(record)[0] == kind
+    for at in range(2, len(record)):
+        with pytest.raises(WireError, match="checksum"):
+            wire.decode(record[:at] + bytes((record[at] ^ 1,)) + record[at + 1 :])
+
+
 def test_equal_messages_have_equal_bytes() -> None:
     first, second = (pb.Engagement(header=pb.Header(user_id=1), action="a") for _ in range(2))
     assert wire.encode(wire.ENGAGEMENT, first) == wire.encode(wire.ENGAGEMENT, second)

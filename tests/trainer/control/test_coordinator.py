@@ -124,6 +124,14 @@ def test_nothing_starts_before_every_member_is_there() -> None:
     assert group.asked == [*((k, "restore") for k in (SHARD_1, SHARD_0, WORKER)), (WORKER, "start")]
 
 
+def test_who_came_while_the_incarnation_was_claimed_is_asked_with_the_claim() -> None:
+    group = Group()
+    group.round_without_answers()
+    group.claim(1)
+    assert group.it.state is State.RESTORING
+    assert [[c["kind"] for c in group.it.commands(key)] for key in (SHARD_0, SHARD_1)] == [["restore"], ["restore"]]
+
+
 def test_what_a_commit_took_is_told_by_its_phases() -> None:
     group = Group().cutting()
     for seconds, state in ((0.125, State.FREEZING), (0.25, State.WRITING), (0.5, State.LINKING)):
