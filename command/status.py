@@ -121,7 +121,7 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, An
     running = joiner.value("roostream_joiner_running")
     return {
         "state": job["state"].lower() if job else "running" if running else None,
-        "watermark_ms": joiner.value("roostream_joiner_watermark_ms"),
+        "watermark_ms": joiner.ms("roostream_joiner_watermark_timestamp_seconds"),
         "restarts": joiner.value("roostream_joiner_job_restarts"),
         "checkpoints": joiner.value("roostream_joiner_checkpoints"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from runtime.exports import one_of
+from runtime.exports import in_seconds, one_of
 from runtime.scrape import Scraped
 
 
@@ -88,10 +88,11 @@ def of_gauges(scraped: Scraped) -> dict[str, Any]:
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
     out: dict[str, Any] = {"state": state, "accounted": {"yes": True, "no": False}.get(state)}
     for field in ("behind", *(f.name for f in dataclasses.fields(Sums) if f.name != "accounted")):
-        name = f"roostream_auditor_{field}"
+        shown, scale = in_seconds(field)
+        name = f"roostream_auditor_{shown}"
         if field in LABELS:
             out[field] = {k: int(v) for k, v in scraped.by(name, LABELS[field]).items()}
         else:
             value = scraped.value(name)
-            out[field] = None if value is None else int(value)
+            out[field] = None if value is None else round(value / scale)
     return out

@@ -86,7 +86,9 @@ class FeatureMetrics:
         self.lost = Gauge(
             "roostream_features_lost_records", "events that Kafka no longer had when they were to be read", registry=registry
         )
-        self.time_ms = Gauge("roostream_features_event_time_ms", "event time of the newest record applied", registry=registry)
+        self.time = Gauge(
+            "roostream_features_event_timestamp_seconds", "event time of the newest record applied", registry=registry
+        )
 
 
 class FeatureUpdater:
@@ -129,7 +131,7 @@ class FeatureUpdater:
         if not self.store.commit(self._offsets, after, states, self.cluster):
             return False
         self._offsets = after
-        self.metrics.time_ms.set(max(r.timestamp_ms for r in records))
+        self.metrics.time.set(max(r.timestamp_ms for r in records) / 1000)
         return True
 
     def _event(self, record: Record) -> Event | None:

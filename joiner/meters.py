@@ -22,7 +22,9 @@ class Meters:
             "roostream_joiner_lost_records", "events that Kafka no longer had when they were to be joined", registry=registry
         )
         self.outputs = Counter("roostream_joiner_outputs", "records written", ["topic", "why"], registry=registry)
-        self.watermark = Gauge("roostream_joiner_watermark_ms", "event time that all partitions have reached", registry=registry)
+        self.watermark = Gauge(
+            "roostream_joiner_watermark_timestamp_seconds", "event time that all partitions have reached", registry=registry
+        )
         self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
         self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
         self.late = Gauge(
@@ -46,18 +48,18 @@ class Meters:
 
     def state(self, watermark_ms: int, num_keys: int) -> None:
         if START < watermark_ms < END:
-            self.watermark.set(watermark_ms)
+            self.watermark.set(watermark_ms / 1000)
         self.keys.set(num_keys)
         self.running.set(1)
 
     def job(self, running: bool, gauges: Mapping[str, float]) -> None:
         """What `FlinkRest.gauges` gave."""
         self.running.set(running)
-        for name, gauge in (
-            ("restarts", self.restarts),
-            ("checkpoints", self.checkpoints),
-            ("watermark_ms", self.watermark),
-            (LATE_REQUESTS, self.late),
+        for name, gauge, scale in (
+            ("restarts", self.restarts, 1.0),
+            ("checkpoints", self.checkpoints, 1.0),
+            ("watermark_ms", self.watermark, 1e-3),
+            (LATE_REQUESTS, self.late, 1.0),
         ):
             if name in gauges:
-                gauge.set(gauges[name])
+                gauge.set(gauges[name] * scale)

@@ -95,7 +95,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         warm()
         blobs.open()
         opened.callback(blobs.close)
-        latency = metrics.Quantiles("roostream_shard_call_ms", "time to answer a call")
+        latency = metrics.Quantiles("roostream_shard_call", "time to answer a call")
         address = _listen(config, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None

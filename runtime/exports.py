@@ -14,7 +14,8 @@ class Exports(Collector):
     """`roostream_<program>_<name>` of each name that `read` gives, all of one moment.
 
     `read` gives name → number, or name → {label value: number} where `labels` has the label's name (a tuple of both where there
-    are several). Text and None are left out. Gauges, but for the names in `counters`, which Prometheus calls `…_total`.
+    are several). Text and None are left out. Gauges, but for the names in `counters`, which Prometheus calls `…_total`. Times
+    are exported in seconds whatever they are kept in (`in_seconds`).
     """
 
     def __init__(
@@ -46,14 +47,32 @@ class Exports(Collector):
         return [family for family in families if family.samples]
 
     def _family(self, name: str, value: Any) -> Metric:
-        label = self.labels.get(name)
+        label, (shown, scale) = self.labels.get(name), in_seconds(name)
         labels = (label,) if isinstance(label, str) else label or ()
         of_kind = CounterMetricFamily if name in self.counters else GaugeMetricFamily
-        family = of_kind(f"roostream_{self.program}_{name}", self.helps.get(name, name.replace("_", " ")), labels=labels)
+        family = of_kind(f"roostream_{self.program}_{shown}", self.helps.get(name, shown.replace("_", " ")), labels=labels)
         for key, number in value.items() if labels and isinstance(value, Mapping) else [((), value)]:
             if isinstance(number, (int, float)):
-                family.add_metric([str(part) for part in ((key,) if isinstance(key, str) else key)], float(number))
+                family.add_metric([str(part) for part in ((key,) if isinstance(key, str) else key)], float(number) * scale)
         return family
+
+
+_UNITS = (
+    ("watermark_ms", "watermark_timestamp_seconds", 1e-3),
+    ("since_ms", "since_timestamp_seconds", 1e-3),
+    ("_per_s", "_per_second", 1.0),
+    ("_ms", "_seconds", 1e-3),
+    ("_s", "_seconds", 1.0),
+)
+
+
+def in_seconds(name: str) -> tuple[str, float]:
+    """What Prometheus calls the value that our name says the unit of, in its base unit, and what to multiply it by: `lag_ms` →
+    (`lag_seconds`, 0.001). A moment of event time is a `…_timestamp_seconds`."""
+    for suffix, instead, scale in _UNITS:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + instead, scale
+    return name, 1.0
 
 
 def one_of(state: str, states: tuple[str, ...]) -> dict[str, int]:

@@ -29,8 +29,8 @@ BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 
 
 class Quantiles(Collector):
-    """Times of stages, in ms: the newest `size` of each as `name{stage=…, quantile=…}`, and all of them as a histogram in
-    seconds, whose name ends with `_seconds` instead of `_ms`. Thread-safe."""
+    """Times of stages: the newest `size` of each as the gauge `<name>_quantile_seconds{stage=…, quantile=…}`, and all of them as
+    the histogram `<name>_seconds`. Observed and asked in ms. Thread-safe."""
 
     def __init__(self, name: str, help: str, size: int = 2048) -> None:
         self.name, self.help, self.size = name, help, size
@@ -38,10 +38,6 @@ class Quantiles(Collector):
         self._values: dict[str, deque[float]] = {}
         self._counts: dict[str, list[int]] = {}  # by bucket, the last one without a bound
         self._sums_ms: dict[str, float] = {}
-
-    @property
-    def histogram_name(self) -> str:
-        return f"{self.name.removesuffix('_ms')}_seconds"
 
     def observe(self, stage: str, value: float) -> None:
         with self._lock:
@@ -56,16 +52,16 @@ class Quantiles(Collector):
         return values[min(int(q * len(values)), len(values) - 1)] if values else None
 
     def collect(self) -> list[Metric]:
-        family = GaugeMetricFamily(self.name, self.help, labels=["stage", "quantile"])
+        family = GaugeMetricFamily(f"{self.name}_quantile_seconds", self.help, labels=["stage", "quantile"])
         for stage in list(self._values):
             for q in (0.5, 0.99):
                 value = self.quantile(stage, q)
                 if value is not None:
-                    family.add_metric([stage, str(q)], value)
+                    family.add_metric([stage, str(q)], value / 1000)
         return [family, self._histogram()]
 
     def _histogram(self) -> Metric:
-        family = HistogramMetricFamily(self.histogram_name, self.help, labels=["stage"])
+        family = HistogramMetricFamily(f"{self.name}_seconds", self.help, labels=["stage"])
         with self._lock:
             found = [(stage, list(counts), self._sums_ms[stage]) for stage, counts in self._counts.items()]
         for stage, counts, sum_ms in found:
@@ -78,7 +74,7 @@ def freshness() -> Quantiles:
     """The process's stage times, in ms; registered once."""
     global _freshness
     if _freshness is None:
-        _freshness = Quantiles("roostream_freshness_ms", "time between stages of the loop")
+        _freshness = Quantiles("roostream_freshness", "time between stages of the loop")
         REGISTRY.register(_freshness)
     return _freshness
 

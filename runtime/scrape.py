@@ -23,6 +23,11 @@ class Scraped:
         """The sample of exactly these labels; None if it is not there or not a number."""
         return number(self._samples.get((name, frozenset(labels.items()))))
 
+    def ms(self, name: str, **labels: str) -> float | None:
+        """`value` of a name that ends with `_seconds`, in milliseconds."""
+        value = self.value(name, **labels)
+        return None if value is None else value * 1000
+
     def by(self, name: str, label: str) -> dict[str, float]:
         """Value of `label` → sample, of all samples of `name` that have the label."""
         found = {}

@@ -28,10 +28,10 @@ class ServingMetrics:
             registry=registry,
         )
         self._unused_actions: set[str] = set()
-        self.latency = Quantiles("roostream_serving_latency_ms", "time of an answer, by route")
+        self.latency = Quantiles("roostream_serving_latency", "time of an answer, by route")
         registry.register(self.latency)
         self.version = Gauge("roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry)
-        self.version_time_ms = Gauge("roostream_serving_model_time_ms", "when it was committed", registry=registry)
+        self.version_time = Gauge("roostream_serving_model_timestamp_seconds", "when it was committed", registry=registry)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         child = self._children.get((route, status))
@@ -51,4 +51,4 @@ class ServingMetrics:
     def show_version(self, name: str, time_ms: int) -> None:
         self.version.clear()
         self.version.labels(name).set(1)
-        self.version_time_ms.set(time_ms)
+        self.version_time.set(time_ms / 1000)

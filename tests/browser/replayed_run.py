@@ -131,7 +131,7 @@ class ReplayedRun:
             ]
         for stage, ms in {**_MS, STAGES[-1]: sum(_MS.values())}.items():
             lines["worker"] += [
-                f'roostream_freshness_ms{{stage="{stage}",quantile="{q}"}} {ms * wave * f}'
+                f'roostream_freshness_quantile_seconds{{stage="{stage}",quantile="{q}"}} {ms * wave * f / 1000}'
                 for q, f in (("0.5", 1), ("0.99", 1.4))
             ]
         lines["worker"].append("roostream_worker_non_finite 0")

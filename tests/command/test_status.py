@@ -21,12 +21,12 @@ from trainer.control.holds import ratios
 WORKER = """# TYPE roostream_worker_state gauge
 roostream_worker_state{state="initial"} 0.0
 roostream_worker_state{state="caught_up"} 1.0
-# TYPE roostream_worker_lag_ms gauge
-roostream_worker_lag_ms 1500.0
-roostream_worker_eta_s NaN
-# TYPE roostream_freshness_ms gauge
-roostream_freshness_ms{stage="close_to_readable",quantile="0.5"} 131.0
-roostream_freshness_ms{stage="close_to_readable",quantile="0.99"} 206.0
+# TYPE roostream_worker_lag_seconds gauge
+roostream_worker_lag_seconds 1.5
+roostream_worker_eta_seconds NaN
+# TYPE roostream_freshness_quantile_seconds gauge
+roostream_freshness_quantile_seconds{stage="close_to_readable",quantile="0.5"} 0.131
+roostream_freshness_quantile_seconds{stage="close_to_readable",quantile="0.99"} 0.206
 """
 SIMULATE = """# TYPE roostream_traffic_click_rate gauge
 roostream_traffic_click_rate{order="served",window="recent"} 0.3
@@ -79,8 +79,8 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
 
 def test_scraped_text_is_found_by_name_and_labels() -> None:
     worker = scrape.parse(WORKER)
-    assert worker.value("roostream_worker_lag_ms") == 1500.0
-    assert worker.value("roostream_worker_eta_s") is None, "not a number is as good as absent"
+    assert worker.value("roostream_worker_lag_seconds") == 1.5 and worker.ms("roostream_worker_lag_seconds") == 1500.0
+    assert worker.value("roostream_worker_eta_seconds") is None, "not a number is as good as absent"
     assert worker.state("roostream_worker_state", "state") == "caught_up"
     assert worker.by("roostream_worker_state", "state") == {"initial": 0.0, "caught_up": 1.0}
 

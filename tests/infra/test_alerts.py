@@ -19,7 +19,7 @@ from features.updater import FeatureMetrics
 from joiner.meters import Meters
 from param_server.main import _HELPS as SHARD
 from roo.schema_file import schema_from_dict
-from runtime.exports import Exports
+from runtime.exports import Exports, in_seconds
 from runtime.metrics import Quantiles
 from serving.build import _HELPS as SERVING
 from serving.exports import ServingMetrics
@@ -57,11 +57,11 @@ def exported() -> set[str]:
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     for stages in (
-        Quantiles("roostream_freshness_ms", ""),
-        Quantiles("roostream_shard_call_ms", ""),
-        Quantiles("roostream_serving_latency_ms", ""),
+        Quantiles("roostream_freshness", ""),
+        Quantiles("roostream_shard_call", ""),
+        Quantiles("roostream_serving_latency", ""),
     ):
-        names |= {stages.name, stages.histogram_name}
+        names |= {f"{stages.name}_seconds", f"{stages.name}_quantile_seconds"}
     worker = (ROOT / "trainer/monitoring/monitor.py").read_text(encoding="utf-8")
     told = {*LABELS, *re.findall(r'^            "(\w+)": ', worker, flags=re.MULTILINE), "requests", "dead_letters", "non_finite"}
     for program, found in (
@@ -71,7 +71,7 @@ def exported() -> set[str]:
         ("serving", set(SERVING)),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),
     ):
-        names |= {f"roostream_{program}_{name}" for name in found}
+        names |= {f"roostream_{program}_{in_seconds(name)[0]}" for name in found}
     return names
 
 

@@ -103,7 +103,7 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
 def test_what_flink_tells_of_the_job_is_exported() -> None:
     registry = CollectorRegistry()
     Meters(registry).job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
-    assert registry.get_sample_value("roostream_joiner_watermark_ms") == 800.0
+    assert registry.get_sample_value("roostream_joiner_watermark_timestamp_seconds") == 0.8
     assert registry.get_sample_value("roostream_joiner_job_restarts") == 3.0
 
 

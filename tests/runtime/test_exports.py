@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from runtime.exports import Exports, one_of
@@ -39,6 +40,20 @@ def test_labels_counters_and_helps_are_as_they_are_declared() -> None:
         "roostream_x_ready 1.0",
     ):
         assert f"{line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "line"),
+    [
+        ("lag_ms", "lag_seconds 1.5"),
+        ("eta_s", "eta_seconds 1500.0"),
+        ("read_per_s", "read_per_second 1500.0"),
+        ("watermark_ms", "watermark_timestamp_seconds 1.5"),
+        ("rows", "rows 1500.0"),
+    ],
+)
+def test_times_are_exported_in_seconds(ours: str, line: str) -> None:
+    assert f"roostream_x_{line}\n" in shown(Exports("x", lambda: {ours: 1500}, {}))
 
 
 def test_what_is_no_number_is_left_out() -> None:

@@ -16,7 +16,7 @@ from runtime.metrics import Quantiles
 
 
 def test_quantiles_are_of_the_newest_observations() -> None:
-    stages = Quantiles("x_ms", "help", size=100)
+    stages = Quantiles("x", "help", size=100)
     for value in range(1000):
         stages.observe("close", value)
     assert stages.quantile("close", 0.5) == 950 and stages.quantile("close", 0.99) == 999 and stages.quantile("close", 0) == 900
@@ -24,15 +24,15 @@ def test_quantiles_are_of_the_newest_observations() -> None:
 
 
 def test_quantiles_are_exported_by_stage() -> None:
-    registry, stages = CollectorRegistry(), Quantiles("x_ms", "help")
+    registry, stages = CollectorRegistry(), Quantiles("x", "help")
     registry.register(stages)
-    assert b"x_ms{" not in generate_latest(registry)
+    assert b"x_quantile_seconds{" not in generate_latest(registry)
     stages.observe("close", 5.0)
-    assert b'x_ms{quantile="0.5",stage="close"} 5.0' in generate_latest(registry)
+    assert b'x_quantile_seconds{quantile="0.5",stage="close"} 0.005' in generate_latest(registry)
 
 
 def test_times_are_a_histogram_in_seconds_too() -> None:
-    registry, stages = CollectorRegistry(), Quantiles("x_ms", "help", size=2)
+    registry, stages = CollectorRegistry(), Quantiles("x", "help", size=2)
     registry.register(stages)
     for ms in (0.5, 1.5, 40.0, 400_000.0):
         stages.observe("pull", ms)
@@ -71,12 +71,12 @@ def asked(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
 
 def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: FakeClock) -> None:
     registry = CollectorRegistry()
-    stages = Quantiles("test_ms", "help")
+    stages = Quantiles("test", "help")
     stages.observe("close", 5.0)
     registry.register(stages)
     port = metrics.serve(Watched(), health, registry)
     status, text = asked(port, "/metrics")
-    assert status == 200 and 'test_ms{quantile="0.5",stage="close"} 5.0' in text
+    assert status == 200 and 'test_quantile_seconds{quantile="0.5",stage="close"} 0.005' in text
     assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
     health.turned()
     assert asked(port, "/readyz") == (200, "ok\n")

@@ -86,7 +86,7 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> di
         "freshness": freshness(scraped),
         "click_rate": click_rate(scraped.get("simulate", Scraped())),
         "serving": serving_state(scraped.get("serving", Scraped())),
-        "joiner_watermark_ms": scraped.get("joiner", Scraped()).value("roostream_joiner_watermark_ms"),
+        "joiner_watermark_ms": scraped.get("joiner", Scraped()).ms("roostream_joiner_watermark_timestamp_seconds"),
         "shards": {name: _shard(s) for name, s in scraped.items() if name.startswith("shard-") and s},
         "partition_lag_records": _merged([s.by("roostream_worker_partition_lag_records", "partition") for s in workers.values()]),
         "accounted": scraped.get("auditor", Scraped()).state("roostream_auditor_accounted", "state"),
@@ -128,7 +128,7 @@ def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | Non
     found: dict[str, dict[str, float | None]] = {}
     for stage in STAGES:
         for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
-            values = [s.value("roostream_freshness_ms", stage=stage, quantile=quantile) for s in scraped.values()]
+            values = [s.ms("roostream_freshness_quantile_seconds", stage=stage, quantile=quantile) for s in scraped.values()]
             found.setdefault(stage, {})[key] = max((v for v in values if v is not None), default=None)
     return found
 

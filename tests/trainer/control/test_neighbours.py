@@ -30,8 +30,8 @@ def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown(
 
 
 def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
-    line = 'roostream_freshness_ms{{quantile="0.5",stage="close_to_readable"}} {}\n'
-    found = freshness({name: scrape.parse(line.format(ms)) for name, ms in (("worker", 20), ("worker-1", 900))})
+    line = 'roostream_freshness_quantile_seconds{{quantile="0.5",stage="close_to_readable"}} {}\n'
+    found = freshness({name: scrape.parse(line.format(ms / 1000)) for name, ms in (("worker", 20), ("worker-1", 900))})
     assert found["close_to_readable"] == {"p50_ms": 900.0, "p99_ms": None}
 
 
