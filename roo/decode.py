@@ -66,12 +66,11 @@ class Decoder:
         """
         rejects: dict[int, tuple[str, str]] = {}
         values = [record.value or b"" for record in records]
-        found, kinds = self._scan(values, rejects)
+        found, correction_N = self._scan(values, rejects)
         plan_N = self._plans(found, rejects)
         status_N = self._check(found, plan_N)
         for n in np.flatnonzero(status_N > 0):
             rejects[int(found.index_N[n])] = _WRONG[int(status_N[n])]
-        correction_N = kinds[found.index_N] == wire.CORRECTION
         self._check_times(records, found, correction_N, status_N, rejects)
         trainable_N = ~correction_N
         if corrections:
@@ -114,22 +113,22 @@ class Decoder:
         return fill_request(self.plans, buf, blocks["ro"], blocks["nro"], item_ids, time_ms)
 
     def _scan(self, values: list[bytes], rejects: dict[int, tuple[str, str]]) -> tuple[Scan, np.ndarray]:
-        """The samples among `values`, all in our writers' form (3), and each value's type byte."""
+        """The samples and corrections among `values`, all in our writers' form (3), and bool [N]: which are corrections."""
         buf, starts = join(values)
-        kinds = np.where(starts[1:] > starts[:-1], buf[starts[:-1]], 0)
         index_N = self._admit(buf, starts, rejects)
+        is_correction_N = buf[starts[index_N]] == wire.CORRECTION
         found = scan(buf, starts, index_N, self.schema.limits.max_candidates)
         if found.ok_N.all():
-            return found, kinds
+            return found, is_correction_N
         for i in map(int, index_N[~found.ok_N]):
             try:
                 values[i] = rewritten(values[i])
             except WireError as error:
                 rejects[i] = (error.reason, str(error))
-        index_N = index_N[[int(i) not in rejects for i in index_N]]
-        found = scan(*join(values), index_N, self.schema.limits.max_candidates)
+        kept_N = np.array([int(i) not in rejects for i in index_N], dtype=bool)
+        found = scan(*join(values), index_N[kept_N], self.schema.limits.max_candidates)
         assert found.ok_N.all()
-        return found, kinds
+        return found, is_correction_N[kept_N]
 
     def _admit(self, buf: np.ndarray, starts: np.ndarray, rejects: dict[int, tuple[str, str]]) -> np.ndarray:
         """Indices of the records that say they are samples or corrections, and aren't too large."""

@@ -257,6 +257,21 @@ def test_an_impression_of_another_schema_than_its_request_is_a_dead_letter() -> 
     assert sorted(reasons(outputs)) == ["item_not_shown", "unknown_schema"]
 
 
+def test_an_engagement_whose_item_an_earlier_impression_s_schema_takes_away_is_given_up_at_its_own_time() -> None:
+    driver = Driver(rules(orphan_timeout_ms=20))
+    driver.send(impression(T + 5, (3,)), engagement(T + 9, 3, event=1))
+    driver.send(impression(T, (1, 2), schema=OTHER_SCHEMA, ro=None))
+    assert driver.at(T + 28) == [] and reasons(driver.at(T + 29)) == ["item_not_shown"]
+
+
+def test_an_item_is_found_where_its_bytes_also_lie_across_two_others() -> None:
+    """8-byte ids side by side: the middle of the first two reads as the last."""
+    across, last = (0x22222222_00000001, 0x00000005_11111111), 0x11111111_22222222
+    items = (*across, *range(20, 29), last)
+    sample = closed(impression(T, items), engagement(T + 5, last, event=1))
+    assert [item for item, labels in sample.labels.items() if labels[0]] == [last] and sample.items[-1] == last
+
+
 def test_ids_are_made_of_key_and_request_and_the_header_is_the_openings() -> None:
     m = closed(impression(T, session=4), impression(T + 1, session=5, ro=None)).message
     assert m.sample_id == sample_id(KEY, "r") and (m.header.time_ms, m.header.session_id) == (T, 4)

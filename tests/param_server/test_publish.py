@@ -9,7 +9,7 @@ from param_server.blobs import MemoryBlobs
 from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.errors import UnavailableError
-from roo.ids import bucket_of
+from roo.ids import bucket_of, buckets_of
 from runtime.clock import FakeClock
 from tests.param_server.reader_support import Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
@@ -144,6 +144,15 @@ def test_tables_of_a_stack_go_out_apart_and_many_rows_in_several_deltas() -> Non
             of_bucket = [d for d in sent if (d.stack, d.bucket) == (stack, bucket)]
             assert [d.sequence for d in of_bucket] == list(range(1, len(of_bucket) + 1))
             assert [d.more for d in of_bucket] == [True] * (len(of_bucket) - 1) + [False]
+
+
+def test_a_bucket_settles_with_the_delta_that_tells_of_its_own_tombstones() -> None:
+    outbox = begun(num_buckets=8).tables[ADAGRAD].outbox
+    gone, nowhere = keys(ITEM, 7), np.zeros(0, np.int64)
+    [bucket] = buckets_of(gone.id_U, gone.table_U, 8)
+    assert [outbox.settles_at(b, nowhere) for b in range(8)] == [0] * 8
+    outbox.add_tombstones(gone)
+    assert [outbox.settles_at(b, nowhere) for b in range(8)] == [int(b == bucket) for b in range(8)]
 
 
 def test_expired_rows_go_out_as_tombstones() -> None:

@@ -171,6 +171,20 @@ def test_a_row_that_expired_begins_again_at_its_initial_value() -> None:
     assert pull(shard, ITEM, 1).tobytes() == first.tobytes()
 
 
+def test_a_row_that_expired_and_began_again_before_the_commit_is_in_it() -> None:
+    blobs, store = MemoryBlobs(), MemoryStore()
+    schema = small_schema(expire_after_ms=10)
+    shard = begun(blobs=blobs, store=store, schema=schema)
+    push(shard, 1, ITEM, (1,), time_ms=1)
+    shard.freeze(1, 1000)
+    shard.abort(1)
+    push(shard, 2, ITEM, (1,), time_ms=1000)
+    name = commit(shard, store, 2, watermark_ms=1000)
+    again = make_shard(blobs, store, schema=schema)
+    again.restore(2, name)
+    assert len(state_of(shard)) == 1 and state_of(again) == state_of(shard)
+
+
 def test_event_time_never_goes_back() -> None:
     shard = begun(schema=small_schema(expire_after_ms=10))
     push(shard, 1, ITEM, (1,), time_ms=1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,19 @@ def test_records_are_merged_by_time_and_positions_follow() -> None:
 def test_without_merging_records_come_as_they_are_there() -> None:
     reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
     assert [(r.partition, r.timestamp_ms) for r in reader.poll(9, 0)] == [(0, 10), (1, 30)]
+
+
+def test_a_record_that_comes_within_the_time_is_waited_for() -> None:
+    reader = reader_of(FakeConsumer([], [], [FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
+    assert [r.timestamp_ms for r in reader.poll(9, 0.5)] == [10]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: bool) -> None:
+    before = threading.enumerate()
+    reader = KafkaReader.open(Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, follows_ends=follows))
+    assert [t.name for t in threading.enumerate() if t not in before] == ["reader-ends"] * follows
+    reader.close()
 
 
 def test_a_record_without_a_value_has_an_empty_one() -> None:
