@@ -1,4 +1,4 @@
-"""Models that trainer and serving both run: torch, never torchrec.
+"""Models that trainer and serving both run: torch; TorchRec only where a user's model asks for it (own/torchrec_bags.py).
 
 Rows of embedding tables live on the parameter servers: a model gets the batch's unique rows as a leaf tensor and gives
 their gradients back. Everything else that is learned is a dense parameter of the model.

@@ -31,6 +31,7 @@ class Bags:
     stack: str
     features: tuple[str, ...]
     sizes: tuple[int, ...]  # bags of each feature: R or B
+    per_request: tuple[bool, ...]  # of each feature: it has R bags, not B
     index_L: Tensor  # int64, positions in the stack's rows
     offset_S1: Tensor  # int64
     weight_L: Tensor | None  # None = mean; otherwise asinh of the weights, for the weighted sum
@@ -124,25 +125,27 @@ def _wrap(array: np.ndarray, device: str) -> Tensor:
 
 def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
     """One entry a (stack, way of pooling) that has features, in declared order."""
-    groups: dict[tuple[str, bool], list[tuple[Feature, Jagged]]] = {}
-    for features, jagged in ((batch.schema.lists("ro"), batch.ro_lists), (batch.schema.lists("nro"), batch.nro_lists)):
+    groups: dict[tuple[str, bool], list[tuple[Feature, Jagged, bool]]] = {}
+    schema, ro = batch.schema, batch.ro_lists
+    for features, jagged in ((schema.lists("ro"), ro), (schema.lists("nro"), batch.nro_lists)):
         for f in features:
-            stack = batch.schema.table_by_name[f.table].stack
-            groups.setdefault((stack, f.kind == "weighted_ids"), []).append((f, jagged))
+            stack = schema.table_by_name[f.table].stack
+            groups.setdefault((stack, f.kind == "weighted_ids"), []).append((f, jagged, jagged is ro))
     return tuple(_bags(stack, weighted, members, lookup, device) for (stack, weighted), members in groups.items())
 
 
-def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged]], lookup: Lookup, device: str) -> Bags:
+def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]], lookup: Lookup, device: str) -> Bags:
     """The features' bags behind each other, in the order of `members`."""
-    lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged in members])
+    lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged, _ in members])
     offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
     np.cumsum(lengths_S, out=offset_S1[1:])
-    index_L = np.concatenate([lookup.stacks[stack].index[f.name] for f, _ in members])
-    weight_L = np.concatenate([_weights(jagged, f.name) for f, jagged in members]) if weighted else None
+    index_L = np.concatenate([lookup.stacks[stack].index[f.name] for f, *_ in members])
+    weight_L = np.concatenate([_weights(jagged, f.name) for f, jagged, _ in members]) if weighted else None
     return Bags(
         stack=stack,
-        features=tuple(f.name for f, _ in members),
-        sizes=tuple(jagged.num_rows for _, jagged in members),
+        features=tuple(f.name for f, *_ in members),
+        sizes=tuple(jagged.num_rows for _, jagged, _ in members),
+        per_request=tuple(per_request for *_, per_request in members),
         index_L=_wrap(index_L, device),
         offset_S1=_wrap(offset_S1, device),
         weight_L=None if weight_L is None else _wrap(np.arcsinh(weight_L), device),

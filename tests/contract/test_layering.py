@@ -26,8 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("models", "trainer", "serving"),
-    "torchrec": ("trainer",),
-    "fbgemm_gpu": ("trainer",),
+    "torchrec": ("models/own/torchrec_bags.py",),
+    "fbgemm_gpu": (),
     "pyflink": ("joiner/operator.py", "joiner/job.py"),
     "py4j": ("joiner/operator.py", "joiner/job.py"),
     "rocksdict": ("param_server",),

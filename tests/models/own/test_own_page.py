@@ -1,4 +1,4 @@
-"""The page's example: taken from it as a user would, held to the checks, trained and served."""
+"""The page's examples: taken from it as a user would, held to the checks, trained and served."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from tests.trainer.visits import SCHEMA, visit_loop, visits
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-model.md"
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "shop.py").write_text(block)
+TOMLS = ["width = 16\ntask_weights = [1.0, 0.5]\n", ""]  # of a model of plain torch, and of TorchRec's DLRM
+
+
+@pytest.fixture(params=[0, 1], ids=["plain torch", "torchrec"])
+def example(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == len(TOMLS)
+    (tmp_path / "shop.py").write_text(blocks[request.param])
     path = tmp_path / "model.toml"
-    path.write_text('kind = "shop.py:build"\nwidth = 16\ntask_weights = [1.0, 0.5]\n')
+    path.write_text('kind = "shop.py:build"\n' + TOMLS[request.param])
     return path
 
 
-def test_its_example_has_at_most_60_lines_of_code(example: Path) -> None:
+def test_an_example_has_at_most_60_lines_of_code(example: Path) -> None:
     lines = (example.parent / "shop.py").read_text().splitlines()
     assert 30 < sum(bool(line.strip()) for line in lines) <= 60
 
 
-def test_its_example_keeps_every_rule(example: Path) -> None:
+def test_an_example_keeps_every_rule(example: Path) -> None:
     assert [v for v in check_model(SCHEMA, load_model_config(str(example))) if v.wrong] == []
 
 
-def test_its_example_learns_and_serving_scores_as_training_does(example: Path) -> None:
+def test_an_example_learns_and_serving_scores_as_training_does(example: Path) -> None:
     torch.set_num_threads(1)
     records = visits(600)
     loop, outputs = visit_loop(load_model_config(str(example)), records)
