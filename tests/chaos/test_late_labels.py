@@ -1,0 +1,69 @@
+"""Requests close early and what comes later are corrections: two workers train both, through kills, each once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from infra.stack import Stack
+from roo import wire
+from roo.ids import signed
+from runtime.checkpoint_store import FileStore
+from runtime.kafka.topics import CORRECTIONS
+from tests.e2e.loop_stack import applied, auditor, check_nothing_lost_or_twice, kill_and_resume, newest, quick_options, wait_until
+from tests.joiner.joined_topics import consume
+from trainer import worker_file
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    quick = quick_options()
+    joiner = {**quick.overrides["joiner"], "early_close_ms": 500, "window_ms": 8_000}
+    overrides = {**quick.overrides, "joiner": joiner, "worker": {"corrections": "on"}}
+    with Stack(tmp_path_factory.mktemp("late"), dataclasses.replace(quick, overrides=overrides, num_workers=2)) as running:
+        running.start(["all", "simulate"])
+        running.wait_ready("serving", timeout_s=120)
+        wait_until("a commit with trained corrections", lambda: applied(running) > 50 and trained(running), 240)
+        yield running
+
+
+def trained(stack: Stack) -> list[int]:
+    """Ids of the corrections that the committed parameters contain, once for each partition that has it."""
+    manifest, store = newest(stack), FileStore(stack.home.store)
+    assert manifest is not None
+    found: list[int] = []
+    for part in manifest.workers.values():
+        for (topic, _), cut in worker_file.decode(store.get(part.file.name), part.offsets).items():
+            if topic == CORRECTIONS:
+                found += cut.tensors["dedupe.id"].tolist()
+    return found
+
+
+def emitted(stack: Stack) -> set[int]:
+    """Ids of the corrections with features in the topic, which may hold one twice."""
+    values = [m.value() for m in consume(stack.endpoints.kafka, stack.prefix, CORRECTIONS)]
+    return {signed(m.sample_id) for _, m in map(wire.decode, values) if not m.untrainable}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "worker", "shard-0", "flink-tm-0", "controller"])
+def test_g3_learning_from_corrections_goes_on_after_a_kill(stack: Stack, victim: str) -> None:
+    before = len(trained(stack))
+    assert kill_and_resume(stack, victim, timeout_s=240) >= 50
+    wait_until("more corrections", lambda: len(trained(stack)) > before, 120)
+
+
+def test_g1_g2_every_sample_and_every_correction_is_trained_once(stack: Stack) -> None:
+    check_nothing_lost_or_twice(stack)
+    audit = auditor(stack)
+    try:
+        audit.poll(5.0)
+        assert audit.sums(ended=True).corrections > 100, "most labels come behind an early close"
+    finally:
+        audit.close()
+    wait_until("all corrections", lambda: set(trained(stack)) >= emitted(stack), 60)
+    ids = trained(stack)
+    assert len(ids) == len(set(ids)) and set(ids) == emitted(stack)
