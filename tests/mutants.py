@@ -5,8 +5,10 @@ statement left out. It is written into a copy of the tree, and those tests of th
 (tests/covering.py) run there, the ones named like the file first, until one fails. What no test notices is printed with its
 place: either a test is missing or the change means nothing.
 
-Left alone: texts, annotations, assertions, log lines, what is raised, and compiled kernels (a change of one that is inlined in
-another is not compiled anew; tests/roo and tests/param_server hold them against plain Python). Exit code 1: too many survived.
+Left alone: texts, annotations, assertions (`zip`'s `strict` is one), log lines, what is raised, and compiled kernels (a change of
+one that is inlined in another is not compiled anew; tests/roo and tests/param_server hold them against plain Python). Which are
+tried depends on the seed and on the changed lines alone, so that a commit elsewhere leaves the choice as it was. Exit code 1: too
+many survived.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import copy
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -90,10 +92,13 @@ class Mutant:
 
 
 _LEFT_ALONE = ("annotation", "returns", "decorator_list", "type_params", "bases", "defaults", "kw_defaults")
+_OF_CLASSES = "keywords"  # how a class is stored, not what it means
 
 
 def _is_left_alone(node: ast.AST) -> bool:
     if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True  # a docstring
@@ -131,7 +136,7 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
 def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
     """(parent, field, index in it, what the node there becomes), always in the same order."""
     for field, value in ast.iter_fields(tree):
-        if field in _LEFT_ALONE:
+        if field in _LEFT_ALONE or (field == _OF_CLASSES and isinstance(tree, ast.ClassDef)):
             continue
         for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(child, ast.AST) or _is_left_alone(child):
@@ -172,6 +177,17 @@ def explained() -> dict[tuple[str, str, str], str]:
 def place_of(mutant: Mutant) -> tuple[str, str, str]:
     """What `explained` knows it by: line numbers move."""
     return mutant.file, (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip(), mutant.now
+
+
+def chosen_of(pool: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """`count` of them, in an order that only the seed and what each changes decide; of equal changes each has its turn."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    ranked = []
+    for mutant in pool:
+        change = (*place_of(mutant), mutant.was)
+        ranked.append((hashlib.sha256(repr((seed, change, seen[change])).encode()).digest(), mutant))
+        seen[change] += 1
+    return [mutant for _, mutant in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
 class Copy:
@@ -273,7 +289,7 @@ def main() -> int:
     options = parser.parse_args()
     files = [f"{room}/{stem}.py" for room, stems in CORE.items() for stem in stems]
     pool = [mutant for file in files if file.startswith(options.only) for mutant in mutants_of(file)]
-    chosen = random.Random(options.seed).sample(pool, min(options.count, len(pool)))
+    chosen = chosen_of(pool, options.count, options.seed)
     print(f"{len(chosen)} of {len(pool)} changes, seed {options.seed}", flush=True)
     outcomes, known = Outcomes(options.json), explained()
     left = [mutant for mutant in chosen if outcomes.survived.get(mutant, True)]

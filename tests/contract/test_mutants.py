@@ -32,6 +32,15 @@ def test_what_is_explained_is_a_change_that_can_be_made() -> None:
     assert set(known) <= possible, set(known) - possible
 
 
+def test_what_is_chosen_stays_chosen_when_other_code_changes() -> None:
+    pool = [m for file in ("joiner/turn.py", "roo/ids.py", "roo/wire.py") for m in mutants.mutants_of(file)]
+    chosen = mutants.chosen_of(pool, 30, seed=1)
+    assert mutants.chosen_of(pool, 30, seed=2) != chosen and mutants.chosen_of(pool[::-1], 300, seed=1)[0] in pool
+    fewer = [m for m in pool if m.file != "roo/ids.py"]
+    left = [m for m in chosen if m.file != "roo/ids.py"]
+    assert 0 < len(left) < 30 and mutants.chosen_of(fewer, len(left), seed=1) == left
+
+
 def test_texts_annotations_and_what_is_raised_are_left_alone() -> None:
     tree = ast.parse(
         "def f(x: int = 1) -> int:\n"
@@ -44,3 +53,5 @@ def test_texts_annotations_and_what_is_raised_are_left_alone() -> None:
     )
     changed = [ast.unparse(ast.fix_missing_locations(new)).split(":")[0] for *_, new in mutants.places(tree)]
     assert changed == ["if not x < 4", "x <= 4", "5"], changed
+    told = ast.parse("class A(B, frozen=True):\n    x = f(1, strict=True)\n")
+    assert [ast.unparse(ast.fix_missing_locations(new)) for *_, new in mutants.places(told)] == ["2"]
