@@ -23,7 +23,7 @@ _CONTEXTS = """
 select context.context, numbits from line_bits
 join file on file.id = file_id join context on context.id = context_id where file.path = ?
 """
-_TIMES = "ROOSTREAM_TEST_TIMES"  # the file that times are appended to
+_TIMES = "TEST_TIMES_FILE"  # the file that times are appended to
 USUAL = "not e2e and not chaos and not slow"
 
 
