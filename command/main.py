@@ -16,7 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from command.checkpoint_command import checkpoint
+from command.checkpoint.checkpoint_command import checkpoint
 from command.inspect_command import inspect
 from command.model_command import check_model
 from command.operate import home_option, preempt, scale, topics, trainer

@@ -44,7 +44,7 @@ def book_rows(sums: Mapping[str, Any]) -> list[Row]:
 
 
 def commit_rows(commits: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Of `command.checkpoints.found`."""
+    """Of `command.checkpoint.checkpoints.found`."""
     return [(str(one["seq"]), f"can't be read: {one['problem']}" if "problem" in one else _commit_line(one)) for one in commits]
 
 

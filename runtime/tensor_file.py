@@ -30,5 +30,5 @@ def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     try:
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
         return safetensors.load(data), {str(k): str(v) for k, v in metadata.items()}
-    except (SafetensorError, ValueError, AttributeError) as error:
+    except (SafetensorError, ValueError, AttributeError, KeyError) as error:  # KeyError: numbers that numpy has no type for
         raise CheckpointError(f"expected a safetensors file, got {len(data)} bytes that aren't one ({error})") from None

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from command.checkpoint_import import nowhere
+from command.checkpoint.checkpoint_import import nowhere
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema
 from runtime import manifest as manifests

@@ -11,6 +11,7 @@ import click
 
 from command.operate import home_option
 from infra.home import Home
+from infra.options import demo
 from roo.errors import CheckpointError, SetupError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore, open_store
@@ -69,7 +70,7 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from command import checkpoints
+    from command.checkpoint import checkpoints
     from command.status_table import commit_rows, render_rows
 
     told = checkpoints.found(_opened(home, store))
@@ -90,7 +91,7 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     Example:
       roostream down && roostream checkpoint verify
     """
-    from command import checkpoints
+    from command.checkpoint import checkpoints
 
     opened = _opened(home, store)
     _number(opened, seq)
@@ -106,41 +107,100 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     sys.exit(1 if any(outcome.state == "damaged" for found in told.values() for outcome in found) else 0)
 
 
+_PATH = click.Path(path_type=Path)
+ids_option = click.option(
+    "--ids",
+    type=_PATH,
+    help="of a TorchRec collection: safetensors file of TABLE → int64 ids, one a row; default: the row numbers",
+)
+
+
 @checkpoint.command("export")
 @place_options
 @click.option("--seq", type=int, help="number of a commit; default: the newest")
-@click.option("--to", type=click.Path(path_type=Path), required=True, help="folder to make")
-def export_command(home: Path, store: str, seq: int | None, to: Path) -> None:
-    """Copy one commit into a folder that a home can begin from, with its rows as safetensors. Of a stack that is stopped.
+@click.option("--to", type=_PATH, required=True, help="folder to make, or FILE.safetensors: rows alone, as TorchRec keeps them")
+@ids_option
+@click.option("--make-ids", type=_PATH, help="number the rows of tables that --ids lacks by rising id, and write all ids here")
+def export_command(home: Path, store: str, seq: int | None, to: Path, ids: Path | None, make_ids: Path | None) -> None:
+    """Copy one commit into a folder that a home can begin from, with its rows as safetensors; or write its rows as the state_dict
+    of a TorchRec EmbeddingBagCollection. Of a stack that is stopped.
 
     \b
     Example:
       roostream checkpoint export --seq 12 --to /backup/12
+      roostream checkpoint export --to collection.safetensors
     """
-    from command import checkpoints
+    from command.checkpoint import checkpoints
 
     opened = _opened(home, store)
-    written = checkpoints.export(opened, _number(opened, seq), home.expanduser().resolve(), to)
-    click.echo(f"{to}: {len(written)} files and folders")
+    number, place = _number(opened, seq), home.expanduser().resolve()
+    if to.suffix != ".safetensors":
+        _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
+        written = checkpoints.export(opened, number, place, to)
+        click.echo(f"{to}: {len(written)} files and folders")
+        return
+    from command.checkpoint.collection_export import collection_of
+    from command.checkpoint.collection_files import read_ids, write_tensors
+
+    made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
+    write_tensors(to, made.tensors)
+    if make_ids is not None:
+        write_tensors(make_ids, made.ids)
+    for name, values in made.tensors.items():
+        click.echo(f"{to}: {name} {list(values.shape)}")
+    for table, rows in made.left_out.items():
+        click.echo(f"{table}: {rows} rows left out, since {ids} hasn't their ids")
 
 
 @checkpoint.command("import")
 @place_options
-@click.option("--from", "folder", type=click.Path(path_type=Path), required=True, help="folder that `checkpoint export` made")
-def import_command(home: Path, store: str, folder: Path) -> None:
-    """Begin an empty home with an exported model, on whatever Kafka it has: rows, weights and trained ids come, offsets don't.
+@click.option(
+    "--from",
+    "source",
+    type=_PATH,
+    required=True,
+    help="folder that `checkpoint export` made, or a TorchRec collection's FILE.safetensors",
+)
+@ids_option
+@click.option("--schema", type=_PATH, help="of a collection: schema TOML that has its tables; default: the demo's")
+@click.option("--model", type=_PATH, help="of a collection: model TOML; default: our ranker")
+@click.option("--shards", type=click.IntRange(1), help="of a collection: shard processes; default: 2")
+def import_command(
+    home: Path, store: str, source: Path, ids: Path | None, schema: Path | None, model: Path | None, shards: int | None
+) -> None:
+    """Begin an empty home with an exported model, on whatever Kafka it has: rows, weights and trained ids come, offsets don't. Or
+    with the rows of a TorchRec EmbeddingBagCollection, and with the weights of the file that the model has too.
 
     \b
     Example:
       roostream checkpoint import --from /backup/12 --home /srv/other && roostream up --home /srv/other
+      roostream checkpoint import --from dlrm.safetensors --schema shop.toml --model model.toml --home /srv/shop
     """
-    from command.checkpoint_import import bring
-
     place = Home(home)
     if not store and place.is_locked():
         raise SetupError(f"a stack runs in {place.root}; end it with `roostream down --home {place.root}`, or name another home")
-    brought = bring(folder, open_store(store or place.root / "store"), place.root)
+    opened = open_store(store or place.root / "store")
+    if source.is_file() or source.suffix == ".safetensors":
+        from command.checkpoint.collection_files import read_collection, read_ids
+        from command.checkpoint.collection_import import begin, beginning
+
+        of = beginning(schema, model, shards or demo().num_shards)
+        begun = begin(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
+        click.echo(
+            f"{place.root}: commit 1 with {begun.num_rows} rows of {begun.num_tables} tables and {begun.dense_taken} of "
+            f"{begun.dense_all} dense weights from {source}; training begins at the oldest sample there is"
+        )
+        return
+    from command.checkpoint.checkpoint_import import bring
+
+    _only_of_collections({"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors")
+    brought = bring(source, opened, place.root)
     click.echo(f"{place.root}: commit {brought.seq} with {brought.step} steps; training begins at the oldest sample there is")
+
+
+def _only_of_collections(given: dict[str, object], instead: str) -> None:
+    if named := [name for name, value in given.items() if value is not None]:
+        raise SetupError(f"{named[0]}: expected it with {instead}, got a folder, which has its own; leave it out")
 
 
 @checkpoint.command("rollback")
@@ -154,7 +214,7 @@ def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
     Example:
       roostream down && roostream checkpoint rollback 12
     """
-    from command import checkpoints
+    from command.checkpoint import checkpoints
     from command.status_table import commit_rows
 
     place = Home(home)

@@ -175,7 +175,7 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     for index in manifest.shards:
         with shard_segments(manifest, schema, index, home) as (segments, state):
             written += copy_segments(segments, state, to / f"shard-{index}" / "segments")
-            for stack, block in _rows(segments, state).items():
+            for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
                 file = to / "rows" / f"{stack}-{index}.safetensors"
                 file.write_bytes(tensor_file.encode(block, about))
@@ -218,7 +218,7 @@ def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> l
     return [f"{to.parent.name}/segments"]
 
 
-def _rows(segments: Segments, state: tuple[Segment, ...]) -> dict[str, dict[str, np.ndarray]]:
+def live_rows(segments: Segments, state: tuple[Segment, ...]) -> dict[str, dict[str, np.ndarray]]:
     """Stack → the live rows of a state as arrays of one length: table, id, stamp_ms, row, state."""
     out: dict[str, list[dict[str, np.ndarray]]] = {}
     for part in segments.read(state):

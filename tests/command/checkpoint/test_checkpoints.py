@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from command import checkpoints
+from command.checkpoint import checkpoints
 from command.main import cli
 from param_server.blobs import RocksBlobs
 from roo.errors import CheckpointError, ConfigError, FencedError, RoostreamError, SetupError

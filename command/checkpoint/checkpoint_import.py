@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
-from command import checkpoints
+from command.checkpoint import checkpoints
 from roo.errors import CheckpointError, SetupError
 from roo.schema_registry import register
 from runtime import manifest as manifests
@@ -29,10 +30,7 @@ def bring(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     **If it fails** otherwise: there is no commit yet; empty the home, and call again.
     """
     source, manifest = _export_in(folder)
-    if there := manifests.numbers(store):
-        raise SetupError(f"expected a store without commits, got {len(there)} in it; a model comes into a home that is empty")
-    if held := [index for index in manifest.shards if (home / f"shard-{index}" / "segments").exists()]:
-        raise SetupError(f"expected a home without rows, got shard-{held[0]} in {home}; a model comes into a home that is empty")
+    expect_empty(store, home, manifest.shards)
     schema = checkpoints.schema_of(source, manifest)
     for index in manifest.shards:
         with checkpoints.shard_segments(manifest, schema, index, folder) as (segments, state):
@@ -46,6 +44,14 @@ def bring(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     if not store.create(brought.name, brought.encode()):
         raise SetupError(f"expected a store without commits, got {brought.name} meanwhile; stop the trainer that runs there")
     return brought
+
+
+def expect_empty(store: CheckpointStore, home: Path, shards: Iterable[int]) -> None:
+    """Raises SetupError: the store has commits, or the home segments of one of the shards."""
+    if there := manifests.numbers(store):
+        raise SetupError(f"expected a store without commits, got {len(there)} in it; a model comes into a home that is empty")
+    if held := [index for index in shards if (home / f"shard-{index}" / "segments").exists()]:
+        raise SetupError(f"expected a home without rows, got shard-{held[0]} in {home}; a model comes into a home that is empty")
 
 
 def nowhere(manifest: Manifest) -> Manifest:
