@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from benchmarks.peers import PeerUnavailable
-from benchmarks.question import Question, Row, Subject
+from benchmarks.question import Question, Row, Subject, Told
 from benchmarks.stand import Slice
 from roo.errors import RoostreamError
 
@@ -57,11 +57,12 @@ def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str]
         try:
             if question.keeps:
                 stands.of("").keep(question.keeps)
-            turns.append({row.name: _run_row(row, question, stands) for row in question.rows})
+            turns.append({row.name: _run_row(row, question, stands) for row in question.rows if not row.skipped})
             versions |= stands.versions()
         finally:
             stands.end()
-    return {"rows": [_row(row, [run[row.name] for run in turns]) for row in question.rows], "versions": versions}
+    rows = [_row(row, [run[row.name] for run in turns if not row.skipped]) for row in question.rows]
+    return {"rows": rows, "versions": versions}
 
 
 class _Turns:
@@ -125,17 +126,27 @@ def _run_row(row: Row, question: Question, stands: _Stands) -> _Turns:
 
 
 def _row(row: Row, runs: Sequence[_Turns]) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "unit": row.unit,
-        "shows": row.shows,
-        "clock": row.clock,
+    out: dict[str, Any] = {"name": row.name, "unit": row.unit, "shows": row.shows, "clock": row.clock}
+    if row.skipped:
+        return out | {"skipped": row.skipped, "subjects": [], "ratios": []}
+    if row.derives is not None:
+        found = [row.derives(_told(row, run)) for run in runs]
+        out |= {"figures": {name: spread([figures[name] for figures in found]) for name in found[0]}}
+    return out | {
         "subjects": [_subject(subject, runs) for subject in row.subjects],
         "ratios": [
             _ratio(row, before if other.role == "before" else row.subjects[0], other, runs)
             for before, other in zip(row.subjects, row.subjects[1:], strict=False)
             if all(other.name in run.of for run in runs)
         ],
+    }
+
+
+def _told(row: Row, run: _Turns) -> dict[str, Told]:
+    """Of the subjects that were there."""
+    return {
+        name: Told(_median_us(run, name, row.clock), {figure: _median(run, name, figure) for figure in turns[0].figures})
+        for name, turns in run.of.items()
     }
 
 

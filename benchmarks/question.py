@@ -24,6 +24,13 @@ class Work(NamedTuple):
     took_s: Callable[[], float] | None = None  # of the step before, where what is asked about is a part of it; None: all of it
 
 
+class Told(NamedTuple):
+    """What a subject gave in one run."""
+
+    cost_us: float  # a unit, by the row's clock
+    figures: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Subject:
     """One thing that is timed."""
@@ -44,6 +51,8 @@ class Row:
     subjects: tuple[Subject, ...]  # the first is the one that the others are compared with
     shows: Shows = "rate"  # units a second, or microseconds a unit
     clock: Clock = "wall"  # cpu: time of the subject's process, where one thread does all of the work
+    derives: Callable[[Mapping[str, Told]], Mapping[str, float]] | None = None  # figures of the row, from its subjects in one run
+    skipped: str = ""  # why it can't be asked here; "" = it can
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,8 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 def table(row: Mapping[str, Any]) -> str:
     """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's
     (what was before, with what is now)."""
+    if "skipped" in row:
+        return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"
     clock = "CPU time" if row["clock"] == "cpu" else "wall time"
     figure = f"{unit}/s" if rate else f"µs a {unit.removesuffix('s')}"
@@ -89,7 +91,7 @@ def table(row: Mapping[str, Any]) -> str:
         lines.append(
             f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
         )
-    return "\n".join([*lines, *_figures(row)])
+    return "\n".join([*lines, *_figures(row), *_derived(row)])
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
@@ -103,6 +105,14 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
         cells = (f"{_number(f['median'])} ({_number(f['least'])} .. {_number(f['most'])})" for f in subject["figures"].values())
         lines.append(f"| {subject['name']} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _derived(row: Mapping[str, Any]) -> list[str]:
+    """A last table where figures of the row as a whole follow from its subjects'."""
+    if "figures" not in row:
+        return []
+    cells = [(name, _number(f["median"]), _number(f["least"]), _number(f["most"])) for name, f in row["figures"].items()]
+    return ["", "| | | least .. most |", "|---|---:|---|", *(f"| {n} | {m} | {least} .. {most} |" for n, m, least, most in cells)]
 
 
 def _shown(cost_us: float, rate: bool) -> float:

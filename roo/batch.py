@@ -74,16 +74,17 @@ class Batch:
         ends = np.cumsum(counts, dtype=np.int64)
         total = int(ends[-1]) if len(ends) else 0
         at = np.arange(total, dtype=np.int64) + np.repeat(starts[rows_M] - (ends - counts), counts)
-        return self._take(rows_M, at, np.repeat(np.arange(len(rows_M), dtype=np.int64), counts), counts)
+        return self.take(rows_M, at, np.repeat(np.arange(len(rows_M), dtype=np.int64), counts), counts)
 
     def expand(self) -> Batch:
         """The impression-level batch: every candidate a request of its own (ROO paper §2.1.3), R = B."""
         b = self.num_candidates
         each = np.arange(b, dtype=np.int64)
-        return self._take(self.request_index_B, each, each, np.ones(b, dtype=np.int32))
+        return self.take(self.request_index_B, each, each, np.ones(b, dtype=np.int32))
 
-    def _take(self, rows_M: np.ndarray, at_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray) -> Batch:
-        """Rows `rows_M` of what a request has, `at_B` of what a candidate has, and how they belong together."""
+    def take(self, rows_M: np.ndarray, at_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray) -> Batch:
+        """Rows `rows_M` (int64 [M]) of what a request has, `at_B` (int64) of what a candidate has, and how they belong together:
+        `index_B`, sorted, the request of each candidate, `counts_M` how many each request has. AssertionError if they don't."""
         changes: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

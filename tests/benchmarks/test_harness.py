@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.harness import measure, spread
 from benchmarks.peers import ROOT, PeerUnavailable, Place
 from benchmarks.process import StandProcess, SubjectError
-from benchmarks.question import Question, Row, Subject
+from benchmarks.question import Question, Row, Subject, Told
 from benchmarks.stand import Slice, Stand
 from tests.benchmarks.trivial import Clock
 
@@ -99,6 +100,24 @@ def test_what_was_before_is_compared_with_what_it_has_become() -> None:
     )
     ratios = measured(question(*subjects))[0]["rows"][0]["ratios"]
     assert [(r["of"], r["to"], r["times_as_fast"]["median"]) for r in ratios] == [("a", "b", 2.0), ("b", "b before", 4.0)]
+
+
+def test_a_row_may_derive_figures_from_its_subjects_of_one_run() -> None:
+    def derived(told: Mapping[str, Told]) -> Mapping[str, float]:
+        return {"both": told["a"].cost_us + told["b"].figures["twice"]}
+
+    subjects = (Subject("a", TAKES, (0.004, 2)), Subject("b", "tests.benchmarks.trivial:tells", (0.5, 3.0), "peer"))
+    row = dataclasses.replace(question(*subjects).rows[0], derives=derived)
+    result, _ = measured(dataclasses.replace(question(), rows=(row,)))
+    assert result["rows"][0]["figures"] == {"both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}}
+
+
+def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:
+    asked = question(Subject("a", "tests.benchmarks.trivial:fails", ("opened",)))
+    result, turns = measured(dataclasses.replace(asked, rows=(dataclasses.replace(asked.rows[0], skipped="no data"),)))
+    assert result["rows"][0]["skipped"] == "no data" and result["rows"][0]["subjects"] == [] and turns == [], (
+        "no process was started"
+    )
 
 
 def test_subjects_take_turns_and_each_is_first_as_often() -> None:

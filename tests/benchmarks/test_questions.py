@@ -13,6 +13,8 @@ from benchmarks import machine
 from benchmarks.peers import ROOT, PeerUnavailable, place_of
 from benchmarks.question import Subject
 from benchmarks.run import question_named, questions, with_before
+from benchmarks.workloads.sharing.architectures import ARCHITECTURES
+from benchmarks.workloads.sharing.forms import FORMS
 from roo.errors import ConfigError
 
 SMALL: dict[str, list[tuple[str, list[Any]]]] = {
@@ -47,6 +49,11 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("stage", [name, 4, 3])
         for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push", "forward_backward")
     ],
+    "sharing.training": [
+        *(("trained", ["early", form, 3, 6, 2]) for form in FORMS),
+        *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
+    ],
+    "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
 }
 ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {

@@ -67,6 +67,12 @@ def test_other_figures_stand_in_a_second_table() -> None:
     assert "| | refused % |\n|---|---:|\n| a | 12 (10 .. 15) |" in text and "refused" not in table(row())
 
 
+def test_what_a_row_derives_stands_below_it_and_a_row_that_was_not_asked_says_why() -> None:
+    text = table(row(figures={"bound": figures(4.5, 4.25, 5)}))
+    assert text.endswith("| | | least .. most |\n|---|---:|---|\n| bound | 4.5 | 4.25 .. 5 |")
+    assert table(row(skipped="no data", subjects=[], ratios=[])) == "Not asked: no data."
+
+
 def test_the_published_pages_are_what_the_command_makes() -> None:
     folder = ROOT / RESULTS
     made = pages(questions(), folder / "json")

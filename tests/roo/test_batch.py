@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate
 from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.decode import Decoder
 from roo.jagged import Jagged
 from roo.schema import Schema
 from roo.wire import Record
-from tests.roo.expand import Rebatcher, concatenate
 
 
 @pytest.fixture(scope="module")

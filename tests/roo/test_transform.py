@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.workloads.sharing.rebatch import concatenate
 from roo import transform
 from roo.batch import Batch
 from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
 from roo.schema import Schema
-from tests.roo.expand import concatenate
 
 TEXT = """
 [[ro]]

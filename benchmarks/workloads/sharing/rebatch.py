@@ -1,12 +1,13 @@
-"""The impression-level twin of a batch: what training costs without request-level samples (ROO paper §2.1.3).
+"""The impression-level twin of batches: what training costs without request-level samples (ROO paper §2.1.3).
 
-`Batch.expand` makes every candidate a request of its own; `Rebatcher` cuts the result into batches of a constant number of
-impressions. Offsets move by whole messages, so what is left over is carried to the next batch and flushed short at a commit.
+`Batch.expand` makes every candidate a request of its own, with all that its request has; `Rebatcher` cuts the result into batches
+of a constant number of impressions, as the paper's adapter and the trainer behind it do.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +42,22 @@ class Rebatcher:
         """What waits, shorter than `size`; None if nothing does."""
         rest, self._rest = self._rest, None
         return rest
+
+
+def cut(batch: Batch, size: int) -> list[Batch]:
+    """Batches of whole requests with `size` impressions, or as many as is nearest; a rest below half of that is left out."""
+    ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64)
+    wanted = np.minimum(size * np.arange(1, round(batch.num_candidates / size) + 1), batch.num_candidates)
+    over = np.searchsorted(ends_R, wanted)
+    under = np.maximum(over - 1, 0)
+    last = np.where(wanted - ends_R[under] < ends_R[over] - wanted, under, over)
+    cuts = np.unique(np.concatenate([[0], last + 1]))
+    return [batch.take_requests(np.arange(first, end)) for first, end in itertools.pairwise(cuts)]
+
+
+def shuffled(batch: Batch, seed: int = 0) -> Batch:
+    """The same requests in random order."""
+    return batch.take_requests(np.random.default_rng(seed).permutation(batch.num_requests))
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

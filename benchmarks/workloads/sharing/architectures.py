@@ -1,0 +1,21 @@
+"""What is trained, at the sizes that each kind has by default (models/config.py) but for what is said here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
+from roo.schema import Schema
+
+# Candidates that see each other can't be trained as impressions unless each carries its whole list (G10), so none do.
+ARCHITECTURES: dict[str, ModelConfig] = {
+    "retrieval": TwoTowerConfig(stage="retrieval", history="hstu"),
+    "early": TwoTowerConfig(stage="ranking", history="hstu"),
+    "late": RankerConfig(request_side="both", list_layers=0),
+    "late with HSTU": HstuConfig(request_side="both", list_layers=0),
+}
+
+
+def pointwise(schema: Schema) -> Schema:
+    """Without the floats that depend on the rest of the list."""
+    return dataclasses.replace(schema, transforms=tuple(t for t in schema.transforms if t.op not in ("rank", "share")))

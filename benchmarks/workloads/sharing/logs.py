@@ -1,0 +1,128 @@
+"""The first requests of a log as samples, joined with all that followed them: as a replay would make them, without its stack."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.workloads.sharing.architectures import pointwise
+from benchmarks.workloads.sharing.shared_data import EBNERD, MIND
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.batch import Batch
+from roo.counter_seed import seed
+from roo.decode import Decoder
+from roo.ids import hash64
+from roo.schema import Schema
+from roo.schema_file import load_schema
+from roo.wire import Record
+from traffic import ebnerd
+from traffic.edge import Edge
+from traffic.events import Action, Event, Request
+
+_MOST_REQUESTS = 300
+_WINDOW_MS = 3_600_000
+
+
+def ebnerd_batch() -> Batch:
+    """EB-NeRD's first requests, with the histories and counters that they had."""
+    schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
+    behaviors, history = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
+    edge = Edge(schema)
+    seed(edge.counters, *ebnerd.histories([history]))
+    return _batch(edge, ebnerd.events([behaviors], schema, _WINDOW_MS))
+
+
+def mind_batch() -> Batch:
+    """MIND's first requests, with the histories that their lines have."""
+    return _batch(Edge(load_schema(Path(__file__).parent / "mind.toml")), _mind_events())
+
+
+def _mind_events() -> Iterator[Event]:
+    """In time order; a click is at its request's time."""
+    categories = _categories()
+    with gzip.open(MIND / "behaviors_first2000.tsv.gz", "rt", encoding="utf-8") as lines:
+        rows = sorted((_time_ms(row[2]), row) for row in (line.rstrip("\n").split("\t") for line in lines))
+    for time_ms, (number, user, _, history, shown) in rows:
+        user_id = hash64(user)
+        news, labels = zip(*(entry.rsplit("-", 1) for entry in shown.split()), strict=True)
+        items_n = np.array([_news_id(name) for name in news], dtype=np.int64)
+        read = history.split()[::-1]
+        yield Request(
+            request_id=number,
+            user_id=user_id,
+            session_id=0,
+            time_ms=time_ms,
+            items_n=items_n,
+            ro={
+                "user": [user_id],
+                "history": {"item": [_news_id(name) for name in read], "category": [categories[name] for name in read]},
+            },
+            nro={"item": items_n, "category": [[categories[name]] for name in news]},
+        )
+        for item, label in zip(items_n.tolist(), labels, strict=True):
+            if label == "1":
+                yield Action(number, user_id, 0, time_ms, hash64(f"{number}/{item}"), item, "click", 1.0)
+
+
+def _categories() -> dict[str, int]:
+    """News → id of its category."""
+    names = (MIND / "news_id_list.txt").read_text(encoding="utf-8").split()
+    with gzip.open(MIND / "news_mind.tsv.gz", "rt", encoding="utf-8") as lines:
+        return {name: hash64(line.split("\t")[1]) >> 1 for name, line in zip(names, lines, strict=True)}
+
+
+def _news_id(name: str) -> int:
+    return int(name[1:])
+
+
+def _time_ms(text: str) -> int:
+    return round(datetime.strptime(text, "%m/%d/%Y %I:%M:%S %p").replace(tzinfo=UTC).timestamp() * 1000)
+
+
+def _batch(edge: Edge, events: Iterable[Event]) -> Batch:
+    schema = edge.schema
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(list(_samples(edge, events)))[0]
+
+
+def _samples(edge: Edge, events: Iterable[Event]) -> Iterator[Record]:
+    """A sample for each of the first requests."""
+    samples: dict[str, pb.Sample] = {}
+    for event in events:
+        if isinstance(event, Request) and len(samples) == _MOST_REQUESTS:
+            break
+        record = edge.record(event)
+        if isinstance(event, Request):
+            shown = wire.decode(record.value)[1]
+            assert isinstance(shown, pb.Impression)
+            samples[event.request_id] = _sample(edge.schema, shown, len(samples) + 1)
+        else:
+            _fold(edge.schema, samples[event.request_id], event)
+    for number, sample in enumerate(samples.values()):
+        yield Record("samples", 0, number, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
+
+
+def _sample(schema: Schema, shown: pb.Impression, number: int) -> pb.Sample:
+    num_rows = len(shown.item_ids)
+    return pb.Sample(
+        header=shown.header,
+        sample_id=number,
+        close_reason=pb.CLOSE_WINDOW,
+        close_ms=shown.header.time_ms + _WINDOW_MS,
+        ro=shown.ro,
+        item_ids=shown.item_ids,
+        parts=[pb.Part(nro=shown.nro, num_rows=num_rows)],
+        labels=[0.0] * (num_rows * len(schema.labels)),
+        weight=1.0,
+    )
+
+
+def _fold(schema: Schema, sample: pb.Sample, action: Action) -> None:
+    """Every label of both logs' schemas is a matter of whether."""
+    for t, label in enumerate(schema.labels):
+        if label.action == action.action and action.value >= label.threshold:
+            sample.labels[list(sample.item_ids).index(action.item_id) * len(schema.labels) + t] = 1.0

@@ -1,0 +1,13 @@
+"""Where logs for evaluation lie, beside the checkout; they are no part of the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data"
+EBNERD, MIND = _FOLDER / "ebnerd_week1", _FOLDER / "mind"
+
+
+def absent(folder: Path) -> str:
+    """Why a log can't be read here; "" = it can."""
+    return "" if folder.is_dir() else "the evaluation data (../shared/data) are not on this machine"

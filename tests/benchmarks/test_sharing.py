@@ -1,0 +1,248 @@
+"""Requests, the impressions made of them, and deduplicated tensors made of those: the same learning, counted and bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.question import Told
+from benchmarks.questions.roo_vs_expanded import QUESTION
+from benchmarks.workloads.sharing import bound
+from benchmarks.workloads.sharing.architectures import ARCHITECTURES, pointwise
+from benchmarks.workloads.sharing.counting import bytes_of_batch, bytes_of_inputs, bytes_of_rows, flops
+from benchmarks.workloads.sharing.forms import FORMS
+from benchmarks.workloads.sharing.inverse import deduplicated
+from benchmarks.workloads.sharing.pools import pool
+from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
+from benchmarks.workloads.sharing.shared_data import EBNERD, MIND, absent
+from benchmarks.workloads.sharing.training import trained
+from models.build import build_model
+from models.inputs import build_inputs
+from models.model import Model, Targets
+from roo.batch import Batch
+from roo.lookup import build_lookup
+from tests.models.model_cases import make_batch, make_rows, make_schema
+
+SITE = 4, 12, 3  # candidates a request, impressions a batch, batches
+LOGS = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(absent(folder)), reason=absent(folder) or "they are there"))
+    for name, folder in (("EB-NeRD", EBNERD), ("MIND", MIND))
+]
+
+
+def model_of(name: str) -> Model:
+    """Moved off its initial values, so that every part has a say."""
+    model = build_model(pool(*SITE)[0].schema, ARCHITECTURES[name], seed=1)
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
+    return model
+
+
+def learned(
+    model: Model, batch: Batch, total_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[tuple[int, int], np.ndarray]]:
+    """Logits; the gradients of all dense weights; those of rows by (table, id)."""
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=True)
+    model.zero_grad()
+    logits_BT = model(inputs)
+    targets = Targets(torch.from_numpy(batch.label_BT), torch.from_numpy(batch.weight_BT), total_T=total_T)
+    model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+    rows = {
+        (table, id_): inputs.rows[stack].grad[u].numpy()  # type: ignore[index]
+        for stack, its in lookup.stacks.items()
+        for u, (table, id_) in enumerate(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))
+    }
+    return logits_BT.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), rows
+
+
+def assert_close(got: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarray) -> None:
+    """1e-5 of the largest."""
+    scale = max(1.0, float(abs(wanted).max()))
+    np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("make", [Batch.expand, lambda batch: deduplicated(batch.expand())], ids=["expanded", "deduplicated"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_impressions_of_requests_give_the_same_logits_and_gradients(name: str, make: Callable[[Batch], Batch]) -> None:
+    model, batch = model_of(name), concatenate(pool(*SITE))
+    total_T = torch.from_numpy(batch.weight_BT.sum(axis=0))
+    (logits, dense, rows), (logits2, dense2, rows2) = learned(model, batch, total_T), learned(model, make(batch), total_T)
+    assert_close(logits2, logits)
+    assert_close(dense2, dense)
+    assert rows.keys() == rows2.keys() and float(dense.abs().max()) > 1e-3
+    for key, gradient_D in rows.items():
+        assert_close(rows2[key], gradient_D)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "retrieval"])  # its negatives are its batch's
+def test_batches_cut_anew_add_up_to_the_same_gradients(name: str) -> None:
+    model, batches = model_of(name), pool(*SITE)
+    whole = concatenate(batches)
+    total_T = torch.from_numpy(whole.weight_BT.sum(axis=0))
+    logits, dense, rows = learned(model, whole, total_T)
+    rebatcher = Rebatcher(7)  # across the borders of requests
+    parts = [twin for batch in batches for twin in rebatcher.add(batch)]
+    parts.append(rebatcher.flush() or parts[0])
+    found = [learned(model, part, total_T) for part in parts]
+    assert_close(torch.cat([part_logits for part_logits, _, _ in found]), logits)
+    assert_close(torch.stack([part_dense for _, part_dense, _ in found]).sum(dim=0), dense)
+    for key, gradient_D in rows.items():
+        assert_close(np.sum([its.get(key, 0 * gradient_D) for _, _, its in found], axis=0), gradient_D)
+
+
+def test_candidates_that_see_each_other_are_left_out_of_what_is_compared() -> None:
+    assert all(getattr(config, "list_layers", 0) == 0 for config in ARCHITECTURES.values())
+    schema = make_schema("everything")
+    assert {t.op for t in schema.transforms} == {"rank", "share"} and pointwise(schema).transforms == ()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("first of each", "one impression")])
+def test_every_form_trains_the_same_impressions(form: str) -> None:
+    batches = pool(*SITE)
+    arrival = FORMS[form](batches, SITE[1])
+    trained_ = [next(arrival.trained) for _ in batches]
+    assert [batch.num_candidates for batch in trained_] == [12, 12, 12]
+    shown = [sorted(zip(b.item_B.tolist(), b.sample_id_R[b.request_index_B].tolist(), strict=True)) for b in trained_]
+    wanted = sorted(zip(concatenate(batches).item_B.tolist(), np.repeat(np.arange(1, 10), 4).tolist(), strict=True))
+    assert sorted(itertools.chain(*shown)) == wanted
+    assert trained_[0].num_requests == (3 if form in ("requests", "recd") else 12)
+
+
+def test_random_order_spreads_a_request_over_batches() -> None:
+    arrival = FORMS["impressions"](pool(*SITE), 12)
+    assert len(set(next(arrival.trained).sample_id_R.tolist())) > 3
+
+
+def test_of_each_request_its_first_candidate_and_of_all_a_single_one() -> None:
+    batches = pool(*SITE)
+    first, one = (next(FORMS[form](batches, 12).trained) for form in ("first of each", "one impression"))
+    assert first.item_B.tolist() == batches[0].item_B[::4].tolist() and one.item_B.tolist() == batches[0].item_B[3:4].tolist()
+
+
+def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
+    schema = make_schema("everything")
+    batch = make_batch(schema, [3, 1, 2, 5], seed=1)
+    twin = deduplicated(batch.expand())
+    assert twin.num_candidates_R.tolist() == [3, 1, 2, 5] and twin.request_index_B.tolist() == batch.request_index_B.tolist()
+    assert twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist() and twin.item_B.tolist() == batch.item_B.tolist()
+    assert deduplicated(make_batch(schema, []).expand()).num_requests == 0
+
+
+@pytest.mark.parametrize("what", ["float", "presence", "time", "value", "weight", "column", "length"])
+def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
+    """One request of two impressions, of which the second is changed in one place."""
+    batch = make_batch(make_schema("everything"), [2], seed=4).expand()
+    lists, columns = batch.ro_lists, dict(batch.ro_lists.columns)
+    assert lists.weights is not None and deduplicated(batch).num_requests == 1
+
+    def last_changed(array: np.ndarray, to: object = None) -> np.ndarray:
+        out = array.copy()
+        out.reshape(-1)[-1] = out.reshape(-1)[-1] + 1 if to is None else to
+        return out
+
+    columns["history.time"] = last_changed(columns["history.time"])
+    changes: dict[str, dict[str, object]] = {
+        "float": {"ro_float_RF": last_changed(batch.ro_float_RF)},
+        "presence": {"ro_present_RF": last_changed(batch.ro_present_RF, not batch.ro_present_RF[-1, -1])},
+        "time": {"time_ms_R": last_changed(batch.time_ms_R)},
+        "value": {"ro_lists": dataclasses.replace(lists, values=last_changed(lists.values))},
+        "weight": {"ro_lists": dataclasses.replace(lists, weights=last_changed(lists.weights))},
+        "column": {"ro_lists": dataclasses.replace(lists, columns=columns)},
+        "length": {
+            "ro_lists": concatenate([make_batch(batch.schema, [1, 1], seed=s) for s in (4, 5)]).ro_lists.take_rows(
+                np.array([0, 3])
+            )
+        },
+    }
+    assert deduplicated(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
+
+
+def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:
+    batch = make_batch(make_schema("one float"), [4, 9, 3, 8, 1, 2])
+    assert [b.num_candidates_R.tolist() for b in cut(batch, 8)] == [[4], [9, 3], [8]]
+    assert cut(batch, 100) == [] and [b.num_candidates for b in cut(batch, 15)] == [16, 11], "the last may be short"
+    assert sorted(shuffled(batch).num_candidates_R.tolist()) == [1, 2, 3, 4, 8, 9]
+
+
+def test_flops_are_those_of_products_and_of_attention_both_ways() -> None:
+    x = torch.ones(3, 4, requires_grad=True)
+    assert flops(lambda: (x @ torch.ones(4, 5)).sum().backward()) == 2 * 2 * 3 * 4 * 5
+    q = torch.ones(2, 3, 4, 8, requires_grad=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    k, v = torch.ones(2, 3, 5, 8), torch.ones(2, 3, 5, 8)
+    products = 2 * (2 * 3) * 4 * 5 * 8
+    assert flops(lambda: attend(q, k, v)) == 2 * products, "scores, and values by scores"
+    assert flops(lambda: attend(q, k, v).sum().backward()) == (2 + 5) * products
+
+
+def test_bytes_are_those_of_arrays_tensors_and_rows() -> None:
+    schema = make_schema("floats only")
+    batch = make_batch(schema, [2, 1])
+    assert bytes_of_batch(batch.expand()) - bytes_of_batch(batch) == bytes_of_batch(make_batch(schema, [0])) > 0
+    assert bytes_of_batch(concatenate([batch, batch])) == 2 * bytes_of_batch(batch)
+    lookup = build_lookup(pool(*SITE)[0])
+    inputs = build_inputs(pool(*SITE)[0], lookup, make_rows(pool(*SITE)[0].schema, lookup))
+    (its,) = lookup.stacks.values()
+    assert bytes_of_rows(inputs) == len(its.id_U) * 16 * 4
+    twin = pool(*SITE)[0].expand()
+    assert bytes_of_inputs(build_inputs(twin, build_lookup(twin), {})) > 3 * bytes_of_inputs(inputs) > 0
+
+
+def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0) -> Told:
+    return Told(cost_us, {bound.A_BATCH: num_impressions, bound.A_REQUEST: a_request, bound.FLOP: flop})
+
+
+def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
+    """a = 90, b = 10, c = 1000; 64 requests of 10 candidates."""
+    whole, first, one = told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10), told((1000 + 64 * 100) / 64, 64), told(1100, 1)
+    its = bound.sides(whole, first, one)
+    assert its == pytest.approx((90, 10, 1000))
+    assert its.bound(10) == pytest.approx(10 * 100 / 190) and its.bound(1) == 1.0
+    row = {
+        "requests": whole,
+        "first of each": first,
+        "one impression": one,
+        "adapter": told(101, 640),
+        "impressions": told(99, 640),
+    }
+    figures = bound.derived(row)
+    assert figures["bound K(a+b)/(a+Kb)"] == pytest.approx(1000 / 190)
+    assert figures["of the bound: impressions"] == pytest.approx(99 / whole.cost_us * 190 / 1000)
+
+
+def test_a_candidate_never_costs_less_than_nothing() -> None:
+    its = bound.sides(told(10, 100, 10), told(101, 10), told(11, 1))
+    assert its.candidate == 0.0 and its.bound(10) == 10.0
+
+
+def test_without_timed_sides_flops_alone_are_derived() -> None:
+    assert list(bound.derived({"requests": told(1, 1), "impressions": told(2, 1, flop=3.0)}).values()) == [3.0]
+
+
+def test_the_papers_count_for_a_long_history() -> None:
+    assert bound.paper_count(1000, 10, 256) == pytest.approx(9.82, abs=0.005)
+    row = {"requests": told(1, 1, flop=2.0), "a target at a time": told(1, 1, flop=19.0)}
+    assert list(bound.of_history(1000, 10, 256, row).values()) == pytest.approx([9.5, 9.82], abs=0.005)
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_a_log_is_read_as_it_is(log: str) -> None:
+    its = pool(log, 200, 2)
+    assert len(its) == 2 and all(100 < batch.num_candidates < 300 for batch in its)
+    lists = its[0].ro_lists
+    assert lists.lengths_KN[lists.index("history")].mean() > 5 and its[0].label_BT[:, 0].sum() >= its[0].num_requests * 0.9
+    with trained("early", "recd", log, 200, 2) as work:
+        work.step()
+        assert work.figures()["impressions a request"] > 5
+
+
+def test_rows_without_their_data_are_not_asked_and_say_why() -> None:
+    gone = absent(EBNERD / "nothing")
+    assert gone and {row.skipped for row in QUESTION.rows} <= {"", gone}
