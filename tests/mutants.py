@@ -37,6 +37,7 @@ from tests.covering import USUAL, Covering, statement_lines
 
 _NEARER = 0.1  # of its time counts, for a test that is named like the file
 MOST_NAMED = 400  # tests on one command line; their files follow whole
+_PARSING = threading.Lock()  # two threads that build syntax trees at once are a SystemError of CPython 3.11
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = ROOT / "tests" / "mutants_explained.toml"
 CORE = {
@@ -207,8 +208,9 @@ class Copy:
         """Whether every test that runs the changed line passes in time with the change in place."""
         path = self.home / mutant.file
         whole = path.read_text()
-        tests = covering.tests_of(mutant.file, statement_lines(ast.parse(whole), mutant.line))
-        path.write_text(mutated(mutant))
+        with _PARSING:
+            tests, broken = covering.tests_of(mutant.file, statement_lines(ast.parse(whole), mutant.line)), mutated(mutant)
+        path.write_text(broken)
         try:
             return all(self.passes(some, limit_s) for some in self._in_order(mutant.file, covering, tests))
         finally:
