@@ -18,7 +18,7 @@ from param_server import kernels
 from param_server.config import ShardIdentity
 from param_server.held_rows import HeldRows
 from param_server.index import KeyIndex, Keys, grown, join_keys, no_keys
-from param_server.index_kernels import DIRTY, DISOWNED, IN_FLIGHT, LIVE, UNPUBLISHED
+from param_server.index_kernels import DIRTY, DISOWNED, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import Outbox
 from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
@@ -217,15 +217,14 @@ class StackTable:
 
     # Restoring
 
-    def put(self, block: RowBlock, flags: int = 0) -> None:
-        """Rows of committed state as they were, clean but for `flags`; its gone keys are forgotten. What the block marks as
-        unpublished is not marked here (`mark_unpublished`)."""
+    def put(self, block: RowBlock) -> None:
+        """Rows of committed state as they were, clean, where no row has been changed since; its gone keys are forgotten. What the
+        block marks as unpublished is not marked here (`mark_unpublished`)."""
         self.reserve(block.num_live)
         place_L = self.held.put(block.live, block.rows_LD)
         kernels.put_rows(self.state_NA, place_L, block.state_LA)
         self.note_state(block.state_LA)
         self.stamp_ms_N[place_L] = block.stamp_ms_L
-        self.index.flags_N[place_L] = LIVE | flags
         self.index.remove(block.gone)
 
     def forget(self, keys: Keys) -> None:

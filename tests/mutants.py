@@ -6,7 +6,8 @@ statement left out. It is written into a copy of the tree, and those tests of th
 place: either a test is missing or the change means nothing.
 
 Left alone: texts, annotations, assertions (`zip`'s `strict` is one), log lines, what is raised, and compiled kernels (a change of
-one that is inlined in another is not compiled anew; tests/roo and tests/param_server hold them against plain Python). Which are
+one that is inlined in another is not compiled anew; tests/roo and tests/param_server hold them against plain Python) and what
+compiles them ahead. Which are
 tried depends on the seed and on the changed lines alone, so that a commit elsewhere leaves the choice as it was. Exit code 1: too
 many survived.
 """
@@ -105,6 +106,8 @@ def _is_left_alone(node: ast.AST) -> bool:
         return True  # a docstring
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any("njit" in ast.unparse(d) for d in node.decorator_list):
         return True
+    if isinstance(node, ast.FunctionDef) and node.name in ("warm", "_warm"):
+        return True  # compiles ahead what the first call would
     if isinstance(node, ast.If) and ("TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test)):
         return True
     call = node.value if isinstance(node, ast.Expr) else node

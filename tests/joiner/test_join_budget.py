@@ -180,6 +180,17 @@ def test_impressions_of_a_request_have_a_cap_and_copies_do_not_count() -> None:
     assert only(driver.end(), "samples").message.num_duplicates == 4
 
 
+def test_impressions_that_come_after_the_close_are_known_again_up_to_the_cap() -> None:
+    driver = Driver(rules(max_impressions=1))
+    late = [impression(T + 1 + n) for n in range(3)]
+    driver.send(impression(T))
+    driver.at(T + 100)
+    for page in late:
+        assert reasons(driver.send(page)) == ["after_close"]
+    assert driver.send(late[0]) == [], "beside the sample's own, one of each impression that a request may have is remembered"
+    assert reasons(driver.send(late[1])) == ["after_close"], "beyond the cap a copy is refused like a new one"
+
+
 def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphans() -> None:
     driver = Driver(rules(orphan_timeout_ms=10, max_orphans=2))
     driver.send(impression(T), impression(T + 50, (3,), ro=None))

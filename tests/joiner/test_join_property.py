@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from joiner.rules import Rules, close_at
-from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState
+from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState, Trace
 from roo import roo_pb2 as pb
 from roo.ids import sample_id
 from tests.joiner.cases import KEY, KINDS, OTHER_SCHEMA, SCHEMA, SCHEMAS, Driver, engagement, features_of, impression, rules, seen
@@ -75,8 +75,26 @@ def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
             low = max(driver.watermark_ms, 0)
             driver.at(data.draw(st.integers(low, limit)) if limit >= low else limit)
         driver.send(message)
+        check_counts(driver.state)
     driver.end()
+    check_counts(driver.state)
     return driver
+
+
+def check_counts(state: MemoryState) -> None:
+    """What is counted as events come and go is what there is."""
+    head, requests = state.head, state.requests
+    for request_id, request in requests.items():
+        events = [e for e in state.chain(request_id, request)] if request.last_event else []
+        pending = {e.event_id: e for e in events if isinstance(e, Engagement)}
+        assert request.num_pending == len(pending)
+        assert request.num_events == sum(not (isinstance(e, Trace) and e.gone) for e in events)
+        if request.phase in (WAITING, OPEN):
+            assert request.num_orphans == sum(pending[event_id].row < 0 for event_id in request.waiting)
+    before_close = [r for r in requests.values() if r.phase in (WAITING, OPEN)]
+    assert head.num_orphans == sum(r.num_orphans for r in before_close)
+    assert head.num_open == sum(r.phase == OPEN for r in before_close)
+    assert head.num_requests == len(requests)
 
 
 def observed(driver: Driver) -> Result:

@@ -269,6 +269,21 @@ def test_the_thread_goes_on_after_an_outage_and_ends_with_stop() -> None:
     assert not thread.is_alive() and len(deltas(topic)) == 1 and publisher.lag_ms >= 0
 
 
+def test_the_thread_turns_once_an_interval() -> None:
+    loop, stop = Loop(begun()), threading.Event()
+    publisher = Publisher(loop.shard, loop.topic, loop.clock)
+    began_s, turned_s = loop.clock.monotonic_s(), []
+
+    def turn(stopping: threading.Event) -> None:
+        turned_s.append(loop.clock.monotonic_s() - began_s)
+        if len(turned_s) == 3:
+            stopping.set()
+
+    publisher.turn = turn  # type: ignore[method-assign]
+    publisher.run(stop)
+    assert turned_s == pytest.approx([n * publisher.interval_ms / 1000 for n in range(3)])
+
+
 def test_manifests_of_several_shards_record_the_smallest_offset() -> None:
     store = MemoryStore()
     name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {0: 7}}, {"segments": [], "rows_end": {0: 3, 1: 4}}])

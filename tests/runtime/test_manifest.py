@@ -18,6 +18,8 @@ from runtime.manifest import Manifest
 from tests.runtime.manifest_cases import a_manifest, a_part, encoded
 from tests.trainer.memory_store import MemoryStore
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "format_1"
+
 
 def commit(store: MemoryStore, manifest: Manifest) -> None:
     assert store.create(manifest.name, manifest.encode())
@@ -29,6 +31,22 @@ def test_what_is_written_is_read_with_numbers_as_keys() -> None:
     manifest = a_manifest(workers={7: a_part({("samples", 3): 4}, metrics={"ne": 0.1 + 0.2, "auc": None})})
     assert manifests.decode(manifest.encode()) == (manifest, manifest.checksum)
     assert manifest.checksum == json.loads(manifest.encode())["checksum"]
+
+
+def test_a_manifest_of_format_1_is_of_one_worker_whose_state_lies_in_the_dense_file() -> None:
+    body = json.loads((GOLDEN / "manifest.json").read_text())["body"]
+    [(index, part)] = manifests.decode((GOLDEN / "manifest.json").read_bytes()).manifest.workers.items()
+    assert (index, part.file.name, part.dedupe) == (0, body["dense"]["name"], body["dedupe"]["count"])
+    assert part.metrics == body["metrics"] and part.offsets
+
+
+def test_what_an_incarnation_was_claimed_for_is_found_again() -> None:
+    store = MemoryStore()
+    assert manifests.kept_wish(store) == {}
+    manifests.claim_incarnation(store, 0, {"workers": 3})
+    assert manifests.kept_wish(store) == {"workers": 3}
+    manifests.claim_incarnation(store, 0)
+    assert manifests.kept_wish(store) == {}
 
 
 def test_the_offsets_of_a_commit_are_those_of_all_its_workers() -> None:
