@@ -65,6 +65,7 @@ def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(f
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)  # 30 s where nothing else runs
 @pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 100))
 def test_g2_g11_thousands_of_schedules(first: int) -> None:
     for seed in range(first, first + 100):
