@@ -70,24 +70,29 @@ def attend_back(of: Squares, attended: Attended, gradient_GKD: Tensor, to: Squar
 
 
 def _plain(of: Squares, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What torch has a kernel for on a CPU, which is the only one whose way back has the same bits every time."""
+    """What torch has a kernel for on a CPU, which is the only one whose way back has the same bits every time. Of bfloat16,
+    products are; scores and their softmax are float32."""
     score = _scores(of, bias)
     total = torch.logsumexp(score, dim=-1)
-    return torch.matmul(torch.exp(score - total[..., None]), of.v_GND), total
+    return torch.matmul(torch.exp(score - total[..., None]).to(of.v_GND.dtype), of.v_GND), total
 
 
 def _plain_back(of: Squares, attended: Attended, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = of
     p = torch.exp(_scores(of, attended.bias_GHKN) - attended.sum_GHK[..., None])
-    to_p = torch.matmul(gradient, v.transpose(-1, -2)) - (gradient * attended.out_GHKC).sum(dim=-1, keepdim=True)
-    to_score = p * to_p * q.shape[-1] ** -0.5
+    to_p = _wide(torch.matmul(gradient, v.transpose(-1, -2))) - _wide(gradient * attended.out_GHKC).sum(dim=-1, keepdim=True)
+    to_score, p = (p * to_p * q.shape[-1] ** -0.5).to(q.dtype), p.to(q.dtype)
     to_k, to_v = torch.matmul(to_score.transpose(-1, -2), q), torch.matmul(p.transpose(-1, -2), gradient)
     return torch.matmul(to_score, k), to_k, to_v
 
 
 def _scores(of: Squares, bias: Tensor | None) -> Tensor:
-    score = torch.matmul(of.q_GKD * of.q_GKD.shape[-1] ** -0.5, of.k_GND.transpose(-1, -2))
+    score = _wide(torch.matmul(of.q_GKD * of.q_GKD.shape[-1] ** -0.5, of.k_GND.transpose(-1, -2)))
     return score if bias is None else score + bias
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def _heads(x_GND: Tensor, heads: int) -> Tensor:

@@ -22,7 +22,7 @@ def gather(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 where L is."""
     if sources[0][0].device.type != "cpu":
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
-    out: Tensor = _Gather.apply([index_L for _, index_L in sources], *(rows_UD for rows_UD, _ in sources))
+    out: Tensor = _Gather.apply([index_L for _, index_L in sources], *(_known(rows_UD) for rows_UD, _ in sources))
     return out
 
 
@@ -31,6 +31,7 @@ def pool_bags(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Ten
     if rows_UD.device.type != "cpu":
         mode = "mean" if weight_L is None else "sum"
         return F.embedding_bag(index_L, rows_UD, offset_S1, mode=mode, per_sample_weights=weight_L, include_last_offset=True)
+    rows_UD = _known(rows_UD)
     if weight_L is None:
         weight_L = rows_UD.new_empty(len(index_L))
         _share(offset_S1.numpy(), weight_L.numpy())
@@ -76,6 +77,11 @@ class _PoolBags(torch.autograd.Function):
         out_UD = gradient_SD.new_zeros(ctx.shape)
         _unpool(_array(gradient_SD), *ctx.entries, out_UD.numpy())
         return out_UD, None, None, None
+
+
+def _known(rows_UD: Tensor) -> Tensor:
+    """A bfloat16 is a float32 of which numpy and the kernels know."""
+    return rows_UD.float() if rows_UD.dtype == torch.bfloat16 else rows_UD
 
 
 def _array(x: Tensor) -> np.ndarray:

@@ -7,7 +7,8 @@ stack, L entries, S bags (one a feature and row), N the longest of a sequence in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,45 +86,64 @@ class Inputs:
 
 
 def build_inputs(
-    batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray | Tensor], device: str = "cpu", *, train: bool = False
+    batch: Batch, lookup: Lookup, rows: Mapping[str, np.ndarray | Tensor], device: str | None = "cpu", *, train: bool = False
 ) -> Inputs:
     """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
 
     `rows`: stack → float32 [U, D], aligned with `lookup`: an array (`Replica.gather`), or a tensor wherever it is (trainer's
-    `Rows.pull`), which is not written to.
+    `Rows.pull`), which is not written to. `device`: None = rows stay where they are, and all else is on the host.
     """
     schema = batch.schema
     ro_float_RG, nro_float_BG = apply(batch)
-    groups = build_groups(batch.num_candidates_R, device)
-    return Inputs(
-        ro_float_RG=_wrap(np.arcsinh(ro_float_RG), device),
-        ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1), device),
-        nro_float_BG=_wrap(np.arcsinh(nro_float_BG), device),
-        nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1), device),
-        request_index_B=_wrap(batch.request_index_B, device),
-        item_B=_wrap(batch.item_B, device),
+    groups = build_groups(batch.num_candidates_R)
+    inputs = Inputs(
+        ro_float_RG=_wrap(np.arcsinh(ro_float_RG)),
+        ro_present_RP=_wrap(np.concatenate([batch.ro_present_RF, batch.ro_lists.present_KN.T], axis=1)),
+        nro_float_BG=_wrap(np.arcsinh(nro_float_BG)),
+        nro_present_BP=_wrap(np.concatenate([batch.nro_present_BF, batch.nro_lists.present_KN.T], axis=1)),
+        request_index_B=_wrap(batch.request_index_B),
+        item_B=_wrap(batch.item_B),
         num_candidates_R=batch.num_candidates_R,
-        rows={stack: _leaf(rows_UD, device).requires_grad_(train) for stack, rows_UD in rows.items()},
-        bags=_build_bags(batch, lookup, device),
+        rows={stack: _leaf(rows_UD).requires_grad_(train) for stack, rows_UD in rows.items()},
+        bags=_build_bags(batch, lookup),
         sequences={
-            f.name: _build_sequence(f, batch, lookup, groups.request_order, device)
-            for f in schema.lists("ro")
-            if f.kind == "sequence"
+            f.name: _build_sequence(f, batch, lookup, groups.request_order) for f in schema.lists("ro") if f.kind == "sequence"
         },
         groups=groups,
     )
+    on_host = device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values())
+    return inputs if device is None or on_host else change_tensors(inputs, lambda x: x.to(device))
 
 
-def _leaf(rows_UD: np.ndarray | Tensor, device: str) -> Tensor:
-    return rows_UD.detach().to(device) if isinstance(rows_UD, Tensor) else _wrap(rows_UD, device)
+def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The same with `change(tensor)` for every tensor, in a fixed order; rows stay leaves. What the host reads stays as it is."""
+    changed: Inputs = _changed(inputs, lambda x: change(x.detach()).requires_grad_(x.requires_grad))
+    return changed
 
 
-def _wrap(array: np.ndarray, device: str) -> Tensor:
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_changed(each, change) for each in value)
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _changed(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _leaf(rows_UD: np.ndarray | Tensor) -> Tensor:
+    return rows_UD.detach() if isinstance(rows_UD, Tensor) else _wrap(rows_UD)
+
+
+def _wrap(array: np.ndarray) -> Tensor:
     """A read-only array is copied: torch can't promise not to write to it."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
+def _build_bags(batch: Batch, lookup: Lookup) -> tuple[Bags, ...]:
     """One entry a (stack, way of pooling) that has features, in declared order."""
     groups: dict[tuple[str, bool], list[tuple[Feature, Jagged, bool]]] = {}
     schema, ro = batch.schema, batch.ro_lists
@@ -131,10 +151,10 @@ def _build_bags(batch: Batch, lookup: Lookup, device: str) -> tuple[Bags, ...]:
         for f in features:
             stack = schema.table_by_name[f.table].stack
             groups.setdefault((stack, f.kind == "weighted_ids"), []).append((f, jagged, jagged is ro))
-    return tuple(_bags(stack, weighted, members, lookup, device) for (stack, weighted), members in groups.items())
+    return tuple(_bags(stack, weighted, members, lookup) for (stack, weighted), members in groups.items())
 
 
-def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]], lookup: Lookup, device: str) -> Bags:
+def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]], lookup: Lookup) -> Bags:
     """The features' bags behind each other, in the order of `members`."""
     lengths_S = np.concatenate([jagged.lengths_KN[jagged.index(f.name)] for f, jagged, _ in members])
     offset_S1 = np.zeros(len(lengths_S) + 1, dtype=np.int64)
@@ -146,9 +166,9 @@ def _bags(stack: str, weighted: bool, members: list[tuple[Feature, Jagged, bool]
         features=tuple(f.name for f, *_ in members),
         sizes=tuple(jagged.num_rows for _, jagged, _ in members),
         per_request=tuple(per_request for *_, per_request in members),
-        index_L=_wrap(index_L, device),
-        offset_S1=_wrap(offset_S1, device),
-        weight_L=None if weight_L is None else _wrap(np.arcsinh(weight_L), device),
+        index_L=_wrap(index_L),
+        offset_S1=_wrap(offset_S1),
+        weight_L=None if weight_L is None else _wrap(np.arcsinh(weight_L)),
     )
 
 
@@ -157,12 +177,12 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
     return np.ones(jagged.total_of(name), dtype=np.float32) if weight_L is None else weight_L
 
 
-def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray, device: str) -> Sequence:
+def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray) -> Sequence:
     """Wraps the batch's own arrays; nothing is padded or copied but lengths, buckets and where squares find their entries."""
     schema = batch.schema
 
     def index_of(table: str, key: str) -> Tensor:
-        return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key], device)
+        return _wrap(lookup.stacks[schema.table_by_name[table].stack].index[key])
 
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
     offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
@@ -171,14 +191,14 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray,
     entry_RN, mask_RN = _squares(length_R[order], offset_R1[order])
     as_it_lies = mask_RN.all() and mask_RN.size == offset_R1[-1] and (np.diff(order) > 0).all()
     return Sequence(
-        length_R=_wrap(length_R, device),
-        offset_R1=_wrap(offset_R1, device),
+        length_R=_wrap(length_R),
+        offset_R1=_wrap(offset_R1),
         index_L=index_of(f.table, f.name),
         column_L={c: index_of(table, f"{f.name}.{c}") for c, table in f.column_tables.items()},
-        bucket_L={c: _wrap(time_buckets(gap_ms_L), device) for c, gap_ms_L in gap_ms.items()},
+        bucket_L={c: _wrap(time_buckets(gap_ms_L)) for c, gap_ms_L in gap_ms.items()},
         shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
-        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel(), device),
-        mask_RN=None if mask_RN.all() else _wrap(mask_RN, device),
+        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
+        mask_RN=None if mask_RN.all() else _wrap(mask_RN),
         host_length_R=length_R,
         gap_ms_L=gap_ms,
     )

@@ -19,6 +19,10 @@ class LoopConfig(Settings):
     """What the training loop itself depends on; a replay in one process needs no more."""
 
     device: str = setting("cpu", "where the dense part runs: cpu | cuda | cuda:N")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "float32", "of the matrix products of the dense part, by torch's autocast; whatever is kept, and serving, is float32"
+    )
+    compile: bool = setting(False, "torch.compile for modules from rows to rows: some seconds each, whenever a worker starts")
     threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
     batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
     first_batch_requests: int = setting(8, "requests a batch at the beginning, if not more than batch_requests", least=1)
@@ -48,6 +52,9 @@ class LoopConfig(Settings):
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise refusal("device", "cpu, cuda or cuda:N", self.device)
+        if self.compile and self.exact:
+            error = "which compiled code runs depends on the batches that a process has seen, and so do the last bits"
+            raise refusal("compile", "false with exact = true", self.compile, error)
         if self.loss in ("dfm", "es_dfm") and not self.label_delay_ms:
             raise refusal("label_delay_ms", f"a duration above 0 with loss = {self.loss}", 0, "or choose fnw, which needs none")
         if self.exact and self.corrections != "off":
@@ -77,6 +84,8 @@ class LoopConfig(Settings):
 
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise SetupError(f'device: expected a CUDA device for {self.device!r}, this machine shows none; set device = "cpu"')
+        if self.device.startswith("cuda") and self.precision == "bfloat16" and not torch.cuda.is_bf16_supported():
+            raise SetupError(f'precision: expected a device that knows bfloat16, {self.device!r} doesn\'t; set "float32"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

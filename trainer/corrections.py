@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from models.candidate_groups import placed
 from models.model import Targets
 from roo.batch import Batch
 from trainer.config import LoopConfig
@@ -42,7 +43,7 @@ def targets_of(batch: Batch, config: LoopConfig) -> Targets:
     """What the loss needs, on the loop's device."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(config.device)
+        return placed(array, config.device)
 
     before_BT = known_BT = None
     if batch.correction_R.any():

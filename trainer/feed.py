@@ -20,6 +20,7 @@ from roo.batch import Batch
 from roo.lookup import Lookup, build_lookup
 from runtime.kafka.topics import Partition
 from trainer.batches import Chunk
+from trainer.device.staging import DeviceCopy
 from trainer.rows import Rows
 
 
@@ -72,6 +73,13 @@ class Pulled:
 
     part: ChunkPart
     inputs: Inputs
+    copied: DeviceCopy | None = None  # to the device; None: they were put where they are
+
+    def ready(self) -> Inputs:
+        """The inputs, for what the calling thread computes from now on."""
+        if self.copied is not None:
+            self.copied.comes_first()
+        return self.inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

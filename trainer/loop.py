@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from models.build import build_model
 from models.config import ModelConfig
 from models.inputs import Inputs, build_inputs
 from roo.batch import Batch
@@ -30,6 +29,8 @@ from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.burial import Burial, NotFiniteError
 from trainer.config import LoopConfig
+from trainer.device.numerics import logits_of, trained_model
+from trainer.device.staging import open_staging
 from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of, split_at
 from trainer.monitoring.quality import Report
 from trainer.monitoring.shadow import FrozenCopy
@@ -103,6 +104,7 @@ class TrainLoop:
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
         self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
+        self.staging = open_staging(config.device)
         self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
         self._build()
         self.feed = wiring.feed(self)
@@ -126,7 +128,8 @@ class TrainLoop:
             UnavailableError: as `step`.
         """
         with torch.no_grad():
-            logits_BT = self.model(self.pull_part(part_of(batch, trains=False)).inputs)
+            inputs = self.pull_part(part_of(batch, trains=False)).ready()
+            logits_BT = logits_of(self.model, inputs, self.config)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
@@ -179,7 +182,7 @@ class TrainLoop:
         self._seek({})
 
     def _build(self) -> None:
-        self.model = build_model(self.schema, self.model_config, self.config.seed).to(self.config.device)
+        self.model = trained_model(self.schema, self.model_config, self.config)
         self.optimizer = DenseAdam(
             self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
         )
@@ -276,8 +279,11 @@ class TrainLoop:
         """
         with self.stages("pull"):
             rows_by_stack = (rows or self.rows).pull(part.lookup)
-        inputs = build_inputs(part.batch, part.lookup, rows_by_stack, self.config.device, train=part.trains)
-        return Pulled(part=part, inputs=inputs)
+        device = None if self.staging else self.config.device
+        inputs = build_inputs(part.batch, part.lookup, rows_by_stack, device, train=part.trains)
+        if self.staging is None:
+            return Pulled(part=part, inputs=inputs)
+        return Pulled(part=part, **self.staging.stage(inputs)._asdict())
 
     def _learn(self, pulled: Pulled) -> Sequence[ChunkPart]:
         """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
@@ -293,7 +299,7 @@ class TrainLoop:
     def forward(self, pulled: Pulled) -> torch.Tensor | None:
         """Logits [B, T]; None: one isn't finite."""
         with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
-            logits_BT = self.model(pulled.inputs)
+            logits_BT = logits_of(self.model, pulled.ready(), self.config)
         return logits_BT if torch.isfinite(logits_BT).all() else None
 
     def halves(self, part: ChunkPart) -> Sequence[ChunkPart]:
@@ -388,10 +394,3 @@ class TrainLoop:
 def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:
     """Of the stacks that the model looked at."""
     return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
-
-
-def set_numerics(config: LoopConfig) -> None:
-    """Process-wide: torch's threads, and in exact mode what bit-equal repetition needs. Call once at start."""
-    torch.set_num_threads(1 if config.exact else config.threads)
-    if config.exact:
-        torch.use_deterministic_algorithms(True)

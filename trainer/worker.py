@@ -315,7 +315,7 @@ class Worker:
         if not command.get("shared"):
             return result
         model = json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True)
-        shared = tensor_file.encode(at.shared, {"model": model, **metadata})
+        shared = tensor_file.encode(at.shared, {"model": model, "precision": self.loop.config.precision, **metadata})
         dense = manifests.store_file(self.store, manifests.dense_name(seq, incarnation), shared)
         return {**result, "dense": dataclasses.asdict(dense)}
 

@@ -33,8 +33,9 @@ from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
 from trainer.config import WorkerConfig
+from trainer.device.numerics import set_numerics
 from trainer.identity import Identity, kafka_identity
-from trainer.loop import TrainLoop, Wiring, set_numerics
+from trainer.loop import TrainLoop, Wiring
 from trainer.monitoring.drift import Drift
 from trainer.monitoring.monitor import LABELS, Monitor
 from trainer.monitoring.partition_watch import Patience

@@ -51,7 +51,8 @@ from runtime.transport import InMemoryTransport
 from traffic.config import ReplayConfig
 from trainer.batches import Chunk
 from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring, set_numerics
+from trainer.device.numerics import set_numerics
+from trainer.loop import TrainLoop, Wiring
 from trainer.predictions import Prediction
 from trainer.record_batches import chunk_of
 from trainer.rows import ShardRows

@@ -20,7 +20,8 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
 from trainer.config import LoopConfig
-from trainer.loop import Snapshot, set_numerics
+from trainer.device.numerics import set_numerics
+from trainer.loop import Snapshot
 from trainer.rows import clip_rows
 
 N12 = samples.records(list(range(1, 13)))

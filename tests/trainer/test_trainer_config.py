@@ -37,6 +37,8 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"index": -1}, "key 'index': expected at least 0"),
         ({"read_ahead": 17}, "key 'read_ahead': expected 0..16, got 17"),
         ({"staleness": 1, "exact": True}, "key 'staleness': expected 0 with exact = true, got 1; what is repeated would"),
+        ({"precision": "fp8"}, "key 'precision': expected one of"),
+        ({"compile": True, "exact": True}, "key 'compile': expected false with exact = true, got True; which compiled code runs"),
         ({"staleness": 1, "read_ahead": 0}, "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead"),
     ],
 )

@@ -17,9 +17,11 @@ from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
+from trainer.device.numerics import logits_of
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+PRECISIONS = ("float32", "bfloat16")
 N24 = samples.records(list(range(1, 25)))
 
 
@@ -86,15 +88,16 @@ def test_a_device_trains_what_the_host_trains() -> None:
 
 @gpu
 @needs_gpu
-def test_the_forward_pass_waits_for_no_device() -> None:
-    built = build(N24, device="cuda")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_forward_pass_waits_for_no_device(precision: str) -> None:
+    built = build(N24, device="cuda", precision=precision)
     chunk = built.loop.source.poll(4, 0.0)
     assert chunk is not None
     prepared = built.loop.pull(built.loop.claim(chunk))
     assert prepared.first is not None
-    built.loop.model(prepared.first.inputs)
+    built.loop.forward(prepared.first)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        built.loop.model(prepared.first.inputs)
+        logits_of(built.loop.model, prepared.first.ready(), built.loop.config)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,212 @@
+"""Precision and compilation: what they may change of training, and what not."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from models.attention import Attended, Squares, _plain, _plain_back
+from models.config import ModelConfig, TwoTowerConfig
+from models.gather import gather, pool_bags
+from models.inputs import Inputs, build_inputs
+from models.model import Targets
+from models.row_modules import row_modules
+from roo.lookup import build_lookup
+from tests.models.kind_cases import CONFIGS
+from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_checks import SMALL, trained_model
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from trainer.config import LoopConfig
+from trainer.device import numerics
+from trainer.device.numerics import compile_rows, compiler_missing, logits_of
+
+SCHEMA = make_schema("everything")
+N24 = samples.records(list(range(1, 25)))
+# Of bfloat16 against float32: its numbers have 8 bits, so that each product is off by 2^-8 = 0.004 at most. On the way back some
+# ReLUs of a tiny model open that were shut.
+CLOSE, CLOSE_BACK = 0.01, 0.15
+EVERY = {"ranker": SMALL, **CONFIGS}
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+def inputs_of(seed: int, device: str = "cpu", counts: tuple[int, ...] = (3, 0, 20, 2)) -> tuple[Inputs, Targets]:
+    batch = make_batch(SCHEMA, list(counts), seed=seed)
+    lookup = build_lookup(batch)
+    targets = Targets(torch.from_numpy(batch.label_BT).to(device), torch.from_numpy(batch.weight_BT).to(device))
+    return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), device, train=True), targets
+
+
+def learned(config: ModelConfig, precision: str, device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and all gradients."""
+    model = trained_model(SCHEMA, config).to(device)
+    inputs, targets = inputs_of(5, device)
+    logits_BT = logits_of(model, inputs, LoopConfig(precision=precision, device=device))  # type: ignore[arg-type]
+    model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+    named = {**dict(model.named_parameters()), **inputs.rows}
+    return logits_BT.detach(), {name: x.grad for name, x in named.items() if x.grad is not None}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to the larger of both."""
+    return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", EVERY)
+def test_bfloat16_gives_nearly_what_float32_gives_and_keeps_float32(name: str, device: str) -> None:
+    full_BT, full = learned(EVERY[name], "float32", device)
+    half_BT, half = learned(EVERY[name], "bfloat16", device)
+    assert half_BT.dtype == torch.float32 and {g.dtype for g in half.values()} == {torch.float32}
+    assert full.keys() == half.keys()
+    assert distance(full_BT, half_BT) < CLOSE
+    assert isinstance(EVERY[name], TwoTowerConfig) or not torch.equal(full_BT, half_BT), "it is computed otherwise"
+    every_full, every_half = (torch.cat([g.flatten() for g in each.values()]) for each in (full, half))
+    assert distance(every_full, every_half) < CLOSE_BACK
+
+
+def test_rows_in_bfloat16_are_taken_and_pooled_as_float32() -> None:
+    rows_UD = torch.randn(4, 3, dtype=torch.bfloat16, requires_grad=True)
+    index_L, offset_S1 = torch.tensor([3, 1, 1]), torch.tensor([0, 2, 3])
+    taken_LD, pooled_SD = gather([(rows_UD, index_L)]), pool_bags(rows_UD, index_L, offset_S1, None)
+    assert torch.equal(taken_LD, rows_UD.detach().float()[index_L]) and pooled_SD.dtype == torch.float32
+    (taken_LD.sum() + pooled_SD.sum()).backward()  # type: ignore[no-untyped-call]
+    assert rows_UD.grad is not None and rows_UD.grad.dtype == torch.bfloat16
+    assert rows_UD.grad[:, 0].tolist() == [0, 3.5, 0, 1.5]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_as_devices_compute_it_knows_bfloat16(autocast: bool) -> None:
+    """Both ways, of what a host would give to its own kernel."""
+    torch.manual_seed(0)
+    bias = torch.zeros(2, 1, 1, 5).masked_fill_(torch.arange(5) > 3, torch.finfo(torch.bfloat16).min / 2)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(1)
+        q, k, v, to_out = (torch.randn(2, 3, 5, 4).to(dtype) for _ in range(4))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
+            out, total = _plain(Squares(q, k, v), bias.to(dtype))
+        back = _plain_back(Squares(q, k, v), Attended(out, total, bias.to(dtype), None), to_out)
+        assert {x.dtype for x in (out, *back)} == {dtype} and total.dtype == torch.float32
+        found.append((out, *back))
+    assert all(distance(a, b.float()) < CLOSE for a, b in zip(*found, strict=True))
+
+
+def test_training_in_bfloat16_goes_where_float32_goes_and_keeps_float32() -> None:
+    full, half = build(N24).train_all(), build(N24, precision="bfloat16").train_all()
+    assert half.pushes() == full.pushes() and half.offsets() == full.offsets()
+    mine, theirs = half.loop.snapshot().shared, full.loop.snapshot().shared
+    assert {n: a.dtype for n, a in mine.items()} == {n: a.dtype for n, a in theirs.items()}
+    assert any(not np.array_equal(mine[n], theirs[n]) for n in mine)
+    moved = {n: a for n, a in theirs.items() if n.startswith("model.")}
+    assert all(np.allclose(mine[n], a, atol=0.03) for n, a in moved.items())
+
+
+def test_what_bfloat16_trained_float32_goes_on_with() -> None:
+    half = build(N24, precision="bfloat16")
+    for _ in range(3):
+        half.loop.step()
+    at, full = half.loop.snapshot(), build(N24)
+    full.loop.restore(at)
+    full.train_all()
+    assert full.offsets() == half.train_all().offsets()
+
+
+def test_g11_exact_mode_repeats_bfloat16_bit_for_bit() -> None:
+    whole = build(N24, exact=True, precision="bfloat16")
+    whole.loop.step()
+    at = whole.loop.snapshot()
+    rows = {key: row.copy() for key, row in whole.shard.rows.items()}
+    whole.train_all()
+    again = build(N24, exact=True, precision="bfloat16")
+    again.loop.step()
+    again.loop.step()
+    again.shard.rows = rows
+    again.loop.restore(at)
+    assert bits(again.train_all()) == bits(whole)
+
+
+def bits(built: Built) -> Mapping[str, bytes]:
+    return {name: array.tobytes() for name, array in built.loop.snapshot().shared.items()}
+
+
+def test_the_modules_that_are_compiled_are_the_outermost_ones_from_rows_to_rows() -> None:
+    assert [type(module).__name__ for module in row_modules(trained_model(SCHEMA))] == ["Mlp", "CrossNet", "Mlp", "Mlp", "Heads"]
+    assert row_modules(torch.nn.Linear(2, 2)) == []
+
+
+def test_where_nothing_can_be_compiled_one_sentence_says_why_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numerics, "compiler_missing", lambda device_type: "nothing can be compiled here: no g++")
+    with caplog.at_level(logging.WARNING, "roostream.worker"):
+        built = build(N24, compile=True)
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["compile: the model is trained as it is, since nothing can be compiled here: no g++"]
+    assert bits(built.train_all()) == bits(build(N24).train_all())
+
+
+def test_a_model_without_modules_of_ours_is_not_compiled_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "roostream.worker"):
+        compile_rows(torch.nn.Linear(2, 2), "cpu")
+    assert "this kind of model has no module of ours from rows to rows" in caplog.text
+
+
+def test_a_compiler_that_fails_is_a_reason_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler\n  was found")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    assert compiler_missing.__wrapped__("cpu") == "nothing can be compiled here: no compiler was found"
+
+
+def test_a_host_without_a_setting_imports_no_compiler() -> None:
+    code = "import sys; import trainer.loop, serving.scorer; print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert run.stdout.strip() == "[]"
+
+
+HAS_COMPILER = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler"),
+]
+COMPILED = [
+    pytest.param("cpu", marks=HAS_COMPILER),
+    pytest.param("cuda", marks=[*gpu, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
+]
+
+
+@pytest.mark.parametrize("device", COMPILED)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_compiled_gives_what_is_not_for_any_number_of_rows(device: str, precision: str) -> None:
+    config = LoopConfig(device=device, precision=precision, compile=True)  # type: ignore[arg-type]
+    plain, compiled = (trained_model(SCHEMA).to(device) for _ in range(2))
+    assert compiler_missing(device) == ""
+    compile_rows(compiled, device)
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for seed, counts in enumerate([(3, 0, 2), (5, 1, 7, 2), (4, 9)]):
+        found = []
+        for model in (plain, compiled):
+            inputs, targets = inputs_of(seed, device, counts)
+            model.zero_grad()
+            logits_BT = logits_of(model, inputs, config)
+            model.loss(inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            found.append((logits_BT.detach(), torch.cat(gradients)))
+        most = 1e-5 if precision == "float32" else CLOSE
+        assert distance(found[0][0], found[1][0]) < most
+        assert distance(found[0][1], found[1][1]) < (most if precision == "float32" else CLOSE_BACK)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"

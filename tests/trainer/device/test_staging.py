@@ -1,0 +1,238 @@
+"""The ring of pinned buffers: no buffer is filled while a copy may read it, and nothing is computed before its copy."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.build import build_model
+from models.inputs import Inputs, build_inputs, change_tensors
+from roo.lookup import build_lookup
+from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_checks import SMALL
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from tests.trainer.pipeline.pipelines import pipelined
+from trainer.device.staging import SLOTS, CudaLane, DeviceCopy, Staging, open_staging
+
+SCHEMA = make_schema("everything")
+N24 = samples.records(list(range(1, 25)))
+
+
+@dataclasses.dataclass(eq=False)
+class LateCopy:
+    """Happens when somebody waits for it, and not before: whoever doesn't wait sees the wrong bytes."""
+
+    lane: LateLane
+    number: int
+    host_N: Tensor
+    device_N: Tensor
+    done: bool = False
+
+    def wait_read(self) -> None:
+        self.lane.log.append(f"read {self.number}")
+        self.lane.catch_up(self.number)
+
+    def comes_first(self) -> None:
+        self.lane.log.append(f"first {self.number}")
+        self.lane.catch_up(self.number)
+
+
+class LateLane:
+    """A device whose copies come as late as they may, in their order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.copies: list[LateCopy] = []
+        self.full = False
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        if self.full:
+            raise torch.OutOfMemoryError("no more can be pinned")
+        self.log.append(f"pinned {num_bytes}")
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def copy(self, host_N: Tensor) -> DeviceCopy:
+        number = len(self.copies)
+        self.log.append(f"copy {number}")
+        self.copies.append(LateCopy(self, number, host_N, torch.full_like(host_N, 0xFF)))
+        return self.copies[-1]
+
+    def catch_up(self, number: int) -> None:
+        for copy in self.copies[: number + 1]:
+            if not copy.done:
+                copy.device_N.copy_(copy.host_N)
+                copy.done = True
+
+
+def inputs_of(seed: int, counts: tuple[int, ...] = (3, 0, 20, 2)) -> Inputs:
+    batch = make_batch(SCHEMA, list(counts), seed=seed)
+    lookup = build_lookup(batch)
+    return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), None, train=True)
+
+
+def tensors(inputs: Inputs) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def find(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    change_tensors(inputs, find)
+    return found
+
+
+def assert_same(got: Inputs, expected: Inputs) -> None:
+    pairs = list(zip(tensors(got), tensors(expected), strict=True))
+    assert len(pairs) > 20
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def test_every_tensor_arrives_with_its_type_shape_and_bits() -> None:
+    ring, inputs = Staging(LateLane()), inputs_of(1)
+    staged = ring.stage(inputs)
+    staged.copied.comes_first()
+    assert_same(staged.inputs, inputs)
+    assert staged.inputs.num_candidates_R is inputs.num_candidates_R, "the host's own stays there"
+    assert all(rows_UD.is_leaf and rows_UD.requires_grad for rows_UD in staged.inputs.rows.values())
+    assert not staged.inputs.ro_float_RG.requires_grad
+
+
+def test_the_copy_is_one_and_shares_no_byte_between_tensors() -> None:
+    lane = LateLane()
+    staged = Staging(lane).stage(inputs_of(1))
+    assert [entry for entry in lane.log if entry.startswith("copy")] == ["copy 0"]
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in tensors(staged.inputs) if x.numel())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    base = staged.copied.device_N.data_ptr()
+    assert all((start - base) % 256 == 0 for start, _ in spans)
+
+
+def test_a_slot_is_filled_again_only_behind_its_copy() -> None:
+    lane = LateLane()
+    ring = Staging(lane)
+    given = [inputs_of(seed) for seed in range(5)]
+    staged = [ring.stage(inputs) for inputs in given]
+    assert [e for e in lane.log if not e.startswith("pinned")] == [
+        "copy 0", "copy 1", "read 0", "copy 2", "read 1", "copy 3", "read 2", "copy 4",
+    ]  # fmt: skip
+    for copied, expected in zip(staged, given, strict=True):
+        copied.copied.comes_first()
+        assert_same(copied.inputs, expected)
+
+
+def test_what_was_given_may_be_changed_while_it_is_on_its_way() -> None:
+    ring, inputs, same = Staging(LateLane()), inputs_of(1), inputs_of(1)
+    staged = ring.stage(inputs)
+    inputs.nro_float_BG.fill_(7)
+    staged.copied.comes_first()
+    assert_same(staged.inputs, same)
+
+
+def test_the_ring_grows_with_need_and_is_never_given_back() -> None:
+    lane = LateLane()
+    ring = Staging(lane)
+    least = ring.num_bytes
+    large = inputs_of(1, counts=(4000,))
+    for seed in range(3):
+        ring.stage(inputs_of(seed))
+    assert ring.num_bytes == least == SLOTS << 16
+    for _ in range(6):
+        ring.stage(large)
+    grown = ring.num_bytes
+    assert grown > least and len([e for e in lane.log if e.startswith("pinned")]) == 2 * SLOTS
+    ring.stage(inputs_of(9))
+    assert ring.num_bytes == grown
+
+
+def test_without_room_the_ring_is_as_before() -> None:
+    lane = LateLane()
+    ring = Staging(lane)
+    first = ring.stage(inputs_of(1))
+    lane.full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        ring.stage(inputs_of(2, counts=(4000,)))
+    later = [ring.stage(inputs_of(seed)) for seed in (3, 4)]
+    for staged, seed in zip([first, *later], (1, 3, 4), strict=True):
+        staged.copied.comes_first()
+        assert_same(staged.inputs, inputs_of(seed))
+
+
+def test_a_model_gives_the_same_bits_of_what_was_staged() -> None:
+    model, inputs = build_model(SCHEMA, SMALL, 3), inputs_of(5)
+    staged = Staging(LateLane()).stage(inputs)
+    staged.copied.comes_first()
+    found = []
+    for each in (inputs, staged.inputs):
+        logits_BT = model(each)
+        logits_BT.square().sum().backward()
+        found.append([logits_BT, *(rows_UD.grad for rows_UD in each.rows.values() if rows_UD.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_host_has_no_ring() -> None:
+    assert open_staging("cpu") is None and build(N24).loop.staging is None
+
+
+def weights(built: Built) -> dict[str, np.ndarray]:
+    return built.loop.snapshot().shared
+
+
+def test_training_through_the_ring_is_training_bit_for_bit() -> None:
+    built, plain = build(N24), build(N24).train_all()
+    lane = LateLane()
+    built.loop.staging = Staging(lane)
+    built.train_all()
+    assert all(np.array_equal(weights(built)[name], bits) for name, bits in weights(plain).items())
+    firsts = [entry for entry in lane.log if entry.startswith("first")]
+    assert len(lane.copies) == len(firsts) == 6, "each is waited for once, where it is used"
+
+
+def test_rows_pulled_ahead_are_staged_by_the_puller_and_waited_for_where_they_are_used() -> None:
+    with pipelined(N24, staleness=1) as piped:
+        lane = LateLane()
+        piped.built.loop.staging = Staging(lane)
+        piped.built.train_all()
+        assert {f"first {copy.number}" for copy in lane.copies if copy.done} <= set(lane.log)
+        assert len(lane.copies) >= 6 and np.isfinite(weights(piped.built)["optimizer.step"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+def test_a_device_has_what_was_staged_while_it_computes() -> None:
+    ring = open_staging("cuda")
+    assert ring is not None and isinstance(ring.lane, CudaLane)
+    busy = torch.randn(2048, 2048, device="cuda")
+    given, staged = [inputs_of(seed) for seed in range(8)], []
+    for inputs in given:
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        staged.append(ring.stage(inputs))
+    for copied, expected in zip(staged, given, strict=True):
+        copied.copied.comes_first()
+        assert all(x.device.type == "cuda" for x in tensors(copied.inputs))
+        assert_same(change_tensors(copied.inputs, lambda x: x.cpu()), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+def test_memory_that_the_device_still_reads_is_not_copied_to() -> None:
+    """A batch is dropped while the device is behind; those that follow must not overwrite what it has yet to read."""
+    ring = open_staging("cuda")
+    assert ring is not None
+    busy, sums, expected = torch.randn(2048, 2048, device="cuda"), [], []
+    for seed in range(8):
+        inputs = inputs_of(seed)
+        expected.append(float(inputs.nro_float_BG.double().sum()))
+        staged = ring.stage(inputs)
+        staged.copied.comes_first()
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        sums.append(staged.inputs.nro_float_BG.double().sum())
+        del staged
+    assert torch.stack(sums).cpu().tolist() == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,90 @@
+"""How the dense part is computed: threads, repetition, precision, compiled or not. What is computed is the model's.
+
+Whatever is chosen, weights, the optimizer's state, rows, losses and metrics are float32: a committed model is the same kind of
+thing, may be trained on with other choices, and is served in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+from torch import Tensor, nn
+
+from models.build import build_model
+from models.config import ModelConfig
+from models.inputs import Inputs
+from models.model import Model
+from models.row_modules import row_modules
+from roo.schema import Schema
+from trainer.config import LoopConfig
+
+log = logging.getLogger("roostream.worker")
+
+_MOST_GRAPHS = 256  # a width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
+
+
+def set_numerics(config: LoopConfig) -> None:
+    """Process-wide: torch's threads, and in exact mode what bit-equal repetition needs. Call once at start, before a device is
+    used."""
+    torch.set_num_threads(1 if config.exact else config.threads)
+    if config.exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to repeat itself
+        torch.use_deterministic_algorithms(True)
+
+
+def trained_model(schema: Schema, model_config: ModelConfig, config: LoopConfig) -> Model:
+    """An untrained one, where and how it is to be computed.
+
+    Raises:
+        SchemaError, ConfigError: as `build_model`.
+    """
+    model = build_model(schema, model_config, config.seed).to(config.device)
+    if config.compile:
+        compile_rows(model, config.device)
+    return model
+
+
+def logits_of(model: nn.Module, inputs: Inputs, config: LoopConfig) -> Tensor:
+    """[B, T]. With bfloat16 the products of matrices are, and what torch's autocast adds to them; logits are float32."""
+    if config.precision == "float32":
+        logits_BT: Tensor = model(inputs)
+        return logits_BT
+    with torch.autocast(torch.device(config.device).type, dtype=torch.bfloat16):
+        logits_BT = model(inputs)
+    return logits_BT.float()
+
+
+def compile_rows(model: nn.Module, device: str) -> None:
+    """Its modules from rows to rows become compiled ones, in place, for any number of rows; names of weights stay. They are
+    compiled when they are first called, some seconds each. Where nothing can be compiled the model stays as it is, and one
+    warning says why."""
+    modules = row_modules(model)
+    why = compiler_missing(torch.device(device).type) if modules else "this kind of model has no module of ours from rows to rows"
+    if why:
+        log.warning("compile: the model is trained as it is, since %s", why)
+        return
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_GRAPHS
+    for module in modules:
+        module.compile(dynamic=True)
+
+
+@functools.cache
+def compiler_missing(device_type: str) -> str:
+    """Why nothing can be compiled for such a device, one line; '' where it can. Tries it: some seconds, once a process."""
+    try:
+        import torch._dynamo
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = 1  # a worker has no processes of its own
+        torch.compile(_probe, dynamic=True)(torch.zeros(3, device=device_type))
+    except Exception as error:
+        return f"nothing can be compiled here: {' '.join(str(error).split()):.200}"
+    return ""
+
+
+def _probe(x_N: Tensor) -> Tensor:
+    return torch.relu(x_N * 2 + 1)
