@@ -14,7 +14,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
 from models.build import build_model
-from models.config import RankerConfig
+from models.config import ModelConfig, RankerConfig
 from models.inputs import Inputs, build_inputs
 from models.loss import loss
 from models.model import Targets
@@ -115,7 +115,9 @@ def shard_client(schema: Schema, folder: str) -> Client:
 class Case:
     """A loop in its steady state, and one of its batches taken apart."""
 
-    def __init__(self, folder: str, requests: int, candidates: int) -> None:
+    def __init__(self, folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> None:
+        """`model`: None = our ranker."""
+        model = model or RankerConfig()
         torch.set_num_threads(1)
         self.schema = data.demo_schema()
         self.records = data.sample_records(self.schema, requests * _BATCHES, candidates=candidates)
@@ -125,11 +127,11 @@ class Case:
         self.outputs = Silent()
         config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
         wiring = Wiring(source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock())
-        self.loop = TrainLoop(config, self.schema, RankerConfig(), wiring)
+        self.loop = TrainLoop(config, self.schema, model, wiring)
         self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
-        self.model = build_model(self.schema, RankerConfig(), 0)
+        self.model = build_model(self.schema, model, 0)
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=2e-3)
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}

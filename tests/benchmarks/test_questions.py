@@ -21,6 +21,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "codec": [
         (f, [2, 3]) for f in ("decode_ours", "decode_protobuf", "copy_bytes", "encode_ours", "encode_protobuf", "copy_blocks")
     ],
+    "dlrm.dlrm_steps": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
     "join_events": [
         *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
         *((f, [5]) for f in ("joined_as_in_the_demo", "parsed_as_in_the_demo")),

@@ -1,0 +1,1 @@
+"""TorchRec's DLRM, over the shards' rows and over TorchRec's own."""
