@@ -237,6 +237,14 @@ def test_a_restore_reaches_a_worker_that_waits_for_room() -> None:
     assert stage.worker.incarnation == 2 and not stage.worker.broken
 
 
+def test_a_restore_ends_the_wait_for_other_workers_as_soon_as_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, ended = Stage().started(), list[str]()
+    monkeypatch.setattr(stage.worker.reduction, "interrupt", lambda: ended.append("sum"))
+    for kind, expected in (("abort", []), ("restore", ["sum"])):
+        stage.worker.hear({"id": 9, "kind": kind, "incarnation": 2, "seq": 1, "manifest": ""})
+        assert ended == expected
+
+
 def test_an_abort_lets_training_go_on() -> None:
     stage = Stage().started()
     stage.do("cut", seq=1)
