@@ -197,6 +197,7 @@ def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphan
     waiting = [engagement(T + 20, 3, event=n) for n in range(1, 4)]
     assert reasons(driver.send(*waiting)) == ["overflow"]
     assert driver.send(engagement(T + 45, 3, event=4)) == [], "those that join are not among them"
+    assert driver.state.head.num_orphans == 0, "their item is shown"
 
 
 def test_an_output_that_is_too_large_all_the_same_is_a_dead_letter_of_each_event() -> None:

@@ -95,6 +95,13 @@ def test_a_push_is_applied_once_however_often_it_is_sent() -> None:
     assert shard.stats()["repeats"] == 1 and shard.stats()["pushes"] == 1
 
 
+def test_what_a_commit_would_write_is_counted_by_stack() -> None:
+    shard = begun()
+    push(shard, 1, ITEM, (1, 2))
+    push(shard, 2, TOPIC, (1,))
+    assert shard.stats()["dirty"] == 3
+
+
 def test_each_worker_has_its_own_sequence() -> None:
     shard = begun()
     assert push(shard, 1, worker=0) and push(shard, 1, worker=1) and push(shard, 2, worker=0)

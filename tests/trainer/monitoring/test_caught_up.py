@@ -233,7 +233,9 @@ def test_retention_that_passed_the_position_is_loud_and_counted() -> None:
     assert skipped.lost_records == 150 and skipped.state is Liveness.CATCHING_UP
     resumed = look(watch, at(210, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 6)
     assert resumed.consumption is not None and resumed.consumption.value == pytest.approx(10 / 6), "the way over the gap is none"
-    for second in range(7, 104):
+    later = look(watch, at(250, 300, at_ms=90_000, newest_ms=99_000, oldest=200, lost=150), 7)
+    assert later.consumption is not None and later.consumption.value == pytest.approx(50 / 7), "it is crossed once"
+    for second in range(8, 104):
         found = look(watch, at(300, 300, at_ms=99_000, newest_ms=99_000, oldest=200, lost=150), second)
         assert found.reason == "samples-0: 150 records were gone before they were read"
     assert look(watch, at(300, 300, at_ms=99_000, newest_ms=99_000, oldest=200, lost=150), 106).reason == ""
