@@ -71,8 +71,7 @@ class Jagged:
 
     def take_rows(self, rows_M: np.ndarray) -> Jagged:
         """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
-        pieces, columns = [], {name: np.zeros(0, dtype=np.int64) for name in self.columns}
-        weights = []
+        pieces, weights, columns = [], [], dict[str, np.ndarray]()
         for k, key in enumerate(self.keys):
             at = _ranges(self.offsets_of(key)[rows_M], self.lengths_KN[k][rows_M])
             pieces.append(self.values_of(key)[at])

@@ -72,8 +72,10 @@ def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
         loop.shard.restore(2, name)
     else:
         loop = killed_and_restored(loop, blobs, store, name)
+    before = loop.publisher.num_republished
     loop.turn()
     follower.catch_up(loop.shard)
+    assert loop.publisher.num_republished == before + 2, "2 and 3 were told behind the commit"
     assert follower.num_bootstraps == 1 and follower.replica.num_rows == 2
     assert follower.rows(ITEM, 1, 2, 3).tobytes() == committed.tobytes()
 

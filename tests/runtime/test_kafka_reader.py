@@ -191,6 +191,23 @@ def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: boo
     reader.close()
 
 
+def test_silence_of_a_partition_that_is_behind_is_told_once_and_its_end_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runtime.kafka.reader._AWAY_AFTER_S", 0.0)
+    caplog.set_level(logging.INFO)
+    consumer = FakeConsumer([FakeMessage(AT0, 0, 10)])
+    reader = reader_of(consumer, AS_THEY_COME)
+    assert len(reader.poll(9, 0)) == 1 and caplog.text == "", "it was never silent"
+    for _ in range(3):
+        reader.poll(9, 0.01)
+    assert caplog.text.count("no records of t.samples") == 1 and "come again" not in caplog.text
+    consumer.bring(FakeMessage(AT0, 1, 11))
+    for _ in range(2):
+        reader.poll(9, 0)
+    assert caplog.text.count("records of t.samples come again") == 1
+
+
 def test_a_record_without_a_value_has_an_empty_one() -> None:
     reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30, value=None)]), AS_THEY_COME)
     assert reader.poll(9, 0)[0].value == b""
