@@ -108,6 +108,8 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
     assert len(m.raw) == MAX_RAW_BYTES and m.raw_bytes == len(large.value)
     m = seen(reader().read(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (7, "r")
+    m = seen(reader().read(changed(impression(T), schema=99))).message  # type: ignore[arg-type]
+    assert (m.event_id, m.request_id) == (0, "r")
 
 
 @pytest.mark.parametrize("key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"])

@@ -91,6 +91,10 @@ def check_counts(state: MemoryState) -> None:
         assert request.num_events == sum(not (isinstance(e, Trace) and e.gone) for e in events)
         if request.phase in (WAITING, OPEN):
             assert request.num_orphans == sum(pending[event_id].row < 0 for event_id in request.waiting)
+    for scope_id, scope in state.scopes.items():
+        members = {request_id: r for request_id, r in requests.items() if r.scope == scope_id}
+        assert scope.open == sorted((r.time_ms, request_id) for request_id, r in members.items() if r.phase == OPEN)
+        assert [*memoryview(scope.times).cast("q")] == sorted(r.time_ms for r in members.values())
     before_close = [r for r in requests.values() if r.phase in (WAITING, OPEN)]
     assert head.num_orphans == sum(r.num_orphans for r in before_close)
     assert head.num_open == sum(r.phase == OPEN for r in before_close)

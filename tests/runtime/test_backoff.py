@@ -49,10 +49,13 @@ def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCapt
 
 
 def test_the_time_limit_of_an_outage_ends_the_wait_with_what_to_do() -> None:
-    backoff = Backoff(what="a shard", timeout_s=1.0, clock=FakeClock())
+    clock = FakeClock()
+    clock.advance(1000.0)  # a clock's beginning means nothing
+    backoff = Backoff(what="a shard", timeout_s=1.0, clock=clock)
     with pytest.raises(UnavailableError, match=r"a shard has not answered for \d s \(refused\); start it or check the address"):
         for _ in range(100):
             backoff.wait("refused")
+    assert 1001.0 <= clock.monotonic_s() < 1010.0
 
 
 def test_a_stop_ends_the_wait() -> None:
