@@ -23,7 +23,7 @@ def write_pages(known: Mapping[str, Question], folder: Path) -> list[Path]:
 
 
 def pages(known: Mapping[str, Question], results: Path) -> dict[str, str]:
-    """File name → text, for every question that has results, and an index.
+    """File name → text, for every question that has results, and an index, which names other pages beside them too.
 
     Raises:
         ConfigError: a result of another format, or of a question that isn't there.
@@ -35,7 +35,8 @@ def pages(known: Mapping[str, Question], results: Path) -> dict[str, str]:
             raise ConfigError(f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew")
         found.setdefault(result["question"], []).append(result)
     made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
-    return {"README.md": _index(known, found), **made}
+    by_hand = [path for path in sorted(results.parent.glob("*.md")) if path.name not in {*made, "README.md"}]
+    return {"README.md": _index(known, found, by_hand), **made}
 
 
 def page(question: Question, results: Sequence[Mapping[str, Any]]) -> str:
@@ -126,7 +127,8 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _index(known: Mapping[str, Question], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _index(known: Mapping[str, Question], found: Mapping[str, Sequence[Mapping[str, Any]]], by_hand: Sequence[Path] = ()) -> str:
+    """`by_hand`: pages that no command makes; the first paragraph below a title says what is asked."""
     lines = [
         MADE,
         "# Benchmarks",
@@ -135,4 +137,10 @@ def _index(known: Mapping[str, Question], found: Mapping[str, Sequence[Mapping[s
     ]
     rows = [f"| [{name}]({name}.md) | {known[name].asks} |" for name in known if name in found]
     rows += [f"| {name} | {known[name].asks} (no result yet) |" for name in known if name not in found]
+    rows += [f"| [{path.stem}]({path.name}) | {_asked(path)} (written by hand) |" for path in by_hand]
     return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(["| question | |", "|---|---|", *rows]) + "\n"
+
+
+def _asked(path: Path) -> str:
+    paragraphs = path.read_text(encoding="utf-8").split("\n\n")
+    return " ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -34,14 +34,16 @@ class DenseAdam:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        learning_rate: float,
+        learning_rate: float | Callable[[int], float],
         clip_norm: float = math.inf,
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-8,
     ) -> None:
+        """`learning_rate`: a number, or what it is behind so many steps."""
         self.parameters = dict(parameters)
-        self.learning_rate, self.beta1, self.beta2, self.epsilon = learning_rate, beta1, beta2, epsilon
+        self.learning_rate = learning_rate if callable(learning_rate) else lambda _: learning_rate
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.clip_norm = clip_norm
         self.num_steps = 0
         self._starts = list(itertools.accumulate((_aligned(p.numel()) for p in self.parameters.values()), initial=0))
@@ -82,9 +84,10 @@ class DenseAdam:
         spans = self._gradients()
         if not self._clip([gradient_S for _, gradient_S in spans]):
             return False
+        rate = self.learning_rate(self.num_steps)
         self.num_steps += 1
         for at, gradient_S in spans:
-            self._descend(at, gradient_S)
+            self._descend(at, gradient_S, rate)
         return True
 
     def _gradients(self) -> list[tuple[slice, Tensor]]:
@@ -103,13 +106,13 @@ class DenseAdam:
         if left := _aligned(parameter.numel()) - parameter.numel():
             yield self._gap[:left]
 
-    def _descend(self, at: slice, gradient_S: Tensor) -> None:
+    def _descend(self, at: slice, gradient_S: Tensor, rate: float) -> None:
         mean_S, square_S = (self._state[slot][at] for slot in SLOTS)
         mean_S.lerp_(gradient_S, 1 - self.beta1)
         square_S.mul_(self.beta2).addcmul_(gradient_S, gradient_S, value=1 - self.beta2)
         below_S = _square_root(square_S, self._room_P[at])
         below_S.div_(math.sqrt(1 - self.beta2**self.num_steps)).add_(self.epsilon)
-        self._weight_P[at].addcdiv_(mean_S, below_S, value=-self.learning_rate / (1 - self.beta1**self.num_steps))
+        self._weight_P[at].addcdiv_(mean_S, below_S, value=-rate / (1 - self.beta1**self.num_steps))
 
     def _clip(self, gradients: list[Tensor]) -> bool:
         norm = math.hypot(*(float(torch.linalg.vector_norm(gradient_S)) for gradient_S in gradients))

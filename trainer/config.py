@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Literal, Self
 
@@ -12,6 +13,8 @@ from roo.errors import SetupError
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
+
+_FULLY_GROWN = math.log(1 << 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,13 +29,15 @@ class LoopConfig(Settings):
     threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
     batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
     first_batch_requests: int = setting(8, "requests a batch at the beginning, if not more than batch_requests", least=1)
-    batch_growth_requests: int = setting(128, "requests trained until the batch is one request larger", least=1)
+    batch_growth_requests: int = setting(1024, "requests trained until the batch is one request larger", least=1)
     initial_batch_requests: int = setting(
         0, "batch_requests while the controller hands out history (its initial_workers); 0 = the same", least=0, most=1 << 16
     )
     max_batch_wait_ms: int = setting(500, "a batch is cut short after this wait (not in exact mode)", least=0, most=3_600_000)
     seed: int = setting(0, "of initial weights; the shards' rows use the same", least=0, most=MAX_SEED)
-    learning_rate: float = setting(2e-3, "Adam's, of the dense weights", least=0, most=10)
+    learning_rate: float = setting(
+        2e-3, "Adam's, of the dense weights, once batches are full; less while they are smaller", least=0, most=10
+    )
     clip_norm: float = setting(10.0, "gradients of the dense weights together are scaled down to this norm", above=0, most=1e15)
     clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
     dedupe_horizon_ms: int = setting(3_600_000, "a sample id is trained once within this much close time", least=0)
@@ -69,6 +74,14 @@ class LoopConfig(Settings):
         """Requests of the next batch when so many are trained. A small log learns from many steps, a large one from quiet
         ones; the same after a restore, since it depends on what is trained alone."""
         return min(self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests)
+
+    def rate_after(self, num_steps: int) -> float:
+        """Adam's behind so many of its steps: `learning_rate` times √(size of a batch / size of a full one), since a small batch
+        says less of where to go (Malladi et al. 2022). A batch's size is what it would be had all been whole: so many steps make
+        it first · e^(steps / growth). So it is the same for all workers, and after a restore."""
+        first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
+        grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))
+        return self.learning_rate * math.sqrt(min(grown, 1.0))
 
     def in_phase(self, *, initial: bool) -> Self:
         """Settings while history is trained, or the stream is."""

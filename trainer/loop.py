@@ -102,6 +102,7 @@ class TrainLoop:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
+        self._rate_after = config.rate_after  # by the stream's batches, also while `config` is that of another phase
         self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
         self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
         self.staging = open_staging(config.device)
@@ -183,9 +184,7 @@ class TrainLoop:
 
     def _build(self) -> None:
         self.model = trained_model(self.schema, self.model_config, self.config)
-        self.optimizer = DenseAdam(
-            self.model.named_parameters(), learning_rate=self.config.learning_rate, clip_norm=self.config.clip_norm
-        )
+        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=self._rate_after, clip_norm=self.config.clip_norm)
         self.num_steps, self.time, self.share = 0, TrainedTime(), None
         self.burial = Burial(self._bury)
         self._own_at(self.source.positions())

@@ -121,3 +121,11 @@ def test_pages_and_an_index_are_written(tmp_path: Path) -> None:
     (tmp_path / "json" / "q.json").write_text(json.dumps(result()))
     assert [p.name for p in write_pages({"q": QUESTION}, tmp_path)] == ["README.md", "q.md"]
     assert "[q](q.md)" in (tmp_path / "README.md").read_text()
+
+
+def test_a_page_that_is_written_by_hand_is_left_alone_and_named(tmp_path: Path) -> None:
+    (tmp_path / "json").mkdir()
+    (tmp_path / "hand.md").write_text("# hand\n\nHow good\nis it?\n\nVery.\n")
+    assert [p.name for p in write_pages({"q": QUESTION}, tmp_path)] == ["README.md"]
+    assert "| [hand](hand.md) | How good is it? (written by hand) |" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "hand.md").read_text().endswith("Very.\n")

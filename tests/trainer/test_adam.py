@@ -29,6 +29,18 @@ def test_steps_are_those_of_torch_optim() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_the_rate_may_follow_the_number_of_steps() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = DenseAdam([("weight", weight)], learning_rate=lambda num_steps: 0.5 if num_steps else 0.1)
+    moved = []
+    for _ in range(2):
+        before = weight.item()
+        weight.grad = torch.tensor([3.0])
+        assert optimizer.step()
+        moved.append(before - weight.item())
+    assert moved == pytest.approx([0.1, 0.5], rel=1e-5), "a gradient that stays the same moves a weight by the rate"
+
+
 def test_gradients_together_are_scaled_down_to_their_norm() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     optimizer = DenseAdam([("a", a), ("b", b)], learning_rate=0.1, clip_norm=1.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,22 @@ def test_a_controller_refuses(changes: dict[str, Any], says: str) -> None:
 def test_an_export_point_is_chosen_by_partition() -> None:
     chosen = ControllerConfig(**{**CONTROLLER, "initial_workers": 2, "export_offsets": ("0=500", "3=0")})
     assert chosen.export == {0: 500, 3: 0} and ControllerConfig(**CONTROLLER).export == {}
+
+
+def test_the_rate_goes_with_the_root_of_the_batchs_size() -> None:
+    config = LoopConfig(first_batch_requests=8, batch_requests=32, batch_growth_requests=256, learning_rate=0.1)
+    taken, steps = 0, 0
+    while (size := config.batch_after(taken)) < 32:
+        assert config.rate_after(steps) == pytest.approx(0.1 * math.sqrt(size / 32), rel=0.07), (steps, size)
+        taken, steps = taken + size, steps + 1
+    assert steps > 300
+    assert config.rate_after(2 * steps) == config.rate_after(1 << 40) == 0.1, "full batches"
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_batches_of_one_size_have_one_rate(size: int) -> None:
+    config = LoopConfig(batch_requests=size, first_batch_requests=64, learning_rate=0.1)
+    assert [config.rate_after(steps) for steps in (0, 1, 1 << 40)] == [0.1] * 3
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
