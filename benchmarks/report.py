@@ -35,8 +35,12 @@ def pages(known: Mapping[str, Question], results: Path) -> dict[str, str]:
             raise ConfigError(f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew")
         found.setdefault(result["question"], []).append(result)
     made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
-    by_hand = [path for path in sorted(results.parent.glob("*.md")) if path.name not in {*made, "README.md"}]
+    by_hand = [path for path in sorted(results.parent.glob("*.md")) if not is_made(path)]
     return {"README.md": _index(known, found, by_hand), **made}
+
+
+def is_made(path: Path) -> bool:
+    return path.name == "README.md" or path.read_text(encoding="utf-8").startswith(MADE)
 
 
 def page(question: Question, results: Sequence[Mapping[str, Any]]) -> str:
