@@ -73,9 +73,10 @@ of 50 and candidates 8; the logs are the first 2 560 impressions of each, histor
 each row of request-only features that is trained. Bytes and FLOPs are an impression's, and counted: bytes that arrive are those
 of decoded arrays, rows those that are pulled (as many gradients go back); FLOPs are those of matrix products, both ways.
 
-a is what a request's side costs, b a candidate's, c a step without both, from steps on the same requests whole, with one
-candidate of each, and on a single impression. K(a+b)/(a+Kb) is the most that sharing can give: it doesn't know c, which every
-form pays once a batch. "Of the bound" is the measured ratio over it.
+a is what a request's side costs, b a candidate's, c a step without both, from steps on the same requests whole, on 160 with their
+first candidate alone, and on a single impression. K(a+b)/(a+Kb) is the most that sharing can give: it doesn't know c, which every
+form pays once a batch, and which is much of a step where lists are long, since 640 impressions are few requests then. "Of the
+bound" is the measured ratio over it.
 
 RecD gets more than its paper describes (there floats, and the layers above lists, run for each impression), so that what is left
 between it and requests is the search for duplicates and what arrives. The ROO paper, at 4 to 7 impressions a request, on GPUs:

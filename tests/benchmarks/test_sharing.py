@@ -212,10 +212,11 @@ def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: f
 
 def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
     """a = 90, b = 10, c = 1000; 64 requests of 10 candidates."""
-    whole, first, one = told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10), told((1000 + 64 * 100) / 64, 64), told(1100, 1)
+    whole, first, one = told((1000 + 64 * 90 + 640 * 10) / 640, 640, 10), told((1000 + 160 * 100) / 160, 160), told(1100, 1)
     its = bound.sides(whole, first, one)
     assert its == pytest.approx((90, 10, 1000))
     assert its.bound(10) == pytest.approx(10 * 100 / 190) and its.bound(1) == 1.0
+    assert its.forecast(640, 10) == pytest.approx((1000 + 640 * 100) / (1000 + 64 * 90 + 640 * 10))
     row = {
         "requests": whole,
         "first of each": first,

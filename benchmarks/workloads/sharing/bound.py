@@ -1,8 +1,9 @@
 """The most that computing a request's side once can give, from what both sides cost in the same run.
 
 With R requests of K candidates each and B = R K impressions a batch, a step takes c + R a + B b: a of a request's side, b of a
-candidate's, c of neither. Three kinds of batches of the same requests tell all three: whole ones, each request's first candidate
-alone, and a single impression. No step on impressions is among them, so what impressions take is compared with a forecast.
+candidate's, c of neither. Three kinds of batches of the same requests tell all three: whole ones, a quarter as many impressions
+with a request each, and a single impression. No step on a batch of impressions is among them: what one takes is compared with a
+forecast.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ class Sides(NamedTuple):
         """K (a + b) / (a + K b)."""
         return num_candidates * (self.request + self.candidate) / (self.request + num_candidates * self.candidate)
 
+    def forecast(self, num_impressions: float, num_candidates: float) -> float:
+        """The same of whole steps: (c + B (a + b)) / (c + R a + B b)."""
+        impressions = self.step + num_impressions * (self.request + self.candidate)
+        return impressions / (self.step + num_impressions * (self.request / num_candidates + self.candidate))
+
 
 def sides(whole: Told, first: Told, one: Told) -> Sides:
     """Of what each costs an impression. A candidate that seems to cost less than nothing costs nothing."""
-    num_impressions, num_requests = whole.figures[A_BATCH], first.figures[A_BATCH]
-    both = (first.cost_us * num_requests - one.cost_us) / (num_requests - 1)
-    candidate = (whole.cost_us * num_impressions - first.cost_us * num_requests) / (num_impressions - num_requests)
+    num_impressions, num_first = whole.figures[A_BATCH], first.figures[A_BATCH]
+    num_requests = num_impressions / whole.figures[A_REQUEST]
+    both = (first.cost_us * num_first - one.cost_us) / (num_first - 1)
+    step = one.cost_us - both
+    candidate = (whole.cost_us * num_impressions - step - num_requests * both) / (num_impressions - num_requests)
     candidate = min(max(candidate, 0.0), both)
-    return Sides(both - candidate, candidate, one.cost_us - both)
+    return Sides(both - candidate, candidate, step)
 
 
 def derived(told: Mapping[str, Told]) -> Mapping[str, float]:
@@ -48,6 +56,7 @@ def derived(told: Mapping[str, Told]) -> Mapping[str, float]:
             "b, µs a candidate": its.candidate,
             "c, µs a step": its.step,
             "bound K(a+b)/(a+Kb)": bound,
+            "the same with c": its.forecast(whole.figures[A_BATCH], whole.figures[A_REQUEST]),
             "of the bound: adapter": told["adapter"].cost_us / whole.cost_us / bound,
             "of the bound: impressions": apart.cost_us / whole.cost_us / bound,
         }

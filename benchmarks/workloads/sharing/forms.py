@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.workloads.sharing.inverse import deduplicated
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from roo.batch import Batch
@@ -24,8 +26,10 @@ def requests(pool: Sequence[Batch], size: int) -> Arrival:
 
 
 def first_of_each(pool: Sequence[Batch], size: int) -> Arrival:
-    """Requests of which only the first candidate was shown."""
-    firsts = [batch.expand().take_requests(batch.num_candidates_R.cumsum() - batch.num_candidates_R) for batch in pool]
+    """A quarter of a batch of requests of which only the first candidate was shown; where they are fewer, they come again."""
+    whole = concatenate(pool)
+    first_R = whole.num_candidates_R.cumsum() - whole.num_candidates_R
+    firsts = [whole.expand().take_requests(first_R[np.arange(max(size // 4, 2)) % len(first_R)])]
     return Arrival(firsts, itertools.cycle(firsts))
 
 
