@@ -102,6 +102,13 @@ def test_what_a_commit_would_write_is_counted_by_stack() -> None:
     assert shard.stats()["dirty"] == 3
 
 
+def test_pulls_are_counted_one_by_one() -> None:
+    shard = begun()
+    for _ in range(3):
+        pull(shard, ITEM, 1, 2)
+    assert shard.stats()["pulls"] == 3
+
+
 def test_each_worker_has_its_own_sequence() -> None:
     shard = begun()
     assert push(shard, 1, worker=0) and push(shard, 1, worker=1) and push(shard, 2, worker=0)

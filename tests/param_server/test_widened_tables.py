@@ -172,6 +172,7 @@ def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_not
     shard = home.start(schema(6))
     table = {t.name: t.id for t in schema(6).tables}
     assert {(stack, t) for stack, t, _ in state_of(shard)} == {("d6-adagrad", table["item"]), ("d4-adagrad", table["user"])}
+    assert "left out" not in caplog.text, "they have moved"
     shard = home.start(schema(4, user=None))
     assert {t for _, t, _ in state_of(shard)} == {table["item"]}
     assert "rows of stack d4-adagrad are left out: the schema has no such tables any more" in caplog.text
