@@ -25,6 +25,9 @@ class LoopConfig(Settings):
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "of the matrix products of the dense part, by torch's autocast; whatever is kept, and serving, is float32"
     )
+    attention: Literal["reference", "triton"] = setting(
+        "reference", "HSTU's: plain torch, or kernels for a CUDA device; serving takes the reference"
+    )
     compile: bool = setting(False, "torch.compile for modules from rows to rows: some seconds each, whenever a worker starts")
     threads: int = setting(1, "of torch in the dense part; exact mode takes one", least=1, most=256)
     batch_requests: int = setting(64, "requests a batch, at most; what it grows to", least=1, most=1 << 16)
@@ -57,6 +60,12 @@ class LoopConfig(Settings):
         super().__post_init__()
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise refusal("device", "cpu, cuda or cuda:N", self.device)
+        if self.attention == "triton":
+            if self.device == "cpu":
+                raise refusal("attention", "reference with device = cpu", self.attention, "its kernels are for CUDA devices")
+            if self.exact:
+                error = "its kernels add the gradients of biases in whatever order they come"
+                raise refusal("attention", "reference with exact = true", self.attention, error)
         if self.compile and self.exact:
             error = "which compiled code runs depends on the batches that a process has seen, and so do the last bits"
             raise refusal("compile", "false with exact = true", self.compile, error)

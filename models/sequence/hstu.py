@@ -38,6 +38,7 @@ class SequentialUnit(nn.Module):
         self.time_bias = nn.Parameter(torch.zeros(NUM_TIME_BUCKETS)) if times else None
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, width)
+        self.attention = pointwise_attention  # or what gives the same, where there is a kernel for a device
         self._width, self._heads, self._divisor = width, heads, float(max_history + 1)
 
     def init_own_parameters(self) -> None:
@@ -48,7 +49,7 @@ class SequentialUnit(nn.Module):
 
     def forward(self, x_SD: Tensor, sequences: JaggedTargets) -> Tensor:
         u_SD, v_SD, q_SD, k_SD = F.silu(self.gates_values_queries_keys(_norm(x_SD))).chunk(4, dim=1)
-        seen_SD = pointwise_attention(
+        seen_SD = self.attention(
             torch.cat([q_SD, k_SD, v_SD], dim=1), sequences, self.position_bias, self.time_bias, self._heads, self._divisor
         )
         return x_SD + self.out(self.dropout(u_SD * _norm(seen_SD)))

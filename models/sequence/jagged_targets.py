@@ -12,6 +12,7 @@ Every target is at position h, so that its place among the targets says nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -31,13 +32,44 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class JaggedTokens:
+    """Where each sequence lies, and when its tokens are, without padding."""
+
+    offset_R1: Tensor  # int64
+    history_R: Tensor  # int64: entries in front of its targets
+    gap_S: Tensor | None  # int64: time to the request; None: there are no times
+    next_S: Tensor | None  # int64: of what follows
+    longest: int  # tokens of a sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JaggedTargets:
     """Built by `build_jagged_targets`, once a batch; the layers share it."""
 
     source_S: Tensor  # int64: each token's place among [L entries, then B targets]
     token_B: Tensor  # int64: each target's token
     groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
-    pairs: tuple[Pairs, ...]  # of each group
+    facts_SC: Tensor  # int64: position, is a target, and where there are times, the time to the request of it and of the next one
+    tokens_R: np.ndarray  # h + m of each request that has a target, else 0
+    lengths_R: np.ndarray  # h of them
+
+    @functools.cached_property
+    def pairs(self) -> tuple[Pairs, ...]:
+        """Of each group, for who looks at squares."""
+        facts_SC = self.groups.pad(self.facts_SC)
+        return tuple(_pairs(group.of_slots(facts_SC)) for group in self.groups.groups)
+
+    @functools.cached_property
+    def jagged(self) -> JaggedTokens:
+        """For who looks at sequences behind each other."""
+        device, times = self.facts_SC.device, self.facts_SC.shape[1] > 2
+        return JaggedTokens(
+            offset_R1=placed(np.concatenate([[0], np.cumsum(self.tokens_R)]).astype(np.int64), device),
+            history_R=placed(self.lengths_R.astype(np.int64), device),
+            gap_S=self.facts_SC[:, 2].contiguous() if times else None,
+            next_S=self.facts_SC[:, 3].contiguous() if times else None,
+            longest=int(self.tokens_R.max(initial=0)),
+        )
 
 
 def build_jagged_targets(
@@ -65,19 +97,18 @@ def build_jagged_targets(
         followed_S = place_S < history_S - 1  # the last entry and all targets ask at the time of the request
         next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
         columns += [gap_S, next_S]
-    groups = build_groups(tokens_R, str(device))
-    facts_SC = groups.pad(placed(np.stack(columns, axis=1).astype(np.int64), device))
     return JaggedTargets(
         source_S=placed(source_S.astype(np.int64), device),
         token_B=placed(np.flatnonzero(is_target_S), device),
-        groups=groups,
-        pairs=tuple(_pairs(group.of_slots(facts_SC)) for group in groups.groups),
+        groups=build_groups(tokens_R, str(device)),
+        facts_SC=placed(np.stack(columns, axis=1).astype(np.int64), device),
+        tokens_R=tokens_R,
+        lengths_R=history_R,
     )
 
 
 def _pairs(facts_GNC: Tensor) -> Pairs:
-    """Columns: position, is a target, and where there are times, the time to the request of the token and of the next one.
-    Padding lies behind a sequence's tokens, so that no token looks at it."""
+    """Columns: `JaggedTargets.facts_SC`. Padding lies behind a sequence's tokens, so that no token looks at it."""
     position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
     n = position_GN.shape[1]
     itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)

@@ -39,6 +39,11 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"read_ahead": 17}, "key 'read_ahead': expected 0..16, got 17"),
         ({"staleness": 1, "exact": True}, "key 'staleness': expected 0 with exact = true, got 1; what is repeated would"),
         ({"precision": "fp8"}, "key 'precision': expected one of"),
+        (
+            {"attention": "triton"},
+            "key 'attention': expected reference with device = cpu, got 'triton'; its kernels are for CUDA",
+        ),
+        ({"attention": "triton", "device": "cuda", "exact": True}, "key 'attention': expected reference with exact = true"),
         ({"compile": True, "exact": True}, "key 'compile': expected false with exact = true, got True; which compiled code runs"),
         ({"staleness": 1, "read_ahead": 0}, "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead"),
     ],

@@ -20,6 +20,7 @@ from models.model import Model
 from models.row_modules import row_modules
 from roo.schema import Schema
 from trainer.config import LoopConfig
+from trainer.device.hstu_attention import give_kernel
 
 log = logging.getLogger("roostream.worker")
 
@@ -39,9 +40,11 @@ def trained_model(schema: Schema, model_config: ModelConfig, config: LoopConfig)
     """An untrained one, where and how it is to be computed.
 
     Raises:
-        SchemaError, ConfigError: as `build_model`.
+        SchemaError, ConfigError: as `build_model`. SetupError: the kernels need Triton, which isn't there.
     """
     model = build_model(schema, model_config, config.seed).to(config.device)
+    if config.attention == "triton":
+        give_kernel(model)
     if config.compile:
         compile_rows(model, config.device)
     return model

@@ -179,13 +179,13 @@ def test_a_host_without_a_setting_imports_no_compiler() -> None:
 
 HAS_COMPILER = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="this machine has no C++ compiler"),
 ]
 COMPILED = [
     pytest.param("cpu", marks=HAS_COMPILER),
-    pytest.param("cuda", marks=[*gpu, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
+    pytest.param("cuda", marks=[*gpu, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]),
 ]
 
 

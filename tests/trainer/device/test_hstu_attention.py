@@ -1,0 +1,56 @@
+"""HSTU's kernels give what the reference gives, forward and back: in Triton's interpreter, and on a device where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from models.sequence.hstu import SequentialUnit
+from tests.models.kind_cases import CONFIGS
+from tests.models.model_cases import make_schema
+from tests.models.model_checks import trained_model
+from tests.trainer.device.kernel_checks import CASES, distances
+from trainer.device.hstu_attention import give_kernel, kernel_attention
+
+MOST = {torch.float32: 1e-5, torch.bfloat16: 0.01}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform")
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_in_the_interpreter_the_kernels_are_the_reference_forward_and_back() -> None:
+    command = [sys.executable, "-m", "tests.trainer.device.kernel_checks"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    told = json.loads(run.stdout)
+    assert len(told) == 4 * len(CASES)
+    for name, found in told.items():
+        most = MOST[torch.bfloat16 if "bfloat16" in name else torch.float32]
+        assert all(far < most for far in found.values()), (name, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+@pytest.mark.parametrize("times", [True, False])
+@pytest.mark.parametrize("dtype", list(MOST))
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_device_the_kernels_are_the_reference_forward_and_back(case: str, dtype: torch.dtype, times: bool) -> None:
+    found = distances(case, dtype, "cuda", times=times)
+    assert all(far < MOST[dtype] for far in found.values()), found
+
+
+@needs_triton
+def test_every_layer_of_hstu_is_given_the_kernel() -> None:
+    model = trained_model(make_schema("everything"), CONFIGS["hstu"])
+    names = list(model.state_dict())
+    give_kernel(model)
+    units = [module for module in model.modules() if isinstance(module, SequentialUnit)]
+    assert units and all(unit.attention is kernel_attention for unit in units)
+    assert list(model.state_dict()) == names
