@@ -43,7 +43,7 @@ e2e: setup  ## the long runs: a full week, two stacks side by side
 	@pytest -q -m slow tests/e2e tests/benchmarks $(ARGS)
 
 chaos: setup  ## kill -9 of every process of a running stack; thousands of schedules of the simulator
-	@pytest -q -m chaos tests/chaos tests/trainer/control/test_fleet_commit.py $(ARGS)
+	@pytest -q -m chaos tests/chaos tests/trainer $(ARGS)
 
 soak: setup  ## half an hour at 40 requests/s under random kills, a full disk and garbage (SOAK_SEED=2, SOAK_REPORT=soak.json)
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} pytest -q -m chaos tests/chaos/test_soak.py $(ARGS)
