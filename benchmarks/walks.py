@@ -150,7 +150,7 @@ def join(folder: str) -> Walk:
 
 def train(folder: str) -> Walk:
     """One sample → batch → rows of a shard, pulled and pushed back."""
-    return count(training_step.Case(folder, 1, CANDIDATES).whole)
+    return count(training_step.demo_case(folder, 1, CANDIDATES).whole)
 
 
 def publish(folder: str) -> Walk:

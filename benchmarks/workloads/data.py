@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,20 @@ from roo.schema_file import load_schema
 from roo.wire import Record
 
 T0_MS = 1_700_000_000_000
-DEMO = Path(__file__).resolve().parents[2] / "traffic" / "schemas" / "demo.toml"
+SCHEMAS = Path(__file__).resolve().parents[2] / "traffic" / "schemas"
+DEMO = SCHEMAS / "demo.toml"
+EBNERD_LISTS = (12, 14, 5, 13, 6, 14, 6, 22, 37, 6, 5, 14, 6, 7, 6, 7)  # candidates of sixteen requests of that log
+EBNERD_HISTORY = 50
 NUM_IDS = 100_000
 FIRST_USER = 1 << 20  # users and sample ids differ
 
 
 def demo_schema() -> Schema:
     return load_schema(DEMO)
+
+
+def ebnerd_schema() -> Schema:
+    return load_schema(SCHEMAS / "ebnerd.toml")
 
 
 def zipf_ids(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -67,9 +75,13 @@ def sample(schema: Schema, number: int, *, candidates: int, history: int = 30) -
     )
 
 
-def sample_records(schema: Schema, count: int, *, candidates: int, history: int = 30) -> list[Record]:
-    """`count` samples as the samples topic has them, in four partitions."""
-    values = [wire.encode(wire.SAMPLE, sample(schema, n, candidates=candidates, history=history)) for n in range(count)]
+def sample_records(schema: Schema, count: int, *, candidates: int | Sequence[int], history: int = 30) -> list[Record]:
+    """`count` samples as the samples topic has them, in four partitions. `candidates`: of each, or of one after another, again
+    and again."""
+    lists = [candidates] if isinstance(candidates, int) else candidates
+    values = [
+        wire.encode(wire.SAMPLE, sample(schema, n, candidates=lists[n % len(lists)], history=history)) for n in range(count)
+    ]
     return [
         Record("samples", n % 4, n // 4, T0_MS + 100 * n + 20_000, key_bytes(FIRST_USER + n, 0, ""), v)
         for n, v in enumerate(values)

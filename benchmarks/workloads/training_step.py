@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -115,12 +117,11 @@ def shard_client(schema: Schema, folder: str) -> Client:
 class Case:
     """A loop in its steady state, and one of its batches taken apart."""
 
-    def __init__(self, folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> None:
-        """`model`: None = our ranker."""
+    def __init__(self, folder: str, schema: Schema, records: list[Record], model: ModelConfig | None = None) -> None:
+        """`records`: a few batches of one size; `model`: None = our ranker."""
         model = model or RankerConfig()
         torch.set_num_threads(1)
-        self.schema = data.demo_schema()
-        self.records = data.sample_records(self.schema, requests * _BATCHES, candidates=candidates)
+        self.schema, self.records, requests = schema, records, len(records) // _BATCHES
         self.client = shard_client(self.schema, folder)
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
@@ -137,6 +138,20 @@ class Case:
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
         self.label_BT, self.weight_BT = torch.from_numpy(self.batch.label_BT), torch.from_numpy(self.batch.weight_BT)
         self.score_BT = np.random.default_rng(3).random(self.batch.label_BT.shape, dtype=np.float32)
+
+    @functools.cached_property
+    def _multiplied(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """What each matrix of the model meets: a row of every request, of every entry of a history, or of every candidate."""
+        out = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() != 2 or ".times." in name:
+                continue
+            rows = self.batch.num_requests if name.startswith("request_tower") else self.batch.num_candidates
+            if "key_value" in name:
+                rows = sum(len(sequence.index_L) for sequence in self.inputs.sequences.values())
+            num_out, num_in = parameter.shape
+            out.append((torch.randn(rows, num_in), parameter.detach(), torch.randn(rows, num_out)))
+        return out
 
     def _inputs(self) -> Inputs:
         return build_inputs(self.batch, self.lookup, self.rows, "cpu", train=True)
@@ -160,9 +175,15 @@ class Case:
         self._inputs()
 
     def forward_backward(self) -> None:
-        """Also the limit: the dense arithmetic that no pipeline can avoid on this machine."""
         self.optimizer.zero_grad()
         loss(self.model(self.inputs), Targets(self.label_BT, self.weight_BT)).backward()  # type: ignore[no-untyped-call]
+
+    def products(self) -> None:
+        """The limit: what of the forward and backward pass is products of matrices, of these sizes and nothing else."""
+        for x_NI, weight_OI, gradient_NO in self._multiplied:
+            torch.mm(x_NI, weight_OI.t())
+            torch.mm(gradient_NO, weight_OI)
+            torch.mm(gradient_NO.t(), x_NI)
 
     def count(self) -> None:
         """Progressive metrics, by partition."""
@@ -177,10 +198,32 @@ class Case:
         self.optimizer.step()
 
 
+def demo_case(folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> Case:
+    """Of the demo's schema."""
+    schema = data.demo_schema()
+    return Case(folder, schema, data.sample_records(schema, requests * _BATCHES, candidates=candidates), model)
+
+
+def ebnerd_case(folder: str, requests: int) -> Case:
+    """Of EB-NeRD's schema, with lists as long as there."""
+    schema, history = data.ebnerd_schema(), data.EBNERD_HISTORY
+    records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
+    return Case(folder, schema, records)
+
+
+def stage(name: str, requests: int, candidates: int) -> AbstractContextManager[Work]:
+    """`name`: a method of `demo_case`."""
+    return _work(name, lambda folder: demo_case(folder, requests, candidates))
+
+
+def ebnerd_stage(name: str, requests: int) -> AbstractContextManager[Work]:
+    """`name`: a method of `ebnerd_case`."""
+    return _work(name, lambda folder: ebnerd_case(folder, requests))
+
+
 @contextlib.contextmanager
-def stage(name: str, requests: int, candidates: int) -> Iterator[Work]:
-    """`name`: a method of `Case`."""
+def _work(name: str, build: Callable[[str], Case]) -> Iterator[Work]:
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(folder, requests, candidates)
+        case = build(folder)
         case.forward_backward()
         yield Work(getattr(case, name))

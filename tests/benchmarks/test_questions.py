@@ -47,8 +47,8 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "serving_overload": [("offered", [1.0, 0.3, 2])],
     "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "training_step": [
-        ("stage", [name, 4, 3])
-        for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push", "forward_backward")
+        *(("stage", [name, 4, 3]) for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")),
+        *(("ebnerd_stage", [name, 4]) for name in ("whole", "forward_backward", "predict", "count", "products")),
     ],
     "sharing.training": [
         *(("trained", ["early", form, 3, 6, 2]) for form in FORMS),

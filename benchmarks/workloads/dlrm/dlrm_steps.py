@@ -22,7 +22,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.dlrm import dlrm_model
 from benchmarks.workloads.dlrm.dlrm_model import configs_of, dlrm_over, floats_of
-from benchmarks.workloads.training_step import Case
+from benchmarks.workloads.training_step import Case, demo_case
 from models.build import build_model, model_config_of
 from models.inputs import build_inputs
 from models.loss import loss
@@ -40,7 +40,7 @@ _SEED = 0
 
 
 def dlrm_case(folder: str, requests: int, candidates: int) -> Case:
-    return Case(folder, requests, candidates, model_config_of(str(Path(dlrm_model.__file__))))
+    return demo_case(folder, requests, candidates, model_config_of(str(Path(dlrm_model.__file__))))
 
 
 def batches_of(case: Case) -> list[Batch]:
