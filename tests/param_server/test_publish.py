@@ -170,7 +170,10 @@ def test_expired_rows_go_out_as_tombstones() -> None:
     follower = Follower(loop.topic)
     follower.catch_up(loop.shard)
     loop.shard.freeze(1, 1000)
+    outbox = loop.shard.tables[ADAGRAD].outbox
+    assert len(outbox.tombstones()) == 1
     loop.turn()
+    assert len(outbox.tombstones()) == 0, "readers have them"
     follower.catch_up(loop.shard)
     assert [(list(d.ids), d.num_tombstones) for d in deltas(loop.topic) if d.num_tombstones] == [([1], 1)]
     assert follower.replica.num_rows == 1
