@@ -78,6 +78,13 @@ CASES: list[tuple[str, Record, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("time_ms", "is_one"), [(0, False), (1, True), (253_402_300_799_999, True), (253_402_300_800_000, False)]
+)
+def test_a_time_is_of_1970_to_9999(time_ms: int, is_one: bool) -> None:
+    assert isinstance(reader().read(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)), Impression) is is_one
+
+
 @pytest.mark.parametrize(("bad", "reason"), [pytest.param(r, reason, id=name) for name, r, reason in CASES])
 def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason: str) -> None:
     found = reader().read(bad)

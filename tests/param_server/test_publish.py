@@ -129,6 +129,14 @@ def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_hist
     assert len(deltas(loop.topic)) == before, "told once"
 
 
+def test_keys_that_were_published_are_counted() -> None:
+    loop = Loop(begun())
+    for ids, total in (((1, 2), 2), ((2, 3, 4), 5)):
+        loop.push(*ids)
+        loop.turn()
+        assert loop.publisher.num_keys == total
+
+
 def test_many_rows_of_a_bucket_are_one_delta_unless_it_would_be_too_large() -> None:
     loop = Loop(begun(num_buckets=1))
     loop.push(*range(1000))

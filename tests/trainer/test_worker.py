@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -414,6 +415,22 @@ def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more
         assert stage.do(kind, seq=1)["ok"]
         assert not stage.worker.turn() and not stage.worker.can_leave(), kind
     assert stage.do("commit", seq=1)["ok"] and stage.worker.can_leave()
+
+
+def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, waited = Stage(), list[bool]()
+
+    def get(block: bool, timeout: float) -> Any:
+        waited.append(block)
+        raise queue.Empty
+
+    monkeypatch.setattr(stage.worker._inbox, "get", get)
+    stage.worker.serve_inbox()
+    monkeypatch.setattr(stage.worker, "training", True)
+    stage.worker.serve_inbox()
+    stage.worker.leaving = True
+    stage.worker.serve_inbox()
+    assert waited == [True, False, True]
 
 
 def test_commands_from_another_thread_are_done_between_two_batches() -> None:
