@@ -420,11 +420,12 @@ def test_a_leaving_worker_stays_to_the_end_of_its_last_commit_and_trains_no_more
 def test_the_loop_waits_for_commands_when_it_has_nothing_to_train_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, waited = Stage(), list[bool]()
 
-    def get(block: bool, timeout: float) -> Any:
-        waited.append(block)
-        raise queue.Empty
+    class Inbox:
+        def get(self, block: bool, timeout: float) -> Any:
+            waited.append(block)
+            raise queue.Empty
 
-    monkeypatch.setattr(stage.worker._inbox, "get", get)
+    monkeypatch.setattr(stage.worker, "_inbox", Inbox())
     stage.worker.serve_inbox()
     monkeypatch.setattr(stage.worker, "training", True)
     stage.worker.serve_inbox()
