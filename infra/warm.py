@@ -6,7 +6,7 @@ import importlib
 import sys
 import time
 
-MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm", "models.gather")
+MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm", "models.gather", "models.attention")
 
 
 def main() -> int:

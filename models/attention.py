@@ -1,160 +1,124 @@
 """Attention of candidates to a request's history, and to each other.
 
-Letters: R requests that have a candidate, B candidates, S slots, G requests and K candidates of a group (candidate_groups.py),
-N entries of a history, H heads, C width of a head, D of all. Padding is masked before the softmax, where its probability
-underflows to exactly 0: neither results nor gradients depend on it.
+Letters: R requests, B candidates, L entries of all histories, G requests and K candidates of a group (candidate_groups.py), N
+entries of a history, padded, H heads, C width of a head, D of all.
 
-Both ways are written out, so that little is copied: heads are views of their columns, a group of its rows, and gradients are
-written where they belong.
+On a CPU requests are segments (ragged_attention.py). Elsewhere, and of bfloat16, they are padded squares, in plain torch, whose
+way back has the same bits every time: padding is masked before the softmax, where its probability underflows to exactly 0, so
+that neither results nor gradients depend on it. Of bfloat16, products are; scores and their softmax are float32.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.candidate_groups import CandidateGroups
+from models.candidate_groups import CandidateGroups, build_groups
+from models.inputs import Sequence
+from models.ragged_attention import Begins, Starts, Three, attend_ragged, attend_ragged_back
 
 
 class Squares(NamedTuple):
-    """Queries, keys and values of a group, or their gradients; views."""
+    """Queries, keys and values of a group; views."""
 
     q_GKD: Tensor
     k_GND: Tensor
     v_GND: Tensor
 
 
-class Attended(NamedTuple):
-    """What `attend` gave, and what its way back needs."""
-
-    out_GHKC: Tensor
-    sum_GHK: Tensor  # logarithm of the softmax's denominator
-    bias_GHKN: Tensor | None  # added to scores: 0 = may be attended to
-    some_G111: Tensor | None  # 1 = there is something to attend to, 0 = there isn't
-
-
-def attend(of: Squares, mask_GN: Tensor | None, heads: int) -> Attended:
-    """softmax(q kᵀ / √C) v of each head; where a mask row is all False, 0.
+def attend(of: Squares, mask_GN: Tensor | None, heads: int) -> Tensor:
+    """softmax(q kᵀ / √C) v of each head, [G, K, D]; where a mask row is all False, 0.
 
     `mask_GN`: True = may be attended to, the first so many of a row; None = all.
     """
-    q, k, v = (_heads(x, heads) for x in of)
-    bias = None
+    q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in of)
+    score_GHKN = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    if score_GHKN.dtype == torch.bfloat16:
+        score_GHKN = score_GHKN.float()
     if mask_GN is not None:
-        # Half of the least number: what a score adds to it is lost, so it stays finite and the same for all padding.
-        bias_GN = q.new_zeros(mask_GN.shape).masked_fill_(~mask_GN, torch.finfo(q.dtype).min / 2)
-        bias = bias_GN[:, None, None, :].expand(*q.shape[:3], mask_GN.shape[1])
-    if q.device.type == "cpu":
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
-    else:
-        out, total = _plain(Squares(q, k, v), bias)
-    some = None if mask_GN is None else mask_GN[:, 0, None, None, None].to(q.dtype)
-    return Attended(out if some is None else out * some, total, bias, some)
+        # Half of the least number stays finite whatever is subtracted from it.
+        score_GHKN = score_GHKN.masked_fill(~mask_GN[:, None, None, :], torch.finfo(score_GHKN.dtype).min / 2)
+    out_GKD = torch.matmul(torch.softmax(score_GHKN, dim=-1).to(v.dtype), v).transpose(1, 2).flatten(2)
+    return out_GKD if mask_GN is None else out_GKD * mask_GN[:, :1, None].to(out_GKD.dtype)
 
 
-def attend_back(of: Squares, attended: Attended, gradient_GKD: Tensor, to: Squares) -> None:
-    """The way back of `attend`: writes the gradients of `of` into `to`."""
-    out, total, bias, some = attended
-    q, k, v, gradient = (_heads(x, out.shape[1]) for x in (*of, gradient_GKD))
-    gradient = gradient if some is None else gradient * some
-    if q.device.type == "cpu":
-        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = back(gradient, q, k, v, out, total, 0.0, False, attn_mask=bias)
-    else:
-        found = _plain_back(Squares(q, k, v), attended, gradient)
-    for x_GHNC, to_GND in zip(found, to, strict=True):
-        _write(x_GHNC, to_GND)
+def attend_to_histories(q_BD: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups, heads: int) -> Tensor:
+    """Each candidate to its request's entries; 0 where there is none."""
+    if _has_kernel(q_BD):
+        starts = (groups.start_R1, sequence.offset_R1.numpy())
+        out: Tensor = _Ragged.apply(starts, heads, q_BD, key_value_LD2)
+        return out
+    return padded_to_histories(q_BD, key_value_LD2, sequence, groups, heads)
 
 
-def _plain(of: Squares, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What torch has a kernel for on a CPU, which is the only one whose way back has the same bits every time. Of bfloat16,
-    products are; scores and their softmax are float32."""
-    score = _scores(of, bias)
-    total = torch.logsumexp(score, dim=-1)
-    return torch.matmul(torch.exp(score - total[..., None]).to(of.v_GND.dtype), of.v_GND), total
+def padded_to_histories(q_BD: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups, heads: int) -> Tensor:
+    """The same by squares."""
+    if not groups.groups or sequence.shape_RN[1] == 0:
+        return torch.zeros_like(q_BD)
+    q_SD, mask_RN = groups.pad(q_BD), sequence.mask_RN
+    key_value_RND2 = sequence.squares(key_value_LD2).view(*sequence.shape_RN, -1)
+    out = []
+    for group in groups.groups:
+        of = Squares(group.of_slots(q_SD), *key_value_RND2[group.requests].chunk(2, dim=-1))
+        out.append(attend(of, None if mask_RN is None else mask_RN[group.requests], heads).flatten(0, 1))
+    return groups.unpad(torch.cat(out))
 
 
-def _plain_back(of: Squares, attended: Attended, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = of
-    p = torch.exp(_scores(of, attended.bias_GHKN) - attended.sum_GHK[..., None])
-    to_p = _wide(torch.matmul(gradient, v.transpose(-1, -2))) - _wide(gradient * attended.out_GHKC).sum(dim=-1, keepdim=True)
-    to_score, p = (p * to_p * q.shape[-1] ** -0.5).to(q.dtype), p.to(q.dtype)
-    to_k, to_v = torch.matmul(to_score.transpose(-1, -2), q), torch.matmul(p.transpose(-1, -2), gradient)
-    return torch.matmul(to_score, k), to_k, to_v
+def attend_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
+    """Each candidate to all of its request, itself too."""
+    if _has_kernel(query_key_value_BD3):
+        out: Tensor = _Ragged.apply((groups.start_R1, groups.start_R1), heads, query_key_value_BD3)
+        return out
+    return padded_to_each_other(query_key_value_BD3, groups, heads)
 
 
-def _scores(of: Squares, bias: Tensor | None) -> Tensor:
-    score = _wide(torch.matmul(of.q_GKD * of.q_GKD.shape[-1] ** -0.5, of.k_GND.transpose(-1, -2)))
-    return score if bias is None else score + bias
+def padded_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
+    """The same by squares."""
+    if not groups.groups:
+        return query_key_value_BD3[:, : query_key_value_BD3.shape[1] // 3]
+    slots_SD3 = groups.pad(query_key_value_BD3)
+    out = [
+        attend(Squares(*group.of_slots(slots_SD3).chunk(3, dim=-1)), group.mask_GK, heads).flatten(0, 1)
+        for group in groups.groups
+    ]
+    return groups.unpad(torch.cat(out))
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.bfloat16 else x
+def _has_kernel(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
-def _heads(x_GND: Tensor, heads: int) -> Tensor:
-    """[G, N, D] → [G, H, N, C]."""
-    g, n, d = x_GND.shape
-    return x_GND.view(g, n, heads, d // heads).transpose(1, 2)
+class _Ragged(torch.autograd.Function):
+    """`packed`: queries, keys and values, side by side in one tensor, or queries apart."""
 
-
-def _write(x_GHNC: Tensor, to_GND: Tensor) -> None:
-    """The inverse."""
-    g, h, n, c = x_GHNC.shape
-    to_GND.view(g, n, h, c).copy_(x_GHNC.transpose(1, 2))
-
-
-class _ToHistory(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_BD: Tensor, key_value_RND: Tensor, mask_RN: Tensor | None, groups: CandidateGroups, heads: int
-    ) -> Tensor:
-        q_SD = groups.pad(q_BD)
-        out_SD = torch.empty_like(q_SD)
-        attended = []
-        for group in groups.groups:
-            of = Squares(group.of_slots(q_SD), *key_value_RND[group.requests].chunk(2, dim=-1))
-            attended.append(attend(of, None if mask_RN is None else mask_RN[group.requests], heads))
-            _write(attended[-1].out_GHKC, group.of_slots(out_SD))
-        ctx.squares, ctx.attended, ctx.groups = (q_SD, key_value_RND), attended, groups
-        return groups.unpad(out_SD)
+    def forward(ctx: Any, starts: Starts, heads: int, *packed: Tensor) -> Tensor:
+        of, begins = _three(packed)
+        out_QD = packed[0].new_empty(len(packed[0]), sum(x.shape[1] for x in packed) // 3)
+        log_QH = out_QD.new_empty(len(out_QD), heads)
+        attend_ragged(of, begins, starts, out_QD.numpy(), log_QH.numpy())
+        ctx.starts = starts
+        ctx.save_for_backward(log_QH, *packed)
+        return out_QD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BD: Tensor) -> tuple[Tensor | None, ...]:
-        (q_SD, key_value_RND), gradient_SD = ctx.squares, ctx.groups.pad(gradient_BD)
-        to_q_SD, to_key_value_RND = torch.empty_like(q_SD), torch.empty_like(key_value_RND)
-        for group, attended in zip(ctx.groups.groups, ctx.attended, strict=True):
-            of = Squares(group.of_slots(q_SD), *key_value_RND[group.requests].chunk(2, dim=-1))
-            to = Squares(group.of_slots(to_q_SD), *to_key_value_RND[group.requests].chunk(2, dim=-1))
-            attend_back(of, attended, group.of_slots(gradient_SD), to)
-        return ctx.groups.unpad(to_q_SD), to_key_value_RND, None, None, None
+    def backward(ctx: Any, gradient_QD: Tensor) -> tuple[Tensor | None, ...]:
+        log_QH, *packed = ctx.saved_tensors
+        of, begins = _three(packed)
+        to = tuple(torch.empty_like(x) for x in packed)
+        attend_ragged_back(of, begins, ctx.starts, log_QH.numpy(), gradient_QD.contiguous().numpy(), _three(to)[0])
+        return None, None, *to
 
 
-class _ToEachOther(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query_key_value_BD: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
-        query_key_value_SD = groups.pad(query_key_value_BD)
-        out_SD = query_key_value_SD.new_empty(groups.num_slots, query_key_value_BD.shape[1] // 3)
-        attended = []
-        for group in groups.groups:
-            of = Squares(*group.of_slots(query_key_value_SD).chunk(3, dim=-1))
-            attended.append(attend(of, group.mask_GK, heads))
-            _write(attended[-1].out_GHKC, group.of_slots(out_SD))
-        ctx.squares, ctx.attended, ctx.groups = query_key_value_SD, attended, groups
-        return groups.unpad(out_SD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BD: Tensor) -> tuple[Tensor | None, ...]:
-        gradient_SD, to_SD = ctx.groups.pad(gradient_BD), torch.empty_like(ctx.squares)
-        for group, attended in zip(ctx.groups.groups, ctx.attended, strict=True):
-            of, to = (Squares(*group.of_slots(x_SD).chunk(3, dim=-1)) for x_SD in (ctx.squares, to_SD))
-            attend_back(of, attended, group.of_slots(gradient_SD), to)
-        return ctx.groups.unpad(to_SD), None, None
+def _three(packed: tuple[Tensor, ...] | list[Tensor]) -> tuple[Three, Begins]:
+    first, last = (x.detach().numpy() for x in (packed[0], packed[-1]))
+    width = sum(x.shape[1] for x in packed) // 3
+    return (first, last, last), (0, last.shape[1] - 2 * width, last.shape[1] - width)
 
 
 class TargetAttention(nn.Module):
@@ -170,13 +134,9 @@ class TargetAttention(nn.Module):
         self.width = width
         self._heads = heads
 
-    def forward(self, query_BQ: Tensor, entry_RNE: Tensor, mask_RN: Tensor | None, groups: CandidateGroups) -> Tensor:
-        """`entry_RNE`: histories in the order of `groups.request_order`; `mask_RN`: True = an entry, None = no padding.
-        → [B, width]."""
-        if entry_RNE.shape[1] == 0 or not groups.groups:
-            return query_BQ.new_zeros(len(query_BQ), self.width)
-        out: Tensor = _ToHistory.apply(self.query(query_BQ), self.key_value(entry_RNE), mask_RN, groups, self._heads)
-        return out
+    def forward(self, query_BQ: Tensor, entry_LE: Tensor, sequence: Sequence, groups: CandidateGroups) -> Tensor:
+        """`entry_LE`: of `sequence`, jagged. → [B, width]."""
+        return attend_to_histories(self.query(query_BQ), self.key_value(entry_LE), sequence, groups, self._heads)
 
 
 class ListAttention(nn.Module):
@@ -193,4 +153,10 @@ class ListAttention(nn.Module):
         self._heads = heads
 
     def forward(self, x_BD: Tensor, groups: CandidateGroups) -> Tensor:
-        return x_BD + self.out(_ToEachOther.apply(self.query_key_value(self.norm(x_BD)), groups, self._heads))
+        return x_BD + self.out(attend_to_each_other(self.query_key_value(self.norm(x_BD)), groups, self._heads))
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    groups = build_groups(np.array([2]))
+    attend_to_each_other(torch.ones(2, 3, requires_grad=True), groups, 1).sum().backward()  # type: ignore[no-untyped-call]

@@ -8,12 +8,14 @@ Letters: R requests, B candidates, G requests of a group, K the longest list of 
 A group holds lists of at most 16, 64, 256, … candidates: padding stays below a factor of four in K whatever the mix of
 lengths, and a request's result depends on no other request. All squares lie in one tensor of slots, group behind group, and
 what a request has (its history) is laid in the groups' order too, so that a group's part of both is a view. Where nothing
-needs padding (one request, an expanded batch) padding is a view.
+needs padding (one request, an expanded batch) padding is a view. Squares are made when somebody first asks for them; `made` asks,
+so that a device is given all of them in one copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -36,36 +38,66 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CandidateGroups:
-    """Built by `build_groups`; used through `pad` and `unpad`."""
+class Slots:
+    """Where candidates lie in squares, all groups together."""
 
     groups: tuple[Group, ...]
-    request_order: np.ndarray  # int64: requests that have a candidate, group behind group
+    request_order: np.ndarray
     slot_B: Tensor | None  # int64: each candidate's; None = in order
     candidate_S: Tensor | None  # int64: each slot's, B where there is none; None = in order
-    num_slots: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CandidateGroups:
+    """Built by `build_groups`; used through `pad` and `unpad`, or unpadded by `start_R1`."""
+
+    start_R1: np.ndarray  # int64, on the host: of request r are the candidates start_R1[r] .. start_R1[r + 1]
+    device: str  # where squares are made
+    slots: Slots | None = None  # None: when somebody asks
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """In rising order of length."""
+        return self._slots.groups
+
+    @property
+    def request_order(self) -> np.ndarray:
+        """int64: requests that have a candidate, group behind group."""
+        return self._slots.request_order
 
     def pad(self, x_BD: Tensor) -> Tensor:
         """[B, D] → [S, D]; padding is 0."""
-        if self.candidate_S is None:
+        if self._slots.candidate_S is None:
             return x_BD.contiguous()
-        return torch.cat([x_BD, x_BD.new_zeros(1, x_BD.shape[1])]).index_select(0, self.candidate_S)
+        return torch.cat([x_BD, x_BD.new_zeros(1, x_BD.shape[1])]).index_select(0, self._slots.candidate_S)
 
     def unpad(self, x_SD: Tensor) -> Tensor:
         """The inverse, [B, D]; padding is left out."""
-        return x_SD if self.slot_B is None else x_SD.index_select(0, self.slot_B)
+        return x_SD if self._slots.slot_B is None else x_SD.index_select(0, self._slots.slot_B)
+
+    def made(self) -> CandidateGroups:
+        """The same, of which all tensors are there."""
+        return dataclasses.replace(self, slots=self._slots)
+
+    @functools.cached_property
+    def _slots(self) -> Slots:
+        return self.slots or _build_slots(np.diff(self.start_R1), self.device)
 
 
 def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> CandidateGroups:
-    """int32 [R] → groups in rising order of length."""
+    """int32 [R]."""
+    start_R1 = np.zeros(len(num_candidates_R) + 1, dtype=np.int64)
+    np.cumsum(num_candidates_R, out=start_R1[1:])
+    return CandidateGroups(start_R1=start_R1, device=device)
+
+
+def _build_slots(num_candidates_R: np.ndarray, device: str) -> Slots:
     total, longest = int(num_candidates_R.sum()), int(num_candidates_R.max(initial=0))
     num_requests = len(num_candidates_R)
     if total == longest * num_requests:
         every = Group(requests=slice(0, num_requests), slots=slice(0, total), shape_GK=(num_requests, longest), mask_GK=None)
         order = np.arange(num_requests if total else 0)
-        return CandidateGroups(
-            groups=(every,) if total else (), request_order=order, slot_B=None, candidate_S=None, num_slots=total
-        )
+        return Slots(groups=(every,) if total else (), request_order=order, slot_B=None, candidate_S=None)
     starts_R = np.cumsum(num_candidates_R, dtype=np.int64) - num_candidates_R
     slot_B = np.empty(total, dtype=np.int64)
     groups: list[Group] = []
@@ -89,12 +121,11 @@ def build_groups(num_candidates_R: np.ndarray, device: str = "cpu") -> Candidate
         low, high = high, high * _FACTOR
     candidate_S = np.full(base, total, dtype=np.int64)
     candidate_S[slot_B] = np.arange(total)
-    return CandidateGroups(
+    return Slots(
         groups=tuple(groups),
         request_order=np.concatenate(orders),
         slot_B=placed(slot_B, device),
         candidate_S=placed(candidate_S, device),
-        num_slots=base,
     )
 
 

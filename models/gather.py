@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from models.lanes import LANES, fused, kernel, load, spread, store
 
 
 def gather(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -67,7 +68,7 @@ class _PoolBags(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor) -> Tensor:
         ctx.entries, ctx.shape = (index_L.numpy(), offset_S1.numpy(), weight_L.numpy()), rows_UD.shape
-        out_SD = rows_UD.new_zeros(len(offset_S1) - 1, rows_UD.shape[1])
+        out_SD = rows_UD.new_empty(len(offset_S1) - 1, rows_UD.shape[1])
         _pool(_array(rows_UD), *ctx.entries, out_SD.numpy())
         return out_SD
 
@@ -89,22 +90,25 @@ def _array(x: Tensor) -> np.ndarray:
     return array
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _take(rows_UD: np.ndarray, index_L: np.ndarray, column: int, out_LC: np.ndarray) -> None:
+    width = rows_UD.shape[1]
     for i in range(len(index_L)):
-        for j in range(rows_UD.shape[1]):
-            out_LC[i, column + j] = rows_UD[index_L[i], j]
+        for j in range(0, width, LANES):
+            store(out_LC, i, column + j, width - j, load(rows_UD, index_L[i], j, width - j, 0.0))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _add(gradient_LC: np.ndarray, index_L: np.ndarray, column: int, out_UD: np.ndarray) -> None:
     """The way back of `_take`."""
+    width = out_UD.shape[1]
     for i in range(len(index_L)):
-        for j in range(out_UD.shape[1]):
-            out_UD[index_L[i], j] += gradient_LC[i, column + j]
+        for j in range(0, width, LANES):
+            added = load(gradient_LC, i, column + j, width - j, 0.0)
+            store(out_UD, index_L[i], j, width - j, fused(added, spread(added, 1.0), load(out_UD, index_L[i], j, width - j, 0.0)))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _share(offset_S1: np.ndarray, out_L: np.ndarray) -> None:
     """What each entry counts for in its bag's mean."""
     for s in range(len(offset_S1) - 1):
@@ -112,23 +116,29 @@ def _share(offset_S1: np.ndarray, out_L: np.ndarray) -> None:
             out_L[i] = 1 / (offset_S1[s + 1] - offset_S1[s])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pool(rows_UD: np.ndarray, index_L: np.ndarray, offset_S1: np.ndarray, weight_L: np.ndarray, out_SD: np.ndarray) -> None:
+    width = rows_UD.shape[1]
     for s in range(len(offset_S1) - 1):
-        for i in range(offset_S1[s], offset_S1[s + 1]):
-            for j in range(rows_UD.shape[1]):
-                out_SD[s, j] += weight_L[i] * rows_UD[index_L[i], j]
+        for j in range(0, width, LANES):
+            total = spread(load(out_SD, s, j, 0, 0.0), 0.0)
+            for i in range(offset_S1[s], offset_S1[s + 1]):
+                total = fused(load(rows_UD, index_L[i], j, width - j, 0.0), spread(total, weight_L[i]), total)
+            store(out_SD, s, j, width - j, total)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _unpool(
     gradient_SD: np.ndarray, index_L: np.ndarray, offset_S1: np.ndarray, weight_L: np.ndarray, out_UD: np.ndarray
 ) -> None:
     """The way back of `_pool`."""
+    width = out_UD.shape[1]
     for s in range(len(offset_S1) - 1):
-        for i in range(offset_S1[s], offset_S1[s + 1]):
-            for j in range(out_UD.shape[1]):
-                out_UD[index_L[i], j] += weight_L[i] * gradient_SD[s, j]
+        for j in range(0, width, LANES):
+            gradient = load(gradient_SD, s, j, width - j, 0.0)
+            for i in range(offset_S1[s], offset_S1[s + 1]):
+                row = load(out_UD, index_L[i], j, width - j, 0.0)
+                store(out_UD, index_L[i], j, width - j, fused(gradient, spread(row, weight_L[i]), row))
 
 
 def warm() -> None:

@@ -7,6 +7,7 @@ stack, L entries, S bags (one a feature and row), N the longest of a sequence in
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,12 +40,22 @@ class Bags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedEntries:
+    """How a sequence becomes squares."""
+
+    shape_RN: tuple[int, int]
+    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
+    mask_RN: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequence:
     """A request-only sequence, jagged: all requests' entries behind each other, and how a part that wants squares pads them.
 
     length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
 
     Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is their longest.
+    They are made when somebody first asks for them, or before they go to a device.
     """
 
     length_R: Tensor  # int64
@@ -52,15 +63,33 @@ class Sequence:
     index_L: Tensor  # int64, positions in the stack's rows
     column_L: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
     bucket_L: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
-    shape_RN: tuple[int, int]  # of the squares; known without asking the device
-    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
-    mask_RN: Tensor | None  # bool [R, N], True = an entry; None = no padding
     host_length_R: np.ndarray  # `length_R`, where nobody waits for a device to read it
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
+    groups: CandidateGroups
+    padded: PaddedEntries | None = None  # None: when somebody asks
 
     def squares(self, x_L: Tensor) -> Tensor:
-        """[L] → [R · N]; padding holds some entry's value and must be masked."""
-        return x_L if self.entry_RN is None else x_L.index_select(0, self.entry_RN)
+        """[L, ...] → [R · N, ...]; padding holds some entry's value and must be masked."""
+        entry_RN = self._squares.entry_RN
+        return x_L if entry_RN is None else x_L.index_select(0, entry_RN)
+
+    @property
+    def shape_RN(self) -> tuple[int, int]:
+        """Of the squares; known without asking the device."""
+        return self._squares.shape_RN
+
+    @property
+    def mask_RN(self) -> Tensor | None:
+        """bool, True = an entry; None = no padding."""
+        return self._squares.mask_RN
+
+    def made(self, groups: CandidateGroups) -> Sequence:
+        """The same, of which all tensors are there; `groups`: its own, made."""
+        return dataclasses.replace(self, groups=groups, padded=self._squares)
+
+    @functools.cached_property
+    def _squares(self) -> PaddedEntries:
+        return self.padded or _build_squares(self.host_length_R, self.groups.request_order)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,18 +135,33 @@ def build_inputs(
         num_candidates_R=batch.num_candidates_R,
         rows={stack: _leaf(rows_UD).requires_grad_(train) for stack, rows_UD in rows.items()},
         bags=_build_bags(batch, lookup),
-        sequences={
-            f.name: _build_sequence(f, batch, lookup, groups.request_order) for f in schema.lists("ro") if f.kind == "sequence"
-        },
+        sequences={f.name: _build_sequence(f, batch, lookup, groups) for f in schema.lists("ro") if f.kind == "sequence"},
         groups=groups,
     )
     on_host = device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values())
-    return inputs if device is None or on_host else change_tensors(inputs, lambda x: x.to(device))
+    if on_host:
+        return inputs
+    inputs = _with_squares(inputs)
+    return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
+
+
+def _with_squares(inputs: Inputs) -> Inputs:
+    """A device is given what the host has made: squares that it asked for later would be copies of their own."""
+    groups = inputs.groups.made()
+    return dataclasses.replace(inputs, groups=groups, sequences={n: s.made(groups) for n, s in inputs.sequences.items()})
 
 
 def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """The same with `change(tensor)` for every tensor, in a fixed order; rows stay leaves. What the host reads stays as it is."""
-    changed: Inputs = _changed(inputs, lambda x: change(x.detach()).requires_grad_(x.requires_grad))
+    """The same with `change(tensor)` for every tensor, once each, in a fixed order; rows stay leaves. What the host reads stays
+    as it is, and so does what isn't made yet."""
+    done: dict[int, Tensor] = {}
+
+    def once(x: Tensor) -> Tensor:
+        if id(x) not in done:
+            done[id(x)] = change(x.detach()).requires_grad_(x.requires_grad)
+        return done[id(x)]
+
+    changed: Inputs = _changed(inputs, once)
     return changed
 
 
@@ -177,8 +221,8 @@ def _weights(jagged: Jagged, name: str) -> np.ndarray:
     return np.ones(jagged.total_of(name), dtype=np.float32) if weight_L is None else weight_L
 
 
-def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray) -> Sequence:
-    """Wraps the batch's own arrays; nothing is padded or copied but lengths, buckets and where squares find their entries."""
+def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateGroups) -> Sequence:
+    """Wraps the batch's own arrays; nothing is copied but lengths and buckets."""
     schema = batch.schema
 
     def index_of(table: str, key: str) -> Tensor:
@@ -188,23 +232,30 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, order: np.ndarray)
     offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
     asked_ms_L = np.repeat(batch.time_ms_R, length_R)
     gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
-    entry_RN, mask_RN = _squares(length_R[order], offset_R1[order])
-    as_it_lies = mask_RN.all() and mask_RN.size == offset_R1[-1] and (np.diff(order) > 0).all()
     return Sequence(
         length_R=_wrap(length_R),
         offset_R1=_wrap(offset_R1),
         index_L=index_of(f.table, f.name),
         column_L={c: index_of(table, f"{f.name}.{c}") for c, table in f.column_tables.items()},
         bucket_L={c: _wrap(time_buckets(gap_ms_L)) for c, gap_ms_L in gap_ms.items()},
-        shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
-        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
-        mask_RN=None if mask_RN.all() else _wrap(mask_RN),
         host_length_R=length_R,
         gap_ms_L=gap_ms,
+        groups=groups,
     )
 
 
-def _squares(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:
+    start_R = np.cumsum(length_R) - length_R
+    entry_RN, mask_RN = _pad(length_R[order], start_R[order])
+    as_it_lies = mask_RN.all() and mask_RN.size == length_R.sum() and (np.diff(order) > 0).all()
+    return PaddedEntries(
+        shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
+        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
+        mask_RN=None if mask_RN.all() else _wrap(mask_RN),
+    )
+
+
+def _pad(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where squares find their entries, int64 [R, N], and which of them are entries."""
     column_N = np.arange(length_R.max(initial=0), dtype=np.int64)
     mask_RN = column_N < length_R[:, None]

@@ -101,14 +101,12 @@ class HistoryAttention(Part):
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         sequence = inputs.sequences[self._feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
-        return self.attention(query_BQ, self._entries(inputs, sequence), sequence.mask_RN, inputs.groups)
+        return self.attention(query_BQ, self._entries(inputs, sequence), sequence, inputs.groups)
 
     def _entries(self, inputs: Inputs, sequence: Sequence) -> Tensor:
         index_L = {"": sequence.index_L, **sequence.column_L}
-        sources = [(inputs.rows[stack], sequence.squares(index_L[c])) for c, stack in self._stacks.items()]
+        sources = [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
         for column, table in self.times.items():
             assert isinstance(table, nn.Embedding)
-            bucket_L = sequence.bucket_L[column].clamp_max(self._last_bucket)
-            sources.append((table.weight, sequence.squares(bucket_L)))
-        entry_LE = gather(sources)
-        return entry_LE.view(*sequence.shape_RN, entry_LE.shape[1])
+            sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
+        return gather(sources)

@@ -22,7 +22,9 @@ from benchmarks.workloads.sharing.pools import pool
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND, absent
 from benchmarks.workloads.sharing.training import trained
+from models.attention import attend_to_each_other
 from models.build import build_model
+from models.candidate_groups import build_groups
 from models.inputs import build_inputs
 from models.model import Model, Targets
 from roo.batch import Batch
@@ -191,6 +193,8 @@ def test_flops_are_those_of_products_and_of_attention_both_ways() -> None:
     products = 2 * (2 * 3) * 4 * 5 * 8
     assert flops(lambda: attend(q, k, v)) == 2 * products, "scores, and values by scores"
     assert flops(lambda: attend(q, k, v).sum().backward()) == (2 + 5) * products
+    own, groups = torch.ones(5, 12, requires_grad=True), build_groups(np.array([2, 3]))
+    assert flops(lambda: attend_to_each_other(own, groups, 2).sum().backward()) == (2 + 5) * 2 * (2 * 2 + 3 * 3) * 4
 
 
 def test_bytes_are_those_of_arrays_tensors_and_rows() -> None:

@@ -7,21 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import ragged_attention
 from models.attention import (
-    Attended,
     ListAttention,
     Squares,
     TargetAttention,
-    _heads,
-    _plain,
-    _plain_back,
     attend,
-    attend_back,
+    attend_to_each_other,
+    attend_to_histories,
+    padded_to_each_other,
+    padded_to_histories,
+    warm,
 )
 from models.build import build_model
-from models.candidate_groups import build_groups
+from models.candidate_groups import CandidateGroups, build_groups
 from models.config import RankerConfig
-from models.inputs import build_inputs
+from models.inputs import Sequence, build_inputs
 from models.layers import Mlp
 from models.parts import pool
 from models.ranker import Heads
@@ -52,6 +53,21 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return torch.cat(out)
 
 
+def histories(lengths: list[int], groups: CandidateGroups) -> Sequence:
+    """Entries alone, of no feature."""
+    offset_R1 = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return Sequence(
+        length_R=torch.tensor(lengths),
+        offset_R1=torch.from_numpy(offset_R1),
+        index_L=torch.zeros(0),
+        column_L={},
+        bucket_L={},
+        host_length_R=np.array(lengths, dtype=np.int64),
+        gap_ms_L={},
+        groups=groups,
+    )
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("counts", [[3, 1, 0, 18, 2], [4, 4], [1], [0, 0], [0, 70, 1]], ids=str)
 def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], heads: int) -> None:
@@ -59,18 +75,12 @@ def test_target_attention_equals_each_candidate_on_its_own(counts: list[int], he
     assert isinstance(module, TargetAttention)
     lengths = [(2 * r + 3) % 5 for r in range(len(counts))]  # some histories are empty
     lengths[-1] = 0
-    longest = max(lengths)
-    entry, query = randn(len(counts), longest, 5, seed=1), randn(sum(counts), 3, seed=2)
-    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    entry, query = randn(sum(lengths), 5, seed=1), randn(sum(counts), 3, seed=2)
     groups = build_groups(np.array(counts, dtype=np.int32))
-    order = groups.request_order
-    got = module(query, entry[order], None if mask.all() else mask[order], groups)
-    key, value = module.key_value(entry).chunk(2, dim=-1)
+    got = module(query, entry, histories(lengths, groups), groups)
     owner = np.repeat(np.arange(len(counts)), counts)
-    expected = [
-        reference_attention(module.query(query[b]), key[r, : lengths[r]], value[r, : lengths[r]], heads)
-        for b, r in enumerate(owner)
-    ]
+    parts = [module.key_value(part).chunk(2, dim=-1) for part in entry.split(lengths)]
+    expected = [reference_attention(module.query(query[b]), *parts[r], heads) for b, r in enumerate(owner)]
     torch.testing.assert_close(got, torch.stack(expected) if expected else torch.zeros(0, 4, dtype=torch.float64))
 
 
@@ -89,46 +99,68 @@ def test_list_attention_equals_each_request_on_its_own(counts: list[int]) -> Non
 def test_attention_gradients_with_padding_and_an_empty_history() -> None:
     counts = np.array([2, 0, 3], dtype=np.int32)
     groups = build_groups(counts)
-    mask = torch.tensor([[True, False], [False, False]])
+    sequence = histories([2, 3, 0], groups)
     target = built(TargetAttention(3, 2, 4, 2))
-    assert_gradients(target, lambda q, e: target(q, e, mask, groups), randn(5, 3), randn(2, 2, 2, seed=1))
+    assert_gradients(target, lambda q, e: target(q, e, sequence, groups), randn(5, 3), randn(5, 2, seed=1))
     list_ = built(ListAttention(4, 2))
     assert_gradients(list_, lambda x: list_(x, groups), randn(5, 4))
 
 
-def attended_both_ways(of: Squares, mask: Tensor | None) -> tuple[Tensor, Squares]:
-    """What two heads give, and the gradients of its sum of squares."""
-    attended = attend(of, mask, 2)
-    out = attended.out_GHKC.transpose(1, 2).reshape(of.q_GKD.shape)
-    to = Squares(*(torch.full_like(x, torch.nan) for x in of))
-    attend_back(of, attended, 2 * out, to)
-    return out, to
+LENGTHS = [5, 3, 21, 0, 40]
+MANY = [3, 0, 18, 2, 1]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_segments_are_attended_to_as_padded_squares_are_both_ways(heads: int) -> None:
+    groups, sequence = build_groups(np.array(MANY)), histories(LENGTHS, build_groups(np.array(MANY)))
+    of = randn(sum(MANY), 20).requires_grad_(), randn(sum(LENGTHS), 40, seed=1).requires_grad_()
+    own = randn(sum(MANY), 60, seed=2).requires_grad_()
+    got = attend_to_histories(*of, sequence, groups, heads), attend_to_each_other(own, groups, heads)
+    expected = padded_to_histories(*of, sequence, groups, heads), padded_to_each_other(own, groups, heads)
+    gradient = randn(sum(MANY), 20, seed=3)
+    for one, other, leaves in zip(got, expected, (of, (own,)), strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(torch.autograd.grad(one, leaves, gradient), torch.autograd.grad(other, leaves, gradient))
+
+
+def test_a_segment_has_the_same_bits_whatever_lies_beside_it() -> None:
+    own, gradient = randn(sum(MANY), 3 * 36).float(), randn(sum(MANY), 36, seed=1).float()
+
+    def both_ways(own: Tensor, counts: list[int], gradient: Tensor) -> list[Tensor]:
+        leaf = own.clone().requires_grad_()
+        out = attend_to_each_other(leaf, build_groups(np.array(counts)), 2)
+        return [out.detach(), *torch.autograd.grad(out, leaf, gradient)]
+
+    together = both_ways(own, MANY, gradient)
+    ends = np.cumsum(MANY)
+    for count, end in zip(MANY, ends, strict=True):
+        mine = slice(end - count, end)
+        for one, of_all in zip(both_ways(own[mine], [count], gradient[mine]), together, strict=True):
+            assert torch.equal(one, of_all[mine])
+
+
+def test_what_is_not_a_number_stays_so_within_its_segment() -> None:
+    own = randn(5, 12).float()
+    own[3, 4] = torch.nan  # a key
+    out = attend_to_each_other(own, build_groups(np.array([2, 3])), 2)
+    assert torch.isfinite(out[:2]).all() and torch.isnan(out[2:, :2]).all()
 
 
 def test_padding_has_no_influence_and_no_gradient() -> None:
-    of = Squares(randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2))
+    of = Squares(*(x.requires_grad_() for x in (randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2))))
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    out, to = attended_both_ways(of, mask)
-    far = of.k_GND.clone()
+    out = attend(of, mask, 2)
+    to = Squares(*torch.autograd.grad(out, of, 2 * out.detach()))
+    far = of.k_GND.detach().clone()
     far[0, 2] += 1e6
-    assert torch.equal(out, attended_both_ways(of._replace(k_GND=far), mask)[0])
+    assert torch.equal(out, attend(of._replace(k_GND=far), mask, 2))
     assert not to.k_GND[0, 2].any() and not to.v_GND[0, 2].any() and to.v_GND[0, :2].all()
     assert not out[1].any() and not any(x[1].any() for x in to), "who has nothing to attend to gives 0"
 
 
-@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, False], [True, False, False]])], ids=["whole", "padded"])
-def test_attention_without_a_kernel_of_its_own_is_the_same_both_ways(mask: Tensor | None) -> None:
-    of = Squares(*(_heads(randn(2, n, 4, seed=n), 2) for n in (2, 3, 3)))
-    bias = None if mask is None else torch.zeros(2, 1, 1, 3, dtype=torch.float64).masked_fill(~mask[:, None, None, :], -1e300)
-    out, total = _plain(of, bias)
-    gradient = randn(2, 2, 2, 2, seed=9)
-    got = _plain_back(of, Attended(out, total, bias, None), gradient)
-    leaves = [x.detach().requires_grad_() for x in of]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *leaves, attn_mask=None if mask is None else mask[:, None, None, :]
-    )
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(list(got), list(torch.autograd.grad(expected, leaves, gradient)))
+def test_warming_compiles_attention_both_ways() -> None:
+    warm()
+    assert all(kernel.signatures for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_ragged_back))
 
 
 def test_rows_columns_and_times_of_the_history_all_learn() -> None:

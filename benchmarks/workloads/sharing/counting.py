@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import attention
 from models.inputs import Inputs
 from roo.batch import Batch
 from roo.jagged import Jagged
@@ -18,9 +20,32 @@ from roo.jagged import Jagged
 
 def flops(step: Callable[[], object]) -> int:
     """Of its matrix products, both ways, two of each multiplication with its addition; what torch counts."""
-    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter, _ragged() as ours:
         step()
-    return int(counter.get_total_flops())
+    return int(counter.get_total_flops()) + sum(ours)
+
+
+@contextlib.contextmanager
+def _ragged() -> Iterator[list[int]]:
+    """FLOPs of each call of our own kernels of attention, which torch doesn't see."""
+    found: list[int] = []
+    kernels = {name: vars(attention)[name] for name in ("attend_ragged", "attend_ragged_back")}
+
+    def counted(products: int, run: Callable[..., None]) -> Callable[..., None]:
+        def call(of: Any, begins: Any, starts: Any, one_QD: np.ndarray, other_QD: np.ndarray, *to: Any) -> None:
+            width = max(one_QD.shape[1], other_QD.shape[1])  # beside it lie logarithms, one a head
+            found.append(products * 2 * width * int(np.dot(*(np.diff(s) for s in starts))))
+            run(of, begins, starts, one_QD, other_QD, *to)
+
+        return call
+
+    try:
+        for products, (name, run) in zip((2, 5), kernels.items(), strict=True):
+            setattr(attention, name, counted(products, run))
+        yield found
+    finally:
+        for name, run in kernels.items():
+            setattr(attention, name, run)
 
 
 def bytes_of_batch(batch: Batch) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention import Attended, Squares, _plain, _plain_back
+from models.attention import Squares, attend, attend_to_each_other, padded_to_each_other
+from models.candidate_groups import build_groups
 from models.config import ModelConfig, TwoTowerConfig
 from models.gather import gather, pool_bags
 from models.inputs import Inputs, build_inputs
@@ -89,18 +90,27 @@ def test_rows_in_bfloat16_are_taken_and_pooled_as_float32() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_as_devices_compute_it_knows_bfloat16(autocast: bool) -> None:
     """Both ways, of what a host would give to its own kernel."""
-    torch.manual_seed(0)
-    bias = torch.zeros(2, 1, 1, 5).masked_fill_(torch.arange(5) > 3, torch.finfo(torch.bfloat16).min / 2)
+    mask = torch.tensor([[True] * 4 + [False], [False] * 5])
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(1)
-        q, k, v, to_out = (torch.randn(2, 3, 5, 4).to(dtype) for _ in range(4))
+        of = Squares(*(torch.randn(2, 5, 12).to(dtype).requires_grad_() for _ in range(3)))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
-            out, total = _plain(Squares(q, k, v), bias.to(dtype))
-        back = _plain_back(Squares(q, k, v), Attended(out, total, bias.to(dtype), None), to_out)
-        assert {x.dtype for x in (out, *back)} == {dtype} and total.dtype == torch.float32
-        found.append((out, *back))
+            out = attend(of, mask, 3)
+        back = torch.autograd.grad(out, of, torch.randn(2, 5, 12).to(dtype))
+        assert {x.dtype for x in (out, *back)} == {dtype}
+        found.append((out.detach(), *back))
     assert all(distance(a, b.float()) < CLOSE for a, b in zip(*found, strict=True))
+
+
+def test_softmax_of_bfloat16_is_of_float32_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda x, dim: (seen.append(x.dtype), softmax(x, dim=dim))[1])
+    own = torch.randn(5, 12, dtype=torch.bfloat16)
+    groups = build_groups(np.array([2, 3]))
+    assert torch.equal(attend_to_each_other(own, groups, 2), padded_to_each_other(own, groups, 2)), "numpy knows no bfloat16"
+    assert seen == [torch.float32, torch.float32]
 
 
 def test_training_in_bfloat16_goes_where_float32_goes_and_keeps_float32() -> None:

@@ -113,6 +113,17 @@ def test_the_copy_is_one_and_shares_no_byte_between_tensors() -> None:
     assert all((start - base) % 256 == 0 for start, _ in spans)
 
 
+def test_squares_are_made_before_and_go_in_the_same_copy() -> None:
+    staged = Staging(LateLane()).stage(inputs_of(1))
+    base, size = staged.copied.device_N.data_ptr(), staged.copied.device_N.numel()
+    slots, sequences = staged.inputs.groups.slots, staged.inputs.sequences.values()
+    assert slots is not None and all(sequence.padded is not None for sequence in sequences)
+    found = [slots.slot_B, slots.candidate_S, *(group.mask_GK for group in slots.groups)]
+    found += [x for s in sequences if s.padded for x in (s.padded.entry_RN, s.padded.mask_RN)]
+    squares = [x for x in found if x is not None]
+    assert len(squares) > 3 and all(base <= x.data_ptr() < base + size for x in squares)
+
+
 def test_a_slot_is_filled_again_only_behind_its_copy() -> None:
     lane = LateLane()
     ring = Staging(lane)
