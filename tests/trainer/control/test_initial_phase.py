@@ -131,6 +131,7 @@ def test_g2_g11_both_phases_through_kills_at_any_moment_are_bit_equal_to_undistu
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)  # far less where nothing else runs
 @pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 70))
 def test_g2_g11_many_schedules_of_both_phases(first: int) -> None:
     for seed in range(first, first + 70):
