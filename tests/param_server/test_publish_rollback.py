@@ -8,6 +8,7 @@ import pytest
 
 from param_server.blobs import MemoryBlobs
 from param_server.index_kernels import IN_FLIGHT
+from param_server.outbox import Round
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from roo import wire
@@ -134,7 +135,8 @@ def test_a_tombstone_that_was_committed_before_it_went_out_goes_out_after_a_kill
     assert follower.replica.num_rows == 0 and follower.num_bootstraps == 1
 
 
-def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
+def with_a_round_in_flight() -> tuple[Loop, str, Round]:
+    """Of two rows, behind a commit; the commit's manifest, and the round."""
     store = MemoryStore()
     loop = Loop(begun(store=store))
     loop.turn()
@@ -142,6 +144,11 @@ def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
     name = commit(loop.shard, store, 1)
     taken = loop.shard.take_round()
     assert taken is not None and taken.deltas
+    return loop, name, taken
+
+
+def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
+    loop, name, taken = with_a_round_in_flight()
     loop.shard.restore(2, name)
     loop.shard.settle_round(taken, False, {})
     loop.turn()
@@ -154,13 +161,7 @@ def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
 @pytest.mark.parametrize("acknowledged", [False, True])
 def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowledged: bool) -> None:
     """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that never comes."""
-    store = MemoryStore()
-    loop = Loop(begun(store=store))
-    loop.turn()
-    loop.push(1, 2)
-    name = commit(loop.shard, store, 1)
-    taken = loop.shard.take_round()
-    assert taken is not None and taken.deltas
+    loop, name, taken = with_a_round_in_flight()
     restored = loop.shard.segments.restored
 
     def late(*args: object) -> None:
