@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from models.candidate_groups import CandidateGroups, build_groups
 from models.inputs import Sequence
+from models.lanes import COMPILED
 from models.ragged_attention import Begins, Starts, Three, attend_ragged, attend_ragged_back
 
 
@@ -89,7 +90,7 @@ def padded_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, h
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return COMPILED and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 class _Ragged(torch.autograd.Function):

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.lanes import LANES, fused, kernel, load, spread, store
+from models.lanes import COMPILED, LANES, fused, kernel, load, spread, store
 
 
 def gather(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 where L is."""
-    if sources[0][0].device.type != "cpu":
+    if not _has_kernel(sources[0][0]):
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
     out: Tensor = _Gather.apply([index_L for _, index_L in sources], *(_known(rows_UD) for rows_UD, _ in sources))
     return out
@@ -29,7 +29,7 @@ def gather(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def pool_bags(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor | None) -> Tensor:
     """→ [S, D], of each bag the mean of its rows, 0 of none; with `weight_L`, which gets no gradient, the sum by weight."""
-    if rows_UD.device.type != "cpu":
+    if not _has_kernel(rows_UD):
         mode = "mean" if weight_L is None else "sum"
         return F.embedding_bag(index_L, rows_UD, offset_S1, mode=mode, per_sample_weights=weight_L, include_last_offset=True)
     rows_UD = _known(rows_UD)
@@ -38,6 +38,10 @@ def pool_bags(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Ten
         _share(offset_S1.numpy(), weight_L.numpy())
     out: Tensor = _PoolBags.apply(rows_UD, index_L, offset_S1, weight_L)
     return out
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return COMPILED and x.device.type == "cpu"
 
 
 class _Gather(torch.autograd.Function):

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
+COMPILED: bool = not config.DISABLE_JIT
+"""Without numba's compiler (NUMBA_DISABLE_JIT) these are not to be had: what uses them has torch's way beside it."""
 _LOG2 = 0.6931471805599453
 _LOG2_HIGH = 0.693145751953125  # few bits, so that n times it is exact in float32 too
 _LOG2_LOW = _LOG2 - _LOG2_HIGH

@@ -14,7 +14,7 @@ from serving.errors import RequestError
 from serving.http.body import JSON
 
 _END = b"\r\n\r\n"
-_ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade")
+_ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade", b"\n ", b"\n\t")
 _MOST_ANSWERS = 1000
 _answers: dict[str, bytes] = {}  # message → answer
 _LENGTH = b"\ncontent-length: "

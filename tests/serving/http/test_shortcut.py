@@ -60,6 +60,8 @@ def test_a_request_with_all_of_its_bytes_is_whole(data: bytes) -> None:
         PLAIN.replace(b"host: x", b"expect: 100-continue"),
         PLAIN.replace(b"host: x", b"Transfer-Encoding: chunked"),
         PLAIN.replace(b"host: x", b"upgrade: h2c"),
+        PLAIN.replace(b"host: x", b" folded"),
+        PLAIN.replace(b"host: x", b"host: x\r\n\tfolded"),
     ],
 )
 def test_what_a_parser_may_see_otherwise_is_not(data: bytes) -> None:
