@@ -39,8 +39,7 @@ def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[
     who = {"request": request, "user": user, "session": session}
     out: list[Message] = [impression(time_ms, items, ro=rng.choice([None, 1.0, 2.0]), scores=[0.5] * (4 * len(items)), **who)]
     if rng.random() < 0.3:
-        shown = [*items[: rng.randrange(2)], 60, 61]  # a page may repeat an item
-        out.append(impression(time_ms + rng.randrange(25_000), shown, ro=None, tag=9.0, **who))
+        out.append(impression(time_ms + rng.randrange(25_000), [items[0], 60, 61], ro=None, tag=9.0, **who))
     for _ in range(rng.randrange(5)):
         item = rng.choice([*items, *items, 60, 99])
         action = rng.choice(["click", "click", "dwell", "buy"])
