@@ -54,6 +54,16 @@ def live(watch: CaughtUp, *, position: int = 50, until_s: float = 3) -> CaughtUp
     return watch
 
 
+def test_rates_begin_anew_when_a_partition_goes_to_another_worker() -> None:
+    watch = watching()
+    for second in range(3):
+        before = watch.observe({P0: at(10 * second, 100), P1: at(20 * second, 100)}, second, expected=(P0, P1)).overall
+    assert before.consumption is not None and before.consumption.value == pytest.approx(30)
+    assert watch.observe({P0: at(30, 100)}, 3, expected=(P0,)).overall.consumption is None, "sums of others can't be compared"
+    after = watch.observe({P0: at(40, 100)}, 4, expected=(P0,)).overall
+    assert after.consumption is not None and after.consumption.value == pytest.approx(10)
+
+
 def test_history_then_catching_up_then_caught_up() -> None:
     watch = watching()
     assert look(watch, at(0, 100, newest_ms=100_000), 0).state is Liveness.INITIAL
