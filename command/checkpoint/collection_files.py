@@ -96,6 +96,13 @@ def _checked(what: str, name: str, values: np.ndarray, schema: Schema) -> np.nda
         raise SchemaError(
             f"{what}: expected [N, {table.dim}], as [tables.{name}] has dim = {table.dim}, got {list(values.shape)}; change one"
         )
-    if values.dtype.kind != "f" or not np.isfinite(values).all():
+    return finite(what, values)
+
+
+def finite(what: str, values: np.ndarray) -> np.ndarray:
+    """As float32. Raises CheckpointError: no floats, or some of them aren't finite in float32."""
+    with np.errstate(over="ignore"):  # it is infinite then, and told
+        found = np.ascontiguousarray(values, dtype=np.float32)
+    if values.dtype.kind != "f" or not np.isfinite(found).all():
         raise CheckpointError(f"{what}: expected finite floats, got {values.dtype} or others; save them dequantized")
-    return np.ascontiguousarray(values, dtype=np.float32)
+    return found

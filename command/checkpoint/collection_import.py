@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from command.checkpoint.checkpoint_import import expect_empty
-from command.checkpoint.collection_files import CollectionRows
+from command.checkpoint.collection_files import CollectionRows, finite
 from infra.kept_options import keep
 from infra.options import StackOptions, demo
 from models.build import build_model, load_model_config
@@ -84,7 +84,8 @@ def begin(collection: CollectionRows, ids: Mapping[str, np.ndarray], store: Chec
     """Make the rows the only commit of `store`, and of `home` what its shards hold; `up` goes on there with the same settings.
 
     Raises:
-        CheckpointError: `ids` has another number of ids than a table has rows, or one twice. Nothing was changed.
+        CheckpointError: `ids` has another number of ids than a table has rows, or one twice, or a weight of the model isn't
+            finite. Nothing was changed.
         SetupError: the store has commits, or the home has segments. Nothing was changed.
 
     **If it fails** otherwise: there is no commit yet; empty the home, and call again.
@@ -170,7 +171,7 @@ def _dense(others: Mapping[str, np.ndarray], of: Beginning) -> tuple[dict[str, n
     for name, values in others.items():
         its = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]
         if len(its) == 1 and tensors[its[0]].shape == values.shape and values.dtype.kind == "f":
-            tensors[its[0]] = np.ascontiguousarray(values, dtype=tensors[its[0]].dtype)
+            tensors[its[0]] = finite(name, values)
             taken += 1
     return tensors, taken
 

@@ -207,6 +207,14 @@ def test_a_whole_dlrm_goes_on_with_its_dense_weights(place: Path) -> None:
     assert all(torch.equal(weights[f"own.dlrm.{name}"], value) for name, value in dense.items())
 
 
+def test_a_dense_weight_that_is_not_finite_is_refused_and_nothing_is_there(place: Path) -> None:
+    state = DLRM(a_collection(), 1, [8, 4], [8, 1]).state_dict()
+    name = next(name for name in state if "embedding_bags" not in name)
+    with pytest.raises(CheckpointError, match=f"{name}: expected finite floats"):
+        brought(place, state | {name: torch.full_like(state[name], torch.inf)})
+    assert not (place / "home").exists()
+
+
 def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
     brought(place, a_collection().state_dict(), "--shards", "3")
     options = kept(place / "home")
@@ -222,6 +230,10 @@ def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
         ({"embedding_bags.itm.weight": torch.zeros(2, 4)}, "expected a table of the schema, got 'itm'; did you mean 'item'"),
         ({"embedding_bags.item.weight": torch.zeros(2, 8)}, r"expected \[N, 4\], as \[tables.item\] has dim = 4, got \[2, 8\]"),
         ({"embedding_bags.item.weight": torch.full((2, 4), torch.nan)}, "expected finite floats, got float32 or others"),
+        (
+            {"embedding_bags.item.weight": torch.full((2, 4), 1e300, dtype=torch.float64)},
+            "expected finite floats, got float64 or others",
+        ),
         ({"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.int8)}, "expected finite floats, got int8"),
         ({"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.bfloat16)}, "save it in float32 by safetensors"),
         (
