@@ -31,7 +31,6 @@ from runtime.manifest import Manifest
 from runtime.metrics import freshness
 from runtime.rpc_client import SocketTransport
 from serving.config import ServingConfig
-from serving.dense import DenseFollower
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.log_topics import LogTopics
@@ -40,8 +39,10 @@ from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
 from serving.row_follower import RowFollower, rows_reading
-from serving.scorer import Version, Versions, first_version
+from serving.scorer import Version, first_version
 from serving.stamps import Stamps
+from serving.versions.dense_follower import DenseFollower
+from serving.versions.held import Versions
 
 log = logging.getLogger("roostream.serving")
 

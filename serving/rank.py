@@ -32,7 +32,8 @@ from serving.explore import best_order, draw_of, explore
 from serving.feature_log.format import LogRecord
 from serving.fill import Filler
 from serving.request import RankRequest
-from serving.scorer import RowReader, Versions, probabilities
+from serving.scorer import RowReader, probabilities
+from serving.versions.held import Versions
 
 log = logging.getLogger("roostream.serving")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from typing import Protocol
 
 import numpy as np
@@ -24,12 +23,11 @@ from roo.decode import Decoder
 from roo.errors import ConfigError, WireError
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
-from serving.errors import RequestError, shown
+from serving.errors import RequestError
 
 log = logging.getLogger("roostream.serving")
 
 FIRST = "0-0"
-_VERSION = re.compile(r"^\d{1,20}-\d{1,20}$")
 
 
 class RowReader(Protocol):
@@ -89,37 +87,6 @@ def build_version(name: str, schema: Schema, config: ModelConfig, seed: int, wei
     return Version(
         name, schema, model, Decoder(schema, lambda fingerprint: schema if fingerprint == schema.fingerprint else None)
     )
-
-
-class Versions:
-    """The newest version and the one before it, for requests that name theirs. Thread-safe."""
-
-    def __init__(self, first: Version) -> None:
-        self._held: tuple[Version, ...] = (first,)
-        self.num_swaps = 0
-
-    @property
-    def newest(self) -> Version:
-        return self._held[0]
-
-    def install(self, version: Version) -> None:
-        """Requests that begin from now on use it."""
-        self._held = (version, self._held[0])
-        self.num_swaps += 1
-
-    def named(self, name: str) -> Version:
-        """The newest for `""`. Raises RequestError 400, 404."""
-        held = self._held
-        if not name:
-            return held[0]
-        if not _VERSION.match(name):
-            raise RequestError(400, f"expected a model version as '<incarnation>-<seq>', got {shown(name)!r}", "$.model_version")
-        for version in held:
-            if version.name == name:
-                return version
-        names = ", ".join(v.name for v in held)
-        message = f"model version {name} isn't held; expected one of {names}, or none for the newest"
-        raise RequestError(404, message, "$.model_version", code="unknown_model_version")
 
 
 def probabilities(logits_nT: np.ndarray) -> np.ndarray:

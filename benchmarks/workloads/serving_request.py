@@ -32,8 +32,9 @@ from serving.feature_log.log import FeatureLog
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
 from serving.rank import RankService
-from serving.scorer import Versions, first_version
+from serving.scorer import first_version
 from serving.stamps import Stamps
+from serving.versions.held import Versions
 
 NOW_MS = data.T0_MS + 1_000
 

@@ -19,8 +19,9 @@ from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.rank import Hydration, Policy, RankService
-from serving.scorer import RowReader, Versions, first_version
+from serving.scorer import RowReader, first_version
 from serving.stamps import Stamps
+from serving.versions.held import Versions
 
 SCHEMA: Schema = schema_from_dict(
     {

@@ -13,9 +13,10 @@ from models.config import ModelConfig
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import dense_name, store_file
-from serving.dense import DenseFollower
 from serving.errors import RequestError
-from serving.scorer import Versions, first_version
+from serving.scorer import first_version
+from serving.versions.dense_follower import DenseFollower
+from serving.versions.held import Versions
 from tests.models.model_cases import make_schema
 from tests.models.model_checks import as_served
 from tests.models.own.test_loading import written

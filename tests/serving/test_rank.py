@@ -26,7 +26,8 @@ from roo.wire import Record
 from serving.errors import RequestError
 from serving.http.parse import JsonParser
 from serving.rank import Policy, Ranked, RankService
-from serving.scorer import Versions, build_version, first_version, probabilities
+from serving.scorer import build_version, first_version, probabilities
+from serving.versions.held import Versions
 
 HYDRATED = FakeHydrator({"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}, {"clicks_1h": 50.0})
 

@@ -33,7 +33,7 @@ from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.transport import InMemoryTransport
-from serving.dense import read_weights
+from serving.versions.dense_follower import read_weights
 
 SCHEMA = """
 [tables.item]

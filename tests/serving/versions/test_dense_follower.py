@@ -19,8 +19,9 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
-from serving.dense import DenseFollower
-from serving.scorer import Versions, first_version
+from serving.scorer import first_version
+from serving.versions.dense_follower import DenseFollower
+from serving.versions.held import Versions
 from tests.runtime.manifest_cases import a_manifest, encoded
 
 

@@ -20,7 +20,8 @@ from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.manifest import Manifest
-from serving.scorer import Version, Versions, build_version
+from serving.scorer import Version, build_version
+from serving.versions.held import Versions
 
 log = logging.getLogger("roostream.serving.dense")
 

@@ -1,0 +1,1 @@
+"""Which version scores a request: followed, held, chosen."""
