@@ -35,6 +35,7 @@ MAY_LOAD = {
     "command.main, features.updater": ("redis",),
     "command.main, serving.http.app": ("torch", "fastapi", "uvicorn", "redis"),
     "command.main, trainer.worker": ("torch",),
+    "serving.client": (),
 }
 
 

@@ -1,0 +1,209 @@
+"""Both clients against a live serving, in both encodings; and what they say against the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx2 as httpx
+import jsonschema
+import numpy as np
+import pytest
+from live_serving import LiveServing, serving_live
+from serving_cases import BODY, SCHEMA, build
+from serving_fakes import FakeRows
+
+from roo import wire
+from roo.errors import WireError
+from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
+from serving.client.said import EngagementFields, RankFields
+from serving.http.openapi import describe
+
+FIELDS = cast(RankFields, BODY)
+COLUMNS: RankFields = {
+    **FIELDS,
+    "candidates": {
+        "item_id": [8, "nine", 10],
+        "topics": [[1, 2], 7, None],
+        "age_h": np.array([2.5, np.nan, np.nan]),
+        "clicks": [3, 0, 1],
+    },
+}
+PATIENT = RetryPolicy(deadline_ms=60_000)  # however busy the machine that tests it
+CLICK: EngagementFields = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveServing]:
+    with serving_live(build(tmp_path, FakeRows(SCHEMA))) as running:
+        yield running
+
+
+def logged(live: LiveServing) -> list[bytes]:
+    """Impressions, without the time of each."""
+    messages = [wire.decode(r.value)[1] for r in live.built.records()]
+    for message in messages:
+        message.header.time_ms = 0
+    return [m.SerializeToString(deterministic=True) for m in messages]
+
+
+def test_one_request_is_the_same_in_every_form(live: LiveServing) -> None:
+    async def asked(schema: Any) -> list[Ranking]:
+        async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
+            return [await client.rank(FIELDS), await client.rank(COLUMNS)]
+
+    answers = [*asyncio.run(asked(None)), *asyncio.run(asked(SCHEMA))]
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client:
+            answers += [client.rank(FIELDS), client.rank(COLUMNS)]
+    assert len(set(logged(live))) == 1 and len(answers) == 8
+    first = answers[0]
+    assert {a.request_id for a in answers} == {"r-1"} and set(first.items) == {8, "nine", 10}
+    for answer in answers:
+        assert (answer.items, answer.order, answer.model_version) == (first.items, first.order, "0-0")
+        assert [s["click"] for s in answer.scores] == pytest.approx([s["click"] for s in first.scores], rel=1e-6)
+        assert set(answer.scores[0]) == {"click", "dwell"} and not answer.degraded
+
+
+def test_a_page_is_a_page_in_both_encodings(live: LiveServing) -> None:
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client:
+            client.rank({**FIELDS, "append": True})
+            client.rank({**FIELDS, "append": True, "first_position": 7})
+    messages = [wire.decode(r.value)[1] for r in live.built.records()]
+    assert not any(m.HasField("ro") for m in messages)
+    assert [min(m.positions) for m in messages] == [0, 7, 0, 7]
+
+
+def test_engagements_are_told_once_however_often_they_are_sent(live: LiveServing) -> None:
+    async def told() -> Receipt:
+        async with AsyncClient(live.url, policy=PATIENT) as client:
+            return await client.engage([CLICK, {**CLICK, "action": "glance"}])
+
+    with Client(live.url, policy=PATIENT) as client:
+        once, twice = client.engage(CLICK), asyncio.run(told())
+    assert once.accepted == 1 and twice.accepted == 2 and twice.unused_actions == ["glance"]
+    assert once.event_ids == twice.event_ids[:1]
+
+
+def test_readiness_and_version(live: LiveServing) -> None:
+    async def asked() -> tuple[bool, str]:
+        async with AsyncClient(live.url, policy=PATIENT) as client:
+            return await client.ready(), await client.version()
+
+    with Client(live.url, policy=PATIENT) as client:
+        assert client.ready() and client.version() == "0-0"
+        live.built.waiting_for.append("rows")
+        assert not client.ready()
+    assert asyncio.run(asked()) == (False, "0-0")
+
+
+def test_a_refusal_says_where(live: LiveServing) -> None:
+    wrong: RankFields = {**FIELDS, "candidates": [{"item_id": 8, "age": 1}]}
+
+    async def asked() -> None:
+        async with AsyncClient(live.url, policy=PATIENT) as client:
+            await client.rank(wrong)
+
+    with Client(live.url, policy=PATIENT) as client, pytest.raises(ServingError, match="did you mean 'age_h'") as sync:
+        client.rank(wrong)
+    with pytest.raises(ServingError) as other:
+        asyncio.run(asked())
+    assert (sync.value.status, sync.value.code, sync.value.path) == (400, "bad_request", "$.candidates[0].age")
+    assert str(sync.value) == str(other.value)
+    with Client(live.url, policy=PATIENT, schema=SCHEMA) as client, pytest.raises(WireError, match="did you mean 'age_h'"):
+        client.rank(wrong)
+
+
+def test_nobody_at_home_is_tried_again_and_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    policy = RetryPolicy(retries=1, first_s=0.001)
+
+    async def asked() -> None:
+        async with AsyncClient(url, policy=policy) as client:
+            await client.rank(FIELDS)
+
+    with Client(url, policy=policy) as client, pytest.raises(ServingError, match="did not answer") as sync:
+        client.rank(FIELDS)
+    with pytest.raises(ServingError, match="did not answer") as other:
+        asyncio.run(asked())
+    assert sync.value.code == other.value.code == "unreachable"
+
+
+def test_a_silent_server_is_not_waited_for_beyond_the_deadline() -> None:
+    async def asked(url: str) -> None:
+        async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
+            await client.rank(FIELDS, deadline_ms=50)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Client(url, policy=RetryPolicy(retries=0)) as client, pytest.raises(ServingError) as sync:
+            client.rank(FIELDS, deadline_ms=50)
+        with pytest.raises(ServingError) as other:
+            asyncio.run(asked(url))
+    assert sync.value.code == other.value.code == "timeout"
+
+
+def test_a_retry_is_the_same_request_and_a_connection_is_kept() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append({"id": json.loads(request.content)["request_id"], "key": request.headers["authorization"]})
+        if len(seen) < 3:
+            return httpx.Response(503, headers={"retry-after": "0"})
+        return httpx.Response(
+            200, json={"request_id": seen[0]["id"], "model_version": "1-2", "scores": [], "order": [], "degraded": False}
+        )
+
+    policy = RetryPolicy(first_s=0.0)
+    with Client("http://serving", key="k-1", policy=policy, transport=httpx.MockTransport(answer)) as client:
+        assert client.rank({"candidates": [{"item_id": 1}]}).request_id == seen[0]["id"]
+    assert len(seen) == 3 and seen[0] == seen[1] == seen[2] and seen[0]["key"] == "Bearer k-1" and seen[0]["id"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"{}", b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}']
+)
+def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
+    with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="can't be read"):
+        client.rank(FIELDS)
+
+
+def test_fields_are_those_of_the_document() -> None:
+    document = describe(SCHEMA, "0")
+    components = document["components"]["schemas"]
+    assert set(RankFields.__annotations__) == set(components["RankRequest"]["properties"])
+    assert set(EngagementFields.__annotations__) == set(components["Engagement"]["properties"])
+
+
+def test_bodies_and_answers_are_those_of_the_document(live: LiveServing) -> None:
+    document = describe(SCHEMA, "0")
+    told: list[tuple[str, bytes, bytes]] = []
+
+    class Told(httpx.HTTPTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            answer = super().handle_request(request)
+            told.append((request.url.path, request.read(), answer.read()))
+            return answer
+
+    with Client(live.url, policy=PATIENT, transport=Told()) as client:
+        client.rank(FIELDS)
+        client.rank(COLUMNS)
+        client.engage(CLICK)
+        client.engage([CLICK])
+    names = {"/v1/rank": ("RankRequest", "RankAnswer"), "/v1/engagements": (None, "EngagementsAnswer")}
+    assert len(told) == 4
+    for path, body, answer in told:
+        asked, answered = names[path]
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for value, kind in (
+            (body, schema if asked is None else {"$ref": f"#/components/schemas/{asked}"}),
+            (answer, {"$ref": f"#/components/schemas/{answered}"}),
+        ):
+            jsonschema.validate(json.loads(value), {**kind, "components": document["components"]})

@@ -1,0 +1,111 @@
+"""What is tried again, when, and how long: without a socket and without time passing."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.clock import FakeClock
+from serving.client.failure import ServingError
+from serving.client.retrying import DEADLINE_HEADER, Call, Pause, Reply, RetryPolicy, Send, attempts
+
+CALL = Call("POST", "/v1/rank", b"{}")
+STEADY = RetryPolicy(retries=3, first_s=0.1, most_s=0.3, draw=lambda: 1.0)
+OK = Reply(200, {}, b"{}")
+
+
+def reply(status: int, **headers: str) -> Reply:
+    return Reply(status, {name.replace("_", "-"): value for name, value in headers.items()}, b"")
+
+
+def driven(
+    replies: list[Reply], policy: RetryPolicy = STEADY, deadline_ms: int = 10_000, takes_s: float = 0.0
+) -> tuple[Reply | ServingError, list[float], list[int]]:
+    """(result, pauses, deadlines told) of a call that is answered so."""
+    clock, pauses, told, left = FakeClock(), [], [], list(replies)
+    flow = attempts(CALL, policy, deadline_ms, clock.monotonic_s)
+    answer: Reply | None = None
+    try:
+        step = next(flow)
+        while True:
+            if isinstance(step, Pause):
+                pauses.append(step.seconds)
+                clock.advance(step.seconds)
+                answer = None
+            else:
+                assert isinstance(step, Send)
+                told.append(int(dict(step.call.headers)[DEADLINE_HEADER]))
+                clock.advance(takes_s)
+                answer = left.pop(0)
+            step = flow.send(answer)
+    except StopIteration as done:
+        return done.value, pauses, told
+    except ServingError as error:
+        return error, pauses, told
+
+
+def test_an_answer_is_the_result() -> None:
+    assert driven([OK]) == (OK, [], [10_000])
+
+
+@pytest.mark.parametrize("status", [0, 408, 429, 502, 503, 504])
+def test_what_can_pass_is_tried_again_after_growing_pauses(status: int) -> None:
+    result, pauses, told = driven([reply(status)] * 3 + [OK])
+    assert result == OK and pauses == [0.1, 0.2, 0.3] and told[0] > told[-1] == 9400
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 415, 431])
+def test_what_another_try_cant_change_is_told_at_once(status: int) -> None:
+    result, pauses, _ = driven([reply(status), OK])
+    assert isinstance(result, ServingError) and result.status == status and not pauses
+
+
+def test_a_defect_is_tried_once_more() -> None:
+    assert driven([reply(500), OK])[0] == OK
+    result, pauses, _ = driven([reply(500), reply(500), OK])
+    assert isinstance(result, ServingError) and len(pauses) == 1
+
+
+def test_the_server_is_not_asked_before_it_said() -> None:
+    _, pauses, _ = driven([reply(429, retry_after="2"), OK])
+    assert pauses == [2.5], "and not by all clients in the same moment"
+    _, pauses, _ = driven([reply(429, retry_after="Wed, 21 Oct 2015 07:28:00 GMT"), OK])
+    assert pauses == [0.1]
+
+
+def test_the_deadline_is_of_the_whole_call() -> None:
+    result, pauses, told = driven([reply(503), reply(503), OK], deadline_ms=1000, takes_s=0.5)
+    assert isinstance(result, ServingError) and result.status == 503
+    assert pauses == [0.1] and told == [1000, 400]
+    result, pauses, _ = driven([reply(429, retry_after="9"), OK], deadline_ms=1000)
+    assert isinstance(result, ServingError) and not pauses, "there is no time left to wait for"
+
+
+def test_a_policy_without_retries_asks_once() -> None:
+    result, _, told = driven([reply(503), OK], RetryPolicy(retries=0))
+    assert isinstance(result, ServingError) and len(told) == 1
+
+
+def test_pauses_differ_from_client_to_client() -> None:
+    pauses = {RetryPolicy().pause_s(1, 0.0) for _ in range(5)}
+    assert len(pauses) == 5 and all(0.05 <= p <= 0.1 for p in pauses)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            Reply(400, {"x-request-id": "c-1"}, b'{"error":{"code":"bad_request","message":"expected a","path":"$.ro"}}'),
+            (400, "bad_request", "expected a", "$.ro", "c-1"),
+        ),
+        (Reply(502, {}, b"<html>Bad\nGateway"), (502, "http_502", "expected an answer of serving, got <html>BadGateway", "", "")),
+        (Reply(404, {}, b'{"error": "none"}'), (404, "http_404", 'expected an answer of serving, got {"error": "none"}', "", "")),
+        (Reply(404, {}, b""), (404, "http_404", "expected an answer of serving, got no body", "", "")),
+        (Reply(0, {}, b"ConnectError refused"), (0, "unreachable", "serving did not answer: ConnectError refused", "", "")),
+        (Reply(0, {}, b"ReadTimeout"), (0, "timeout", "serving did not answer: ReadTimeout", "", "")),
+    ],
+)
+def test_every_failure_is_one_exception(given: Reply, expected: tuple[int, str, str, str, str]) -> None:
+    result, _, _ = driven([given] * 4)
+    assert isinstance(result, ServingError)
+    assert (result.status, result.code, result.message, result.path, result.call_id) == expected
+    assert str(given.status or expected[1]) in str(result) and expected[3] in str(result)
