@@ -32,7 +32,7 @@ _LAST_POLL_S = 2.0
 
 def run(config: AuditorConfig) -> int:
     """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
-    return program.run("auditor", lambda stop: auditor_body(config, stop))
+    return program.run("auditor", lambda stop: auditor_body(config, stop), config.log_format)
 
 
 class Books:

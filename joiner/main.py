@@ -52,7 +52,7 @@ class FlinkJob:
 
 def run(config: JoinerConfig) -> int:
     """Exit code: see runtime.program.run. A signal stops the local engine after a last snapshot; a Flink job runs on."""
-    return run_program("joiner", lambda stop: _body(config, stop))
+    return run_program("joiner", lambda stop: _body(config, stop), config.log_format)
 
 
 def _body(config: JoinerConfig, stop: Stop) -> None:

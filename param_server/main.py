@@ -77,7 +77,7 @@ _HELPS = {
 
 def run(config: ShardConfig) -> int:
     """Until SIGTERM; the process's exit code (runtime/program.py)."""
-    return program.run("shard", lambda stop: serve(config, stop))
+    return program.run("shard", lambda stop: serve(config, stop), config.log_format)
 
 
 def serve(config: ShardConfig, stop: threading.Event) -> None:

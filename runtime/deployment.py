@@ -14,6 +14,7 @@ from roo.errors import ConfigError
 from runtime.address import check_addresses, check_listen, check_redis
 from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from runtime.program import LogFormat
 
 MAX_WORKERS = 64
 """A shard holds a push of each, and a thread (param_server/step_sum.py)."""
@@ -26,6 +27,7 @@ class Watched(Settings):
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
     metrics_port: int = setting(0, "their port; 0 = draw one", least=0, most=65535)
     stalled_after_ms: int = setting(120_000, "/livez fails when the main loop has not turned for this long", least=1000)
+    log_format: LogFormat = setting("text", "of lines on standard error: text for people, json = one object a line")
     insecure: bool = setting(False, "listen on addresses that others reach, although nothing asks who they are")
 
     def __post_init__(self) -> None:

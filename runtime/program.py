@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import faulthandler
 import gc
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Literal
 
 from roo.errors import ConfigError, HeldError, RoostreamError, UnavailableError, nearest, shown
 
@@ -27,11 +32,53 @@ class Stop(threading.Event):
     """Set on SIGTERM or SIGINT; programs wait on it and end in their own order."""
 
 
+LogFormat = Literal["text", "json"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallNames:
+    """What a call is called: by its client or by us, and by a distributed trace (W3C Trace Context), where it is in one."""
+
+    call_id: str
+    trace_id: str = ""  # 32 hexadecimal digits
+    span_id: str = ""  # 16, the caller's
+
+    def fields(self) -> dict[str, str]:
+        """Those that there are."""
+        named = {"call_id": self.call_id, "trace_id": self.trace_id, "span_id": self.span_id}
+        return {name: value for name, value in named.items() if value}
+
+
+CURRENT_CALL: ContextVar[CallNames | None] = ContextVar("CURRENT_CALL", default=None)
+"""Set while a call is worked on, by whoever serves it; every line that is logged meanwhile in that context names it."""
+
+
 class MaskingFormatter(logging.Formatter):
     """Lines without a password that came in an address, whoever wrote them; tracebacks too."""
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        call = CURRENT_CALL.get()
+        line = super().formatMessage(record)
+        return line if call is None else f"{line} [{' '.join(f'{name}={value}' for name, value in call.fields().items())}]"
+
     def format(self, record: logging.LogRecord) -> str:
         return shown(super().format(record))
+
+
+class JsonFormatter(MaskingFormatter):
+    """One object a line: `time` (UTC), `level`, `logger`, `message`, `error` (a traceback), and the call's names."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": at.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+        line["message"] = shown(record.getMessage())
+        if record.exc_info:
+            line["error"] = shown(self.formatException(record.exc_info))
+        call = CURRENT_CALL.get()
+        return json.dumps(line if call is None else line | call.fields(), ensure_ascii=False)
+
+
+_LINE = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 
 
 def collect_rarely() -> None:
@@ -41,12 +88,12 @@ def collect_rarely() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def setup_logging(level: str = "") -> None:
+def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     """Raises ConfigError for a level that there isn't, and logs at INFO then."""
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname).1s %(name)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(JsonFormatter() if form == "json" else MaskingFormatter(_LINE, "%H:%M:%S"))
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request
     if level not in known:
@@ -73,7 +120,7 @@ def _say_when_kernels_compile() -> None:
     event.register("numba:compile", Once())
 
 
-def run(name: str, body: Callable[[Stop], None]) -> int:
+def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text") -> int:
     """Run `body` until it returns or raises; its exit code.
 
     0 done or stopped by a signal, also while waiting for a peer · 2 a RoostreamError, told in one line · 75 held: no restart
@@ -86,7 +133,7 @@ def run(name: str, body: Callable[[Stop], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     try:
-        setup_logging()
+        setup_logging(log_format)
         _say_when_kernels_compile()
         body(stop)
     except RoostreamError as error:

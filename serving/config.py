@@ -47,6 +47,9 @@ class ServingConfig(CachedInRedis, Deployment):
     strict_actions: bool = setting(
         False, "answer 400 to an engagement whose action nothing in the schema names, instead of taking and counting it"
     )
+    tracing: bool = setting(
+        False, "a span a call by OpenTelemetry, continuing the caller's traceparent (package extra opentelemetry)"
+    )
     log_bytes: int = setting(256 << 20, "size of the feature log; when it is full, requests are answered 503", most=1 << 40)
     segment_bytes: int = setting(8 << 20, "size of one of its files", least=1 << 20, most=1 << 30)
     status_page: str = setting("", "URL of the controller's page, which the front page links to")

@@ -31,7 +31,7 @@ CLOSE_S = 4.0  # what is kept of a stop's time for closing, and for the interpre
 
 def run(config: ServingConfig) -> int:
     """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
-    return program.run("serving", lambda stop: serve(config, stop))
+    return program.run("serving", lambda stop: serve(config, stop), config.log_format)
 
 
 def serve(config: ServingConfig, stop: threading.Event) -> None:

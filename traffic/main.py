@@ -35,7 +35,7 @@ def run_simulate(config: SimulateConfig) -> int:
         log.info("metrics on port %d", metrics.serve(config, health))
         asyncio.run(_simulate(config, health, stop))
 
-    return program.run("simulate", body)
+    return program.run("simulate", body, config.log_format)
 
 
 async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) -> None:

@@ -14,7 +14,7 @@ def run_worker(config: WorkerConfig) -> int:
 
         work(config, stop)
 
-    return program.run(f"worker {config.index}", body)
+    return program.run(f"worker {config.index}", body, config.log_format)
 
 
 def run_controller(config: ControllerConfig) -> int:
@@ -25,4 +25,4 @@ def run_controller(config: ControllerConfig) -> int:
 
         control(config, stop)
 
-    return program.run("controller", body)
+    return program.run("controller", body, config.log_format)

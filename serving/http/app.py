@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -12,18 +13,21 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from roo.errors import nearest
 from runtime.exports import Exports
+from runtime.program import CURRENT_CALL
 from serving.build import Parts
 from serving.errors import RequestError, shown
 from serving.http.body import JSON, Intake, refuse
+from serving.http.call_names import HEADER, names_of
 from serving.http.openapi import describe
 from serving.http.pages import front_page, interface_page
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
+from serving.http.tracing import Spanning, open_tracing
 
 LINKS = {
     "rank": "/v1/rank",
@@ -48,6 +52,7 @@ class HttpInterface:
         self.gate = rank.gate
         self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
         self._others = _others(parts)
+        self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
         helps = {
             "in_flight": "rank requests in work",
             "reading_bytes": "of bodies that are on their way",
@@ -65,14 +70,46 @@ class HttpInterface:
         ).register(parts.metrics.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One call, named: its answer has the name, and so has every line that is logged of it."""
+        if scope["type"] != "http":
+            await self._others(scope, receive, send)
+            return
+        names = names_of(scope["headers"])
+        header = (HEADER, names.call_id.encode())
+
+        def answer(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], header]
+            return send(message)
+
+        token = CURRENT_CALL.set(names)
+        try:
+            if self._spanning is None:
+                await self._dispatch(scope, receive, answer)
+            else:
+                await self._traced(self._spanning, scope, receive, answer)
+        finally:
+            CURRENT_CALL.reset(token)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Traffic goes past the framework."""
-        endpoint = self._traffic.get(scope["path"]) if scope["type"] == "http" else None
+        endpoint = self._traffic.get(scope["path"])
         if endpoint is None:
             await self._others(scope, receive, send)
         elif scope["method"] == "POST":
             await endpoint(scope, receive, send)
         else:
             await refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+
+    async def _traced(self, spanning: Spanning, scope: Scope, receive: Receive, send: Send) -> None:
+        with spanning(scope) as answered:
+
+            def answer(message: Message) -> Awaitable[None]:
+                if message["type"] == "http.response.start":
+                    answered(message["status"])
+                return send(message)
+
+            await self._dispatch(scope, receive, answer)
 
     def refuses(self, data: bytes) -> bytes | None:
         """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is

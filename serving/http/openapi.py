@@ -12,6 +12,7 @@ from roo.schema import Schema
 from serving.errors import CODES
 from serving.http import examples
 from serving.http.body import JSON, PROTOBUF
+from serving.http.call_names import DOCUMENTED
 from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
 from serving.http.json_types import NAME, PlainId, build_types, limits
 from serving.http.query import RANK_QUERY
@@ -139,7 +140,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
         "operationId": "rank",
         "tags": ["traffic"],
         "summary": "Rank the candidates of a request",
-        "parameters": asked,
+        "parameters": asked + DOCUMENTED,
         "requestBody": {"required": True, "content": body},
         "responses": _ok(answer, "scored, and logged") | _errors(*_ERRORS),
     }
@@ -153,6 +154,7 @@ def _engage(schema: Schema) -> dict[str, Any]:
         "operationId": "engage",
         "tags": ["traffic"],
         "summary": "Tell what users did",
+        "parameters": DOCUMENTED,
         "requestBody": {"required": True, "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}}},
         "responses": _ok(answer, "logged") | _errors(*(status for status in _ERRORS if status not in (404, 504))),
     }

@@ -36,12 +36,16 @@ def interface_page(document: Mapping[str, Any]) -> str:
 
 def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
     out = [f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(operation['summary'])}</p>"]
-    out += [f"<p><code>?{escape(p['name'])}=true</code> {escape(p['description'])}</p>" for p in operation.get("parameters", ())]
+    out += [f"<p><code>{escape(_spelt(p))}</code> {escape(p['description'])}</p>" for p in operation.get("parameters", ())]
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         if "example" in content:
             out.append(f"<p>A body of <code>{escape(media)}</code>:</p>{_json(content['example'])}")
     rows = [(status, _text(answer["description"]) + _types(answer)) for status, answer in operation["responses"].items()]
     return "".join(out) + _table(rows)
+
+
+def _spelt(parameter: Mapping[str, Any]) -> str:
+    return f"?{parameter['name']}=true" if parameter["in"] == "query" else f"{parameter['name']}: …"
 
 
 def _types(answer: Mapping[str, Any]) -> str:

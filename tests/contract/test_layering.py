@@ -34,6 +34,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving",),
     "uvicorn": ("serving",),
     "redis": ("runtime", "features"),
+    "opentelemetry": ("serving/http/tracing.py",),
     "obstore": ("runtime/object_store.py",),
     "pyarrow": ("traffic",),
     "zstandard": ("traffic",),

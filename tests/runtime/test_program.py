@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,3 +85,25 @@ def test_a_program_says_once_that_it_compiles_kernels() -> None:
     code = f"{HEAD}{head}\ndef body(stop): f(1); g(1)\nsys.exit(run('prog', body))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.count("compiling kernels, once: they are kept for the next start") == 1
+
+
+def lines_of(body: str, form: str) -> list[str]:
+    code = (
+        f"{HEAD}import logging\nfrom runtime.program import *\ndef body(stop):\n    {body}\nsys.exit(run('prog', body, {form!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stderr.splitlines()
+
+
+def test_lines_may_be_json_one_object_a_line() -> None:
+    told = [json.loads(line) for line in lines_of(f"logging.getLogger('any').warning('at %s\\n', '{URL}'); 1 / 0", "json")]
+    assert [t["level"] for t in told] == ["WARNING", "ERROR"] and told[0]["message"] == "at redis://***@127.0.0.1:1/0\n"
+    assert told[0]["logger"] == "any" and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told[0]["time"])
+    assert "ZeroDivisionError" in told[1]["error"] and "error" not in told[0]
+
+
+def test_a_line_names_the_call_that_it_is_about() -> None:
+    body = "CURRENT_CALL.set(CallNames('c-1', 'aa', 'bb')); logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
+    assert lines_of(body, "text")[0].endswith("any slow [call_id=c-1 trace_id=aa span_id=bb]")
+    told = json.loads(lines_of(body, "json")[0])
+    assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-1", "aa", "bb")
+    assert "call_id" not in lines_of(body, "text")[-1], "whatever comes after it isn't about it"

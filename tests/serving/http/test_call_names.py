@@ -1,0 +1,162 @@
+"""Names of calls, in answers, in the log and in traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import propagate, trace
+from serving_cases import BODY, SCHEMA, Built, build
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from roo.errors import SetupError
+from runtime.program import CURRENT_CALL, CallNames, JsonFormatter
+from serving.http.app import HttpInterface
+from serving.http.call_names import names_of
+from serving.http.tracing import open_tracing
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Iterator[Built]:
+    made = build(tmp_path, FakeRows(SCHEMA))
+    yield made
+    made.close()
+
+
+def client_of(built: Built) -> TestClient:
+    return TestClient(HttpInterface(built.parts), raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("given", ["c-1", "6f1c", "Root=1-67891233-abcdef012345678912345678", "a" * 128])
+def test_a_clients_name_is_taken(given: str) -> None:
+    assert names_of([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallNames(given)
+
+
+@pytest.mark.parametrize("given", ["", " ", "a" * 129, "a b", "-a", "é", 'a"b', "a\tb", "<script>", "a\n"])
+def test_what_is_no_name_is_replaced(given: str) -> None:
+    first, second = (names_of([(b"x-request-id", given.encode())]).call_id for _ in range(2))
+    assert first != second and re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]+", first)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (PARENT, True),
+        (f"01-{TRACE}-{SPAN}-00", True),
+        (f"01-{TRACE}-{SPAN}-00-what-later-versions-add", True),
+        (f"00-{TRACE}-{SPAN}-00-more", False),
+        (f"01-{TRACE}-{SPAN}-00more", False),
+        (f"ff-{TRACE}-{SPAN}-01", False),
+        (f"00-{'0' * 32}-{SPAN}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE.upper()}-{SPAN}-01", False),
+        (f"00-{TRACE}-{SPAN}", False),
+        ("", False),
+    ],
+)
+def test_a_place_in_a_trace_is_taken_as_the_standard_says(given: str, taken: bool) -> None:
+    names = names_of([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
+    assert names == (CallNames("c-1", TRACE, SPAN) if taken else CallNames("c-1"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/rank", 200),
+        ("POST", "/v1/engagements", 400),
+        ("GET", "/v1/rank", 405),
+        ("GET", "/nowhere", 404),
+        ("GET", "/readyz", 200),
+        ("GET", "/", 200),
+    ],
+)
+def test_every_answer_has_its_name(built: Built, method: str, path: str, status: int) -> None:
+    answer = client_of(built).request(method, path, json=BODY, headers={"x-request-id": "c-1"})
+    assert answer.status_code == status and answer.headers.get_list("x-request-id") == ["c-1"]
+    assert client_of(built).request(method, path, json=BODY).headers["x-request-id"] != "c-1"
+
+
+def test_a_line_of_the_log_names_call_and_trace(tmp_path: Path) -> None:
+    class Broken(FakeRows):
+        def gather(self, lookup: Any) -> Any:
+            raise ZeroDivisionError
+
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(JsonFormatter().format(record))
+
+    built, handler = build(tmp_path, Broken(SCHEMA)), Kept()
+    logging.getLogger("roostream.serving").addHandler(handler)
+    try:
+        headers = {"x-request-id": "c-7", "traceparent": PARENT}
+        assert client_of(built).post("/v1/rank", json=BODY, headers=headers).status_code == 500
+    finally:
+        logging.getLogger("roostream.serving").removeHandler(handler)
+        built.close()
+    told = json.loads(lines[0])
+    assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-7", TRACE, SPAN) and "ZeroDivisionError" in told["error"]
+    assert CURRENT_CALL.get() is None
+
+
+class Spans(trace.TracerProvider):
+    """Keeps what a real SDK would send."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def get_tracer(self, *names: Any, **more: Any) -> Any:
+        provider = self
+
+        class Told(trace.NonRecordingSpan):
+            def __init__(self, name: str, parent: Any, attributes: dict[str, Any]) -> None:
+                super().__init__(trace.INVALID_SPAN_CONTEXT)
+                self.found = {"name": name, "parent": parent, "status": None, **attributes}
+                provider.told.append(self.found)
+
+            def set_attribute(self, key: str, value: Any) -> None:
+                self.found[key] = value
+
+            def set_status(self, status: Any, description: str | None = None) -> None:
+                self.found["status"] = status
+
+        class Tracer(trace.NoOpTracer):
+            def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
+                parent = trace.get_current_span(context).get_span_context()
+                return trace.use_span(Told(name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"]))
+
+        return Tracer()
+
+
+def test_spans_continue_the_callers_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = Spans()
+    monkeypatch.setattr(trace, "get_tracer", spans.get_tracer)
+    assert propagate.get_global_textmap() is not None
+    built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
+    http = client_of(built)
+    http.post("/v1/rank", json=BODY, headers={"traceparent": PARENT})
+    http.get("/v1/users/17")
+    built.waiting_for.append("rows")
+    http.get("/readyz")
+    built.close()
+    rank, unknown, ready = spans.told
+    assert (rank["name"], rank["parent"], rank["http.response.status_code"]) == ("POST /v1/rank", f"{TRACE}/{SPAN}", 200)
+    assert (unknown["name"], unknown["url.path"], unknown["status"]) == ("GET", "", None), "names don't grow with what is asked"
+    assert (ready["http.response.status_code"], ready["status"]) == (503, trace.StatusCode.ERROR)
+
+
+def test_tracing_costs_nothing_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    assert open_tracing(False, frozenset()) is None
+    with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):
+        open_tracing(True, frozenset())
