@@ -9,6 +9,7 @@ from pathlib import Path
 from roo.config import MAX_SEED, refusal, setting
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import CachedInRedis, Deployment
+from serving.versions.split import Routing, split_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,14 @@ class ServingConfig(CachedInRedis, Deployment):
         0.0, "probability that a slot of the answer is drawn at random (serving/explore.py)", least=0, most=1
     )
     order_task: str = setting("", "label that the order is by; '' = the first")
+    keep_versions: int = setting(2, "newest dense versions that requests can be scored with", least=2, most=16)
+    canary: str = setting(
+        "", "version for a share of users, e.g. newest@0.05; the others get the one before, until the next commit"
+    )
+    shadow: str = setting("", "version that scores a share of requests beside the answer, e.g. previous@0.1; it is only compared")
+    interleave: str = setting(
+        "", "version whose order is interleaved with the served one's for a share of users, e.g. previous@0.1"
+    )
     heartbeat_ms: int = setting(
         1000, "how often a heartbeat is written to every partition of both event topics", least=10, most=60_000
     )
@@ -65,3 +74,12 @@ class ServingConfig(CachedInRedis, Deployment):
             raise refusal("status_page", "a URL such as http://127.0.0.1:9100/", self.status_page)
         if self.log_bytes < 2 * self.segment_bytes:
             raise refusal("log_bytes", f"at least 2 x segment_bytes = {2 * self.segment_bytes}", self.log_bytes)
+        self.routing()
+
+    def routing(self) -> Routing:
+        """Raises Refusal."""
+        return Routing(
+            canary=split_of("canary", self.canary),
+            shadow=split_of("shadow", self.shadow),
+            interleave=split_of("interleave", self.interleave),
+        )

@@ -3,7 +3,7 @@
 1 complete: what the client left out is hydrated or computed (serving/fill.py)
 2 encode: these bytes are scored, and these bytes are logged
 3 score: one version for the whole request, rows from the replica
-4 order: by the first task, a share of it explored
+4 order: by the first task, a share of it explored; or drafted with another version (serving/versions/interleave.py)
 5 impression: features as scored, scores and places as served, propensities
 
 `append`: a page that adds candidates to an open request. Its RO features are hydrated again to score it, but its impression
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -32,8 +34,11 @@ from serving.explore import best_order, draw_of, explore
 from serving.feature_log.format import LogRecord
 from serving.fill import Filler
 from serving.request import RankRequest
-from serving.scorer import RowReader, probabilities
-from serving.versions.held import Versions
+from serving.scorer import RowReader, Version, probabilities
+from serving.versions.credits import Credits, Pair
+from serving.versions.held import Choice, Versions
+from serving.versions.interleave import Draft, team_draft
+from serving.versions.recent import ScoredRequest
 
 log = logging.getLogger("roostream.serving")
 
@@ -72,18 +77,25 @@ class RankService:
         self.policy = policy or Policy()
         self.filler = Filler(schema)
         self.rows_ready: Callable[[], bool] = lambda: True  # until the replica is bootstrapped, answers are marked degraded
+        self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
+        self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, in the scoring thread
 
     def rank(self, request: RankRequest, time_ms: int) -> Ranked:
         """Raises RequestError; nothing is logged then."""
-        version = self.versions.named(request.model_version)
+        begin_s = time.perf_counter()
+        choice = self.versions.for_request(request)
         self.filler.open(request)
         ro_online, nro_online, degraded = self._hydrate(request, time_ms)
         ro, nro = self.filler.encode(request, time_ms, ro_online, nro_online)
-        scores_nT = probabilities(version.score(self.rows, ro, nro, request.item_ids, time_ms))
-        order, propensities = self._order(request, scores_nT)
+
+        def score(version: Version) -> np.ndarray:
+            return probabilities(version.score(self.rows, ro, nro, request.item_ids, time_ms))
+
+        scores_nT = score(choice.version)
+        order, propensities = self._order(request, scores_nT, self._draft(request, choice, scores_nT, score))
         answer = RankAnswer(
             request_id=request.request_id,
-            model_version=version.name,
+            model_version=choice.version.name,
             tasks=self.schema.tasks,
             scores_nT=scores_nT,
             order=order,
@@ -91,6 +103,19 @@ class RankService:
             ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
         )
         value = self._impression(request, time_ms, (ro, nro), answer, propensities)
+        self.scored(
+            ScoredRequest(
+                request_id=request.request_id,
+                key=request.key,
+                model_version=choice.version.name,
+                ro=ro,
+                nro=nro,
+                item_ids=request.item_ids,
+                time_ms=time_ms,
+                scores_nT=scores_nT,
+                took_s=time.perf_counter() - begin_s,
+            )
+        )
         return Ranked(answer, LogRecord(IMPRESSIONS, -1, time_ms, request.key, value))
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
@@ -103,12 +128,33 @@ class RankService:
             log.debug("hydration failed: %s", error)
             return {}, {}, True
 
-    def _order(self, request: RankRequest, scores_nT: np.ndarray) -> tuple[list[int], list[float]]:
+    def _order(self, request: RankRequest, scores_nT: np.ndarray, draft: Draft | None) -> tuple[list[int], list[float]]:
+        """A list that two versions made isn't explored: each slot's probability would be a sum over all drafts."""
+        if draft is not None:
+            return draft.order, draft.propensities
         best = best_order(scores_nT[:, self.policy.task])
-        if not self.policy.exploration:
-            return best, []
-        draw = draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
-        return explore(best, self.policy.exploration, draw)
+        return explore(best, self.policy.exploration, self._draw(request)) if self.policy.exploration else (best, [])
+
+    def _draft(
+        self, request: RankRequest, choice: Choice, scores_nT: np.ndarray, score: Callable[[Version], np.ndarray]
+    ) -> Draft | None:
+        """With the rival's order, where the request has a rival and that can score it."""
+        if choice.rival is None:
+            return None
+        try:
+            rival_nT = score(choice.rival)
+        except RequestError:
+            self.credits.failed()
+            return None
+        task = self.policy.task
+        draft = team_draft(best_order(scores_nT[:, task]), best_order(rival_nT[:, task]), self._draw(request))
+        pair = Pair(choice.version.name, choice.rival.name)
+        self.credits.drafted(request.key, request.request_id, pair, request.item_ids.tolist(), draft.team_n)
+        return draft
+
+    def _draw(self, request: RankRequest) -> random.Random:
+        """What chance decides in a request; the same when it is repeated."""
+        return draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
 
     def _impression(
         self, request: RankRequest, time_ms: int, blocks: tuple[bytes, bytes], answer: RankAnswer, propensities: list[float]

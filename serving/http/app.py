@@ -145,7 +145,7 @@ def _others(parts: Parts) -> FastAPI:
 
     async def readyz(request: Request) -> Response:
         waiting_for = parts.waiting_for()
-        body = {"ready": not waiting_for, "waiting_for": waiting_for, "model_version": parts.service.versions.newest.name}
+        body = {"ready": not waiting_for, "waiting_for": waiting_for, "model_version": parts.service.versions.named("").name}
         return JSONResponse(body, 503 if waiting_for else 200, {"retry-after": "1"} if waiting_for else None)
 
     async def metrics(request: Request) -> Response:
@@ -171,7 +171,7 @@ def _about(parts: Parts) -> dict[str, Any]:
         "name": "Roostream serving",
         "version": _version(),
         "schema": parts.schema.name,
-        "model_version": parts.service.versions.newest.name,
+        "model_version": parts.service.versions.named("").name,
         "ready": not waiting_for,
     }
 

@@ -16,6 +16,7 @@ from serving.http.call_names import DOCUMENTED
 from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
 from serving.http.json_types import NAME, PlainId, build_types, limits
 from serving.http.query import RANK_QUERY
+from serving.http.version_header import HEADER
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -135,6 +136,8 @@ def _rank(schema: Schema) -> dict[str, Any]:
     asked = [
         {"name": name, "in": "query", "description": text, "required": False, "schema": {"type": "boolean", "default": False}}
         for name, text in RANK_QUERY.items()
+    ] + [
+        {"name": HEADER, "in": "header", "description": "as `model_version` in the body", "schema": {"type": "string"}},
     ]
     return {
         "operationId": "rank",

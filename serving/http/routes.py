@@ -23,6 +23,7 @@ from serving.http.engage import EngagementParser
 from serving.http.parse import JsonParser
 from serving.http.query import options_of
 from serving.http.seldom import Seldom, kind_of
+from serving.http.version_header import take_version
 from serving.rank import Ranked
 from serving.request import RankRequest
 
@@ -110,6 +111,7 @@ class RankEndpoint(_Endpoint):
         media = media_of(scope, (JSON, PROTOBUF))
         body = await self.intake.read(scope, receive, until_s)
         request = self._parse(body, media, options)
+        take_version(scope, request)
         self._check_room(len(body))
         with self.gate.admit(self._left_s(until_s)):
             answer = await self._scored(request, until_s)
@@ -173,6 +175,7 @@ class EngagementsEndpoint(_Endpoint):
         try:
             told = self.json.parse(body, stamp_ms)
             self.append(told.records)
+            self.parts.service.credits.take(told.records)
         finally:
             self.parts.stamps.close(stamp_ms)
         metrics, unused = self.parts.metrics, self.json.unused(told.actions)

@@ -22,6 +22,10 @@ BAD = [
     ({"log_bytes": 1 << 20}, "key 'log_bytes': expected at least 2 x segment_bytes = 2097152"),
     ({"shards": ("nowhere",)}, "'nowhere'"),
     ({"bootstrap": "kafka"}, "'kafka'"),
+    ({"canary": "newest"}, "key 'canary': expected VERSION@SHARE such as newest@0.05"),
+    ({"shadow": "best@1"}, "key 'shadow': expected VERSION@SHARE"),
+    ({"interleave": "previous@2"}, "key 'interleave': expected VERSION@SHARE"),
+    ({"keep_versions": 1}, "key 'keep_versions': expected 2..16"),
 ]
 
 

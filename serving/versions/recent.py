@@ -1,0 +1,85 @@
+"""Requests of a moment ago, as they were scored: what a new version is tried with, and which ones were slow.
+
+Letters: n candidates, T tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+
+import numpy as np
+
+MOST_BYTES = 4 << 20
+MOST_SLOW = 32
+SLOW_FOR_MS = 600_000  # a slow request is remembered so long
+_OVERHEAD_BYTES = 512  # of the objects around the arrays
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredRequest:
+    """All that scoring it again takes, and what came of it."""
+
+    request_id: str
+    key: bytes
+    model_version: str
+    ro: bytes
+    nro: bytes
+    item_ids: np.ndarray  # int64 [n]
+    time_ms: int
+    scores_nT: np.ndarray  # float32 probabilities
+    took_s: float  # from its turn to its record, without the queue before
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.ro) + len(self.nro) + self.item_ids.nbytes + self.scores_nT.nbytes + _OVERHEAD_BYTES
+
+
+class RecentRequests:
+    """The newest within `most_bytes`, and beside them the slowest of the last SLOW_FOR_MS, at most MOST_SLOW. Thread-safe."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._lock = threading.Lock()
+        self._ring: deque[ScoredRequest] = deque()
+        self._slow: list[ScoredRequest] = []  # the slowest first
+
+    def add(self, request: ScoredRequest) -> None:
+        """One beyond `most_bytes` alone is not kept."""
+        with self._lock:
+            self._ring.append(request)
+            self.num_bytes += request.num_bytes
+            while self.num_bytes > self.most_bytes:
+                self.num_bytes -= self._ring.popleft().num_bytes
+            if len(self._slow) < MOST_SLOW or request.took_s > self._slow[-1].took_s or self._is_old(request.time_ms):
+                self._remember_slow(request)
+
+    def newest(self, most: int) -> list[ScoredRequest]:
+        """At most so many, the newest first."""
+        with self._lock:
+            return [self._ring[-1 - i] for i in range(min(most, len(self._ring)))]
+
+    def slowest(self) -> list[ScoredRequest]:
+        """The slowest first."""
+        with self._lock:
+            return list(self._slow)
+
+    def to_try(self, most: int) -> list[ScoredRequest]:
+        """What shows best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
+        slow = self.slowest()[: most // 2]
+        return [*slow, *(r for r in self.newest(most - len(slow)) if not any(r is s for s in slow))]
+
+    def forget(self) -> None:
+        """What was scored so far was no traffic."""
+        with self._lock:
+            self._ring.clear()
+            self._slow.clear()
+            self.num_bytes = 0
+
+    def _is_old(self, now_ms: int) -> bool:
+        return any(r.time_ms < now_ms - SLOW_FOR_MS for r in self._slow)
+
+    def _remember_slow(self, request: ScoredRequest) -> None:
+        kept = [r for r in self._slow if r.time_ms >= request.time_ms - SLOW_FOR_MS]
+        self._slow = sorted((*kept, request), key=lambda r: -r.took_s)[:MOST_SLOW]

@@ -1,0 +1,44 @@
+"""`x-model-version` is the body's `model_version`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving_cases import BODY, MODEL, SCHEMA, build
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from serving.http.app import HttpInterface
+from serving.scorer import build_version
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[TestClient]:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
+    yield TestClient(HttpInterface(built.parts))
+    built.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "version"), [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")]
+)
+def test_either_names_the_version(http: TestClient, header: str, body: str, version: str) -> None:
+    answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+    assert answer.status_code == 200 and answer.json()["model_version"] == version
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "status", "code"),
+    [
+        ("9-9", "", 404, "unknown_model_version"),
+        ("newest", "", 400, "bad_request"),
+        ("0-0", "1-1", 400, "bad_request"),
+    ],
+)
+def test_what_is_not_held_or_contradicts_is_refused(http: TestClient, header: str, body: str, status: int, code: str) -> None:
+    answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["path"]) == (status, code, "$.model_version")

@@ -1,0 +1,85 @@
+"""Whose item a user engaged with, and which version won the request."""
+
+from __future__ import annotations
+
+import json
+
+from serving_cases import NOW_MS, SCHEMA
+
+from roo.ids import key_bytes
+from serving.feature_log.format import LogRecord
+from serving.http.engage import EngagementParser
+from serving.versions.credits import MOST_PAIRS, Credits, Pair
+from serving.versions.interleave import OURS, RIVAL
+
+PAIR = Pair("1-2", "1-1")
+
+
+def engagements(item: int | str, *, request_id: str = "r-1", action: str = "click", user: int = 17) -> list[LogRecord]:
+    body = {"request_id": request_id, "user_id": user, "item_id": item, "action": action}
+    return EngagementParser(SCHEMA).parse(json.dumps(body).encode(), NOW_MS).records
+
+
+def draft(credits: Credits, request_id: str = "r-1", pair: Pair = PAIR, items: tuple[int, ...] = (1, 2, -3)) -> None:
+    credits.drafted(key_bytes(17, 0, request_id), request_id, pair, items, [OURS, RIVAL, RIVAL])
+
+
+def test_an_engagement_is_credited_to_the_team_of_its_item() -> None:
+    credits = Credits("click")
+    draft(credits)
+    credits.take(engagements(1))
+    assert credits.outcomes() == {"served": 1, "rival": 0, "tie": 0}
+    credits.take(engagements(2))
+    assert credits.outcomes() == {"served": 0, "rival": 0, "tie": 1}
+    credits.take(engagements(-3))
+    assert credits.outcomes() == {"served": 0, "rival": 1, "tie": 0} and credits.num_engaged == 3
+
+
+def test_an_item_counts_once() -> None:
+    credits = Credits("click")
+    draft(credits)
+    credits.take([*engagements(1), *engagements(1)])
+    assert credits.num_engaged == 1
+
+
+def test_other_actions_requests_users_and_items_are_passed_over() -> None:
+    credits = Credits("click")
+    credits.take(engagements(1))
+    draft(credits)
+    for others in (engagements(1, action="read"), engagements(1, request_id="r-2"), engagements(1, user=3), engagements(9)):
+        credits.take(others)
+    assert credits.num_engaged == 0 and credits.by_pair() == {}
+
+
+def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothing() -> None:
+    credits = Credits("click")
+    draft(credits)
+    draft(credits)
+    credits.drafted(key_bytes(17, 0, "r-1"), "r-1", PAIR, (7, 1), [RIVAL, RIVAL])
+    credits.take([*engagements(7), *engagements(1)])
+    assert credits.num_drafted == 1 and credits.outcomes()["tie"] == 1
+
+
+def test_memory_is_bounded_the_oldest_request_goes() -> None:
+    credits = Credits("click", most_candidates=7)
+    for number in range(3):
+        draft(credits, f"r-{number}")
+    for number in range(3):
+        credits.take(engagements(1, request_id=f"r-{number}"))
+    assert credits.num_engaged == 2
+
+
+def test_a_request_that_another_pair_shares_is_theirs() -> None:
+    credits = Credits("click", most_candidates=4)
+    draft(credits)
+    draft(credits, pair=Pair("1-3", "1-2"))
+    credits.take(engagements(2))
+    assert credits.by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
+
+
+def test_sums_of_the_newest_pairs_are_kept() -> None:
+    credits = Credits("click")
+    for number in range(MOST_PAIRS + 5):
+        draft(credits, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))
+        credits.take(engagements(1, request_id=f"r-{number}"))
+    assert len(credits.by_pair()) == MOST_PAIRS and credits.outcomes()["served"] == MOST_PAIRS

@@ -1,0 +1,178 @@
+"""Which versions are held, and which of them scores a request."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from roo.ids import key_bytes
+from serving.errors import RequestError
+from serving.scorer import Version
+from serving.versions.held import Held, Versions
+from serving.versions.split import Routing, Split
+
+
+class Named:
+    """Stands for a version: nothing here scores."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def version(name: str) -> Version:
+    return cast(Version, Named(name))
+
+
+class Request:
+    def __init__(self, user: int = 1, model_version: str = "") -> None:
+        self.request_id, self.model_version, self.user = f"r-{user}", model_version, user
+
+    @property
+    def key(self) -> bytes:
+        return key_bytes(self.user, 0, self.request_id)
+
+
+def holding(*names: str, keep: int = 2, **routing: Any) -> Versions:
+    """Installed in this order."""
+    versions = Versions(version("0-0"), keep, Routing(**routing), now_ms=lambda: 7)
+    for name in names:
+        versions.install(version(name))
+    return versions
+
+
+def names(versions: Versions) -> list[str]:
+    return [h.version.name for h in versions.held]
+
+
+def scored_by(versions: Versions, **request: Any) -> str:
+    return versions.for_request(Request(**request)).version.name
+
+
+def test_the_newest_is_served_and_as_many_as_are_kept_are_held() -> None:
+    versions = holding("1-1", "1-2", "1-3", keep=3)
+    assert names(versions) == ["1-3", "1-2", "1-1"] and scored_by(versions) == "1-3" and versions.num_swaps == 3
+
+
+def test_one_of_the_same_name_takes_its_place() -> None:
+    versions = holding("1-1", "1-2")
+    versions.install(version("1-1"), committed_ms=5)
+    assert names(versions) == ["1-1", "1-2"] and versions.served.committed_ms == 5
+
+
+def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> None:
+    versions = holding("1-1", "1-2")
+    versions.activate("1-1")
+    assert scored_by(versions) == "1-1"
+    for seq in (3, 4, 5):
+        versions.install(version(f"1-{seq}"))
+    assert names(versions) == ["1-5", "1-4", "1-1"] and scored_by(versions) == "1-1" and versions.newest.name == "1-5"
+    versions.resume()
+    assert scored_by(versions) == "1-5" and names(versions) == ["1-5", "1-4"]
+
+
+def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
+    told: list[str] = []
+
+    def changed(held: Held) -> None:
+        told.append(held.version.name)
+
+    versions = holding("1-1")
+    versions.changed = changed
+    versions.install(version("1-2"))
+    versions.activate("1-1")
+    versions.install(version("1-3"))
+    versions.resume()
+    assert told == ["1-2", "1-1", "1-3"]
+
+
+def test_a_request_that_names_a_version_has_it_whatever_is_routed() -> None:
+    versions = holding("1-1", "1-2", canary=Split("newest", 1.0), interleave=Split("previous", 1.0))
+    assert versions.for_request(Request(model_version="1-1")) == (versions.named("1-1"), None)
+
+
+def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
+    versions = holding("1-1")
+    for ask in (
+        lambda: scored_by(versions, model_version="1-9"),
+        lambda: versions.named("1-9"),
+        lambda: versions.activate("1-9"),
+    ):
+        with pytest.raises(RequestError, match="1-9 isn't held; expected one of 1-1, 0-0, or none") as error:
+            ask()
+        assert (error.value.status, error.value.code, error.value.path) == (404, "unknown_model_version", "$.model_version")
+
+
+def test_what_is_no_name_is_a_400() -> None:
+    with pytest.raises(RequestError, match="expected a model version as '<incarnation>-<seq>', got 'latest'") as error:
+        scored_by(holding(), model_version="latest")
+    assert error.value.status == 400
+
+
+def test_the_newest_as_canary_leaves_the_one_before_to_the_others() -> None:
+    versions = holding("1-1", "1-2", canary=Split("newest", 0.3))
+    found = [scored_by(versions, user=user) for user in range(1, 400)]
+    assert set(found) == {"1-1", "1-2"} and 80 < found.count("1-2") < 160
+    assert found == [scored_by(versions, user=user) for user in range(1, 400)], "a user stays where they are"
+    assert versions.served.version.name == "1-1"
+
+
+def test_the_newest_as_canary_beside_an_activated_version() -> None:
+    versions = holding("1-1", "1-2", "1-3", keep=3, canary=Split("newest", 0.3))
+    versions.activate("1-1")
+    assert {scored_by(versions, user=user) for user in range(1, 100)} == {"1-1", "1-3"}
+
+
+def test_a_named_canary_is_held_as_long_as_it_is_one() -> None:
+    versions = holding("1-1", "1-2")
+    versions.put(canary=Split("1-1", 0.5))
+    versions.install(version("1-3"))
+    assert names(versions) == ["1-3", "1-2", "1-1"]
+    assert {scored_by(versions, user=user) for user in range(1, 60)} == {"1-1", "1-3"}
+    versions.put(canary=Split())
+    assert names(versions) == ["1-3", "1-2"] and scored_by(versions) == "1-3"
+
+
+def test_a_canary_that_is_not_held_has_no_users() -> None:
+    assert scored_by(holding("1-1", canary=Split("1-9", 1.0))) == "1-1"
+
+
+@pytest.mark.parametrize(("reference", "status"), [("1-9", 404), ("best", 400), ("", 400)])
+def test_a_split_for_what_is_no_version_changes_nothing(reference: str, status: int) -> None:
+    versions = holding("1-1")
+    with pytest.raises(RequestError) as error:
+        versions.put(shadow=Split("previous", 1.0), canary=Split(reference, 0.5))
+    assert error.value.status == status and error.value.path == "$.version" and versions.routing == Routing()
+
+
+def test_interleaving_gives_a_share_of_users_a_rival() -> None:
+    versions = holding("1-1", "1-2", interleave=Split("previous", 0.5))
+    choices = [versions.for_request(Request(user)) for user in range(1, 100)]
+    assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {None, "1-1"}
+
+
+def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
+    versions = holding("1-1", interleave=Split("newest", 1.0), shadow=Split("newest", 1.0))
+    assert versions.for_request(Request()).rival is None
+    assert versions.shadow_for(b"key", "r", versions.newest) is None
+
+
+def test_a_shadow_scores_a_share_of_requests() -> None:
+    versions = holding("1-1", shadow=Split("previous", 0.5))
+    found = [versions.shadow_for(b"user", f"r-{n}", versions.newest) for n in range(200)]
+    assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
+
+
+def test_versions_that_are_withdrawn_go_unless_they_are_activated() -> None:
+    versions = holding("1-1", "1-5", "1-6", keep=4)
+    versions.activate("1-5")
+    versions.install(versions.named("1-1"))
+    versions.withdraw(lambda name: name in ("1-5", "1-6"))
+    assert names(versions) == ["1-1", "1-5", "0-0"] and scored_by(versions) == "1-5"
+
+
+def test_refused_versions_are_remembered_the_newest_ones() -> None:
+    versions = holding()
+    for seq in range(30):
+        versions.refuse(f"1-{seq}", "damaged", "why")
+    assert next(iter(versions.refused)) == "1-10" and versions.refused["1-29"] == ("1-29", "damaged", "why", 7)

@@ -1,0 +1,107 @@
+"""A list that two versions made: what is answered, logged and credited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_fakes import FakeRows
+
+from models.build import build_model
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.ids import key_bytes
+from serving.explore import draw_of
+from serving.http.engage import EngagementParser
+from serving.http.parse import JsonParser
+from serving.rank import Policy, Ranked
+from serving.scorer import build_version
+from serving.versions.interleave import team_draft
+from serving.versions.recent import ScoredRequest
+from serving.versions.split import Split
+
+
+def weights(seed: int, fill: float | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    state = build_model(SCHEMA, MODEL, 0).state_dict()
+    return {
+        name: t + torch.randn(t.shape, generator=generator) if fill is None else torch.full_like(t, fill)
+        for name, t in state.items()
+    }
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Iterator[Built]:
+    torch.set_num_threads(1)
+    built = build(tmp_path, FakeRows(SCHEMA), policy=Policy(exploration=0.3))
+    built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 0, weights(1)))
+    built.service.versions.install(build_version("1-2", SCHEMA, MODEL, 0, weights(2)))
+    yield built
+    built.close()
+
+
+def ranked(built: Built, **changes: Any) -> tuple[Ranked, pb.Impression]:
+    found = built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
+    _, message = wire.decode(found.record.value)
+    assert isinstance(message, pb.Impression)
+    return found, message
+
+
+def best(built: Built, version: str) -> list[int]:
+    built.service.versions.put(interleave=Split())
+    scores = ranked(built, model_version=version)[0].answer.scores_nT[:, 0]
+    return sorted(range(len(scores)), key=lambda i: -scores[i])
+
+
+def test_an_interleaved_list_is_a_draft_of_both_with_its_propensities(built: Built) -> None:
+    ours, rival = best(built, "1-2"), best(built, "1-1")
+    assert ours != rival
+    built.service.versions.put(interleave=Split("previous", 1.0))
+    orders = set()
+    for number in range(12):
+        found, impression = ranked(built, request_id=f"r-{number}")
+        draft = team_draft(ours, rival, draw_of(0, key_bytes(17, 4, ""), f"r-{number}", 0))
+        assert found.answer.order == draft.order and list(impression.propensities) == draft.propensities
+        assert impression.header.model_version == "1-2"
+        orders.add(tuple(found.answer.order))
+    assert len(orders) > 1
+
+
+def test_a_repeated_request_has_the_same_list(built: Built) -> None:
+    built.service.versions.put(interleave=Split("previous", 1.0))
+    assert ranked(built)[0].answer.order == ranked(built)[0].answer.order
+
+
+def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -> None:
+    built.service.versions.put(interleave=Split("previous", 1.0))
+    ranked(built)
+    click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
+    built.service.credits.take(EngagementParser(SCHEMA).parse(json.dumps(click).encode(), NOW_MS).records)
+    assert sum(built.service.credits.outcomes().values()) == 1 and list(built.service.credits.by_pair()) == [("1-2", "1-1")]
+
+
+def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None:
+    built.service.versions.put(interleave=Split("1-3", 0.0))
+    built.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
+    built.service.versions.activate("1-2")
+    built.service.versions.put(interleave=Split("newest", 1.0))
+    found, _ = ranked(built)
+    assert found.answer.model_version == "1-2" and built.service.credits.num_failed == 1
+    assert built.service.credits.num_drafted == 0
+
+
+def test_what_was_scored_is_told_with_all_that_scoring_it_again_takes(built: Built) -> None:
+    told: list[ScoredRequest] = []
+    built.service.scored = told.append
+    found, impression = ranked(built)
+    (scored,) = told
+    assert (scored.request_id, scored.model_version, scored.ro, scored.nro) == ("r-1", "1-2", impression.ro, impression.nro)
+    again = built.service.versions.served.version.score(
+        built.service.rows, scored.ro, scored.nro, scored.item_ids, scored.time_ms
+    )
+    assert torch.sigmoid(torch.from_numpy(again)).equal(torch.from_numpy(found.answer.scores_nT)) and scored.took_s > 0

@@ -1,0 +1,69 @@
+"""Requests of a moment ago, within a bound of bytes; the slow ones stay longer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from serving.versions.recent import MOST_SLOW, SLOW_FOR_MS, RecentRequests, ScoredRequest
+
+
+def scored(number: int, *, took_s: float = 0.001, size: int = 1000, time_ms: int = 0) -> ScoredRequest:
+    return ScoredRequest(
+        request_id=f"r-{number}",
+        key=b"user",
+        model_version="1-1",
+        ro=b"",
+        nro=bytes(size),
+        item_ids=np.arange(2),
+        time_ms=time_ms,
+        scores_nT=np.zeros((2, 1), np.float32),
+        took_s=took_s,
+    )
+
+
+def ids(requests: list[ScoredRequest]) -> list[str]:
+    return [r.request_id for r in requests]
+
+
+def test_the_newest_are_kept_within_the_bytes() -> None:
+    recent = RecentRequests(most_bytes=5 * scored(0).num_bytes)
+    for number in range(20):
+        recent.add(scored(number))
+    assert ids(recent.newest(99)) == ["r-19", "r-18", "r-17", "r-16", "r-15"] and ids(recent.newest(2)) == ["r-19", "r-18"]
+    assert recent.num_bytes == recent.most_bytes
+
+
+def test_one_larger_than_the_bound_is_not_kept() -> None:
+    recent = RecentRequests(most_bytes=100)
+    recent.add(scored(1))
+    assert recent.newest(1) == [] and recent.num_bytes == 0
+
+
+def test_the_slowest_are_remembered_beyond_the_newest() -> None:
+    recent = RecentRequests(most_bytes=2 * scored(0).num_bytes)
+    for number in range(100):
+        recent.add(scored(number, took_s=number % 50))
+    slow = recent.slowest()
+    assert len(slow) == MOST_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
+
+
+def test_a_slow_request_is_forgotten_after_a_while() -> None:
+    recent = RecentRequests()
+    recent.add(scored(1, took_s=9.0))
+    recent.add(scored(2, took_s=0.1, time_ms=SLOW_FOR_MS + 1))
+    assert ids(recent.slowest()) == ["r-2"]
+
+
+def test_what_is_tried_are_slow_ones_and_new_ones_each_once() -> None:
+    recent = RecentRequests()
+    for number in range(10):
+        recent.add(scored(number, took_s=10 - number))
+    assert ids(recent.to_try(4)) == ["r-0", "r-1", "r-9", "r-8"]
+    assert sorted(ids(recent.to_try(20))) == sorted(f"r-{n}" for n in range(10)) and recent.to_try(0) == []
+
+
+def test_what_was_no_traffic_is_forgotten() -> None:
+    recent = RecentRequests()
+    recent.add(scored(1))
+    recent.forget()
+    assert recent.newest(9) == recent.slowest() == [] and recent.num_bytes == 0

@@ -1,0 +1,50 @@
+"""A share of users: stable, growing, independent of what else is shared out."""
+
+from __future__ import annotations
+
+import pytest
+
+from roo.config import Refusal
+from serving.versions.split import Split, split_of
+
+KEYS = [n.to_bytes(8, "little") for n in range(2000)]
+
+
+def taken(share: float, purpose: bytes = b"canary") -> set[bytes]:
+    split = Split("newest", share)
+    return {key for key in KEYS if split.takes(key, purpose)}
+
+
+def test_a_share_is_about_that_many_users() -> None:
+    assert len(taken(0.0)) == 0 and len(taken(1.0)) == len(KEYS)
+    assert 0.22 < len(taken(0.25)) / len(KEYS) < 0.28
+
+
+def test_a_share_that_grows_keeps_those_that_it_had() -> None:
+    assert taken(0.05) < taken(0.1) < taken(0.5)
+
+
+def test_who_is_in_one_share_says_nothing_about_another() -> None:
+    both = taken(0.5) & taken(0.5, b"interleave")
+    assert 0.22 < len(both) / len(KEYS) < 0.28
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("", Split()),
+        ("newest@0.05", Split("newest", 0.05)),
+        ("previous@1", Split("previous", 1.0)),
+        ("3-17@.5", Split("3-17", 0.5)),
+    ],
+)
+def test_a_split_is_written_as_version_and_share(text: str, split: Split) -> None:
+    assert split_of("canary", text) == split and split_of("canary", str(split)) == split
+
+
+@pytest.mark.parametrize(
+    "text", ["newest", "newest@", "@0.5", "newest@1.5", "newest@-1", "best@0.5", "3@0.5", "newest@nan", "3-1 @1"]
+)
+def test_what_is_no_split_is_refused_with_its_form(text: str) -> None:
+    with pytest.raises(Refusal, match=r"key 'canary': expected VERSION@SHARE such as newest@0\.05"):
+        split_of("canary", text)
