@@ -65,9 +65,47 @@ class Quantiles(Collector):
         with self._lock:
             found = [(stage, list(counts), self._sums_ms[stage]) for stage, counts in self._counts.items()]
         for stage, counts, sum_ms in found:
-            bounds = [*map(floatToGoString, BUCKETS_S), "+Inf"]
-            family.add_metric([stage], list(zip(bounds, itertools.accumulate(counts), strict=True)), sum_ms / 1000)
+            family.add_metric([stage], cumulative(BUCKETS_S, counts), sum_ms / 1000)
         return family
+
+
+class Cell:
+    """One series of a Histogram. Observed by one thread, without a lock; read by any, and never goes back."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+class Histogram(Collector):
+    """Values in fixed buckets, in the unit that `name` ends with; a series for each `cell` that was asked for. To be observed
+    thousands of times a second: whoever observes holds on to its cell."""
+
+    def __init__(self, name: str, help: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> None:
+        self.name, self.help, self.labels, self.bounds = name, help, labels, bounds
+        self._cells: dict[tuple[str, ...], Cell] = {}
+
+    def cell(self, *values: str) -> Cell:
+        """The series with these values of the labels, made with the first asking; thread-safe."""
+        return self._cells.get(values) or self._cells.setdefault(values, Cell(self.bounds))
+
+    def collect(self) -> list[Metric]:
+        family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
+        for values, cell in sorted(self._cells.items()):
+            family.add_metric(values, cumulative(self.bounds, list(cell.counts)), cell.sum)
+        return [family]
+
+
+def cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    """As Prometheus has buckets: each with all that is below its bound."""
+    return list(zip([*map(floatToGoString, bounds), "+Inf"], itertools.accumulate(counts), strict=True))
 
 
 def freshness() -> Quantiles:

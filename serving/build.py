@@ -112,10 +112,11 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     )
     store = _open_store(config, schema)
     feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
-    metrics = ServingMetrics(registry)
+    metrics = ServingMetrics(registry, schema.tasks)
     replica = Replica(schema, config.seed, num_buckets=config.buckets)
     hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
     service = RankService(schema, versions, replica, hydrator, policy)
+    service.stages, service.scores = metrics.stages, metrics.scores
     rows = RowFollower(
         replica,
         KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)),

@@ -1,23 +1,33 @@
-"""What `/metrics` shows of serving."""
+"""What `/metrics` shows of serving. Histograms are written without a lock, each cell by one thread: what belongs to scoring by
+the scoring thread, the rest by the event loop."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+import threading
+from collections.abc import Sequence
 
-from runtime.metrics import Quantiles
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from runtime.metrics import Cell, Histogram, cumulative
 
 MOST_ACTIONS = 20  # that nothing counts, shown by name
+REQUEST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+STAGE_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+SCORES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 class ServingMetrics:
     """One per registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tasks: Sequence[str] = ()) -> None:
         self.registry = registry
         self._requests = Counter(
             "roostream_serving_requests", "answers by route and status", ["route", "status"], registry=registry
         )
-        self._children: dict[tuple[str, int], Counter] = {}
+        self._children: dict[tuple[str, int], tuple[Counter, Cell]] = {}
         self.candidates = Counter("roostream_serving_candidates", "candidates scored", registry=registry)
         self.degraded = Counter("roostream_serving_degraded", "answers without hydration or rows", registry=registry)
         self.engagements = Counter("roostream_serving_engagements", "engagements taken", registry=registry)
@@ -28,17 +38,24 @@ class ServingMetrics:
             registry=registry,
         )
         self._unused_actions: set[str] = set()
-        self.latency = Quantiles("roostream_serving_latency", "time of an answer, by route")
-        registry.register(self.latency)
+        self._seconds = Histogram(
+            "roostream_serving_request_seconds", "time of an answer, by route and class of status", ("route", "status"), REQUEST_S
+        )
+        self.stages = RankTimes()
+        self.scores = ScoreSpread(tasks)
+        for collector in (self._seconds, self.stages.seconds, self.stages.queue_seconds, self.stages.redis_seconds, self.scores):
+            registry.register(collector)
         self.version = Gauge("roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry)
         self.version_time = Gauge("roostream_serving_model_timestamp_seconds", "when it was committed", registry=registry)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
+        """From the event loop."""
         child = self._children.get((route, status))
         if child is None:
-            child = self._children[route, status] = self._requests.labels(route, str(status))
-        child.inc()
-        self.latency.observe(route, seconds * 1000)
+            child = self._requests.labels(route, str(status)), self._seconds.cell(route, f"{status // 100}xx")
+            self._children[route, status] = child
+        child[0].inc()
+        child[1].observe(seconds)
 
     def unused_action(self, action: str, count: int) -> None:
         """By name for the first MOST_ACTIONS names, which come from outside; as `(other)` beyond."""
@@ -52,3 +69,64 @@ class ServingMetrics:
         self.version.clear()
         self.version.labels(name).set(1)
         self.version_time.set(time_ms / 1000)
+
+
+class RankTimes:
+    """Where the time of a rank goes; each is told in seconds as it ends."""
+
+    def __init__(self) -> None:
+        self.seconds = Histogram("roostream_serving_stage_seconds", "time of a rank's stages", ("stage",), STAGE_S)
+        self.parse = self.seconds.cell("parse")  # event loop
+        self.hydrate = self.seconds.cell("hydrate")  # scoring thread, as the next two
+        self.encode = self.seconds.cell("encode")
+        self.score = self.seconds.cell("score")
+        self.log = self.seconds.cell("log")  # event loop
+        self.queue_seconds = Histogram(
+            "roostream_serving_queue_seconds", "a parsed rank waits for the scoring thread", (), STAGE_S
+        )
+        self.queue = self.queue_seconds.cell()
+        self.redis_seconds = Histogram("roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S)
+        self.redis_ok, self.redis_failed = self.redis_seconds.cell("ok"), self.redis_seconds.cell("failed")
+
+
+class ScoreSpread(Collector):
+    """Scores as served, by task, in fixed buckets. Kept as they come, and counted some thousands at a time: a rank pays for a
+    copy. Added to by one thread; read by any."""
+
+    _ROWS = 8192
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self.tasks = tuple(tasks)
+        self._lock = threading.Lock()
+        self._waiting_NT = np.empty((self._ROWS, len(self.tasks)), np.float32)
+        self._num_waiting = 0
+        self._counts_TB = np.zeros((len(self.tasks), len(SCORES) + 1), np.int64)
+        self._sum_T = np.zeros(len(self.tasks))
+
+    def add(self, scores_nT: np.ndarray) -> None:
+        """Of one answer; of a larger one than `_ROWS` the first so many."""
+        scores_nT = scores_nT[: self._ROWS]
+        begin, end = self._num_waiting, self._num_waiting + len(scores_nT)
+        if end > self._ROWS:
+            with self._lock:
+                self._counts_TB, self._sum_T = self._counted()
+                self._num_waiting = 0
+            begin, end = 0, len(scores_nT)
+        self._waiting_NT[begin:end] = scores_nT
+        self._num_waiting = end
+
+    def collect(self) -> list[Metric]:
+        with self._lock:
+            counts_TB, sum_T = self._counted()
+        family = HistogramMetricFamily("roostream_serving_score", "scores as served, by task", labels=("task",))
+        for task, counts_B, total in zip(self.tasks, counts_TB, sum_T, strict=True):
+            family.add_metric([task], cumulative(SCORES, counts_B.tolist()), float(total))
+        return [family]
+
+    def _counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Counts and sums with those that wait; nothing is changed."""
+        waiting_NT = self._waiting_NT[: self._num_waiting]
+        width = self._counts_TB.shape[1]
+        spread = [np.bincount(np.searchsorted(SCORES, column_N), minlength=width) for column_N in waiting_NT.T]
+        counts_TB = self._counts_TB + spread if spread else self._counts_TB
+        return counts_TB, self._sum_T + waiting_NT.sum(axis=0, dtype=np.float64)

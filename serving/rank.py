@@ -31,6 +31,7 @@ from runtime.kafka.topics import IMPRESSIONS
 from serving.answer import RankAnswer
 from serving.errors import RequestError
 from serving.explore import best_order, draw_of, explore
+from serving.exports import RankTimes, ScoreSpread
 from serving.feature_log.format import LogRecord
 from serving.fill import Filler
 from serving.request import RankRequest
@@ -76,6 +77,7 @@ class RankService:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
         self.policy = policy or Policy()
         self.filler = Filler(schema)
+        self.stages, self.scores = RankTimes(), ScoreSpread(schema.tasks)  # those that are exported, where they are
         self.rows_ready: Callable[[], bool] = lambda: True  # until the replica is bootstrapped, answers are marked degraded
         self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
         self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, in the scoring thread
@@ -85,13 +87,20 @@ class RankService:
         begin_s = time.perf_counter()
         choice = self.versions.for_request(request)
         self.filler.open(request)
+        opened_s = time.perf_counter()
         ro_online, nro_online, degraded = self._hydrate(request, time_ms)
+        hydrated_s = time.perf_counter()
         ro, nro = self.filler.encode(request, time_ms, ro_online, nro_online)
+        encoded_s = time.perf_counter()
 
         def score(version: Version) -> np.ndarray:
             return probabilities(version.score(self.rows, ro, nro, request.item_ids, time_ms))
 
         scores_nT = score(choice.version)
+        self.stages.hydrate.observe(hydrated_s - opened_s)
+        self.stages.encode.observe(encoded_s - hydrated_s)
+        self.stages.score.observe(time.perf_counter() - encoded_s)
+        self.scores.add(scores_nT)
         order, propensities = self._order(request, scores_nT, self._draft(request, choice, scores_nT, score))
         answer = RankAnswer(
             request_id=request.request_id,
@@ -122,11 +131,15 @@ class RankService:
         """(RO, NRO, degraded); without Redis the features stay missing."""
         if self.hydrator is None or not self.filler.wants_hydration(request):
             return {}, {}, not self.rows_ready()
+        begin_s = time.perf_counter()
         try:
-            return *self.hydrator.read(request.user_id, request.item_ids, time_ms), not self.rows_ready()
+            ro, nro = self.hydrator.read(request.user_id, request.item_ids, time_ms)
         except RoostreamError as error:
+            self.stages.redis_failed.observe(time.perf_counter() - begin_s)
             log.debug("hydration failed: %s", error)
             return {}, {}, True
+        self.stages.redis_ok.observe(time.perf_counter() - begin_s)
+        return ro, nro, not self.rows_ready()
 
     def _order(self, request: RankRequest, scores_nT: np.ndarray, draft: Draft | None) -> tuple[list[int], list[float]]:
         """A list that two versions made isn't explored: each slot's probability would be a sum over all drafts."""

@@ -110,7 +110,9 @@ class RankEndpoint(_Endpoint):
         options = options_of(scope["query_string"])
         media = media_of(scope, (JSON, PROTOBUF))
         body = await self.intake.read(scope, receive, until_s)
+        begin_s = time.perf_counter()
         request = self._parse(body, media, options)
+        self.parts.metrics.stages.parse.observe(time.perf_counter() - begin_s)
         take_version(scope, request)
         self._check_room(len(body))
         with self.gate.admit(self._left_s(until_s)):
@@ -126,7 +128,9 @@ class RankEndpoint(_Endpoint):
         try:
             async with asyncio.timeout_at(until_s):
                 ranked = await self._score(request, stamp_ms)
+            begin_s = time.perf_counter()
             self.append([ranked.record])
+            self.parts.metrics.stages.log.observe(time.perf_counter() - begin_s)
             return ranked.answer
         except TimeoutError:
             message = f"not scored within {self.parts.config.deadline_ms} ms; nothing was logged"
@@ -152,7 +156,11 @@ class RankEndpoint(_Endpoint):
     def _score(self, request: RankRequest, stamp_ms: int) -> Awaitable[Ranked]:
         """Cancelling it (the deadline) takes it out of the queue if it hasn't begun."""
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self.parts.executor, self.parts.service.rank, request, stamp_ms)
+        return loop.run_in_executor(self.parts.executor, self._rank, request, stamp_ms, time.perf_counter())
+
+    def _rank(self, request: RankRequest, stamp_ms: int, since_s: float) -> Ranked:
+        self.parts.metrics.stages.queue.observe(time.perf_counter() - since_s)
+        return self.parts.service.rank(request, stamp_ms)
 
     def _left_s(self, until_s: float) -> float:
         return until_s - asyncio.get_running_loop().time()

@@ -59,7 +59,6 @@ def exported() -> set[str]:
     for stages in (
         Quantiles("roostream_freshness", ""),
         Quantiles("roostream_shard_call", ""),
-        Quantiles("roostream_serving_latency", ""),
     ):
         names |= {f"{stages.name}_seconds", f"{stages.name}_quantile_seconds"}
     worker = (ROOT / "trainer/monitoring/monitor.py").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from runtime import metrics
 from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
-from runtime.metrics import Quantiles
+from runtime.metrics import Histogram, Quantiles
 
 
 def test_quantiles_are_of_the_newest_observations() -> None:
@@ -99,3 +99,15 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
 def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, host: str) -> None:
     port = metrics.serve(Watched(metrics_host=host), health)
     assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
+
+
+def test_a_histogram_is_read_as_prometheus_has_them() -> None:
+    registry, times = CollectorRegistry(), Histogram("x_seconds", "help", ("stage",), (0.1, 1.0))
+    registry.register(times)
+    cell = times.cell("a")
+    for value in (0.05, 0.1, 0.5, 7.0):
+        cell.observe(value)
+    assert times.cell("a") is cell and times.cell("b").counts == [0, 0, 0]
+    read = [registry.get_sample_value("x_seconds_bucket", {"stage": "a", "le": le}) for le in ("0.1", "1.0", "+Inf")]
+    assert read == [2, 3, 4] and registry.get_sample_value("x_seconds_sum", {"stage": "a"}) == pytest.approx(7.65)
+    assert registry.get_sample_value("x_seconds_count", {"stage": "b"}) == 0

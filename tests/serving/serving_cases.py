@@ -115,8 +115,9 @@ def build(
             segment_bytes=settings.get("segment_bytes", 1 << 20),
         ),
         stamps=Stamps(clock or FakeClock(NOW_MS)),
-        metrics=ServingMetrics(CollectorRegistry()),
+        metrics=ServingMetrics(CollectorRegistry(), SCHEMA.tasks),
         executor=ThreadPoolExecutor(1),
         waiting_for=lambda: waiting_for,
     )
+    parts.service.stages, parts.service.scores = parts.metrics.stages, parts.metrics.scores
     return Built(parts, waiting_for)

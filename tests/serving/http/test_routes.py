@@ -207,7 +207,7 @@ def test_metrics_count_answers_by_route_and_status(client: Client) -> None:
     text = http.get("/metrics").text
     assert 'roostream_serving_requests_total{route="rank",status="200"} 1.0' in text
     assert 'roostream_serving_requests_total{route="rank",status="400"} 1.0' in text
-    assert 'roostream_serving_latency_quantile_seconds{quantile="0.99",stage="rank"}' in text
+    assert 'roostream_serving_request_seconds_count{route="rank",status="2xx"} 1.0' in text
     assert "roostream_serving_candidates_total 3.0" in text and "roostream_serving_in_flight 0.0" in text
 
 

@@ -1,0 +1,82 @@
+"""What is counted, where, and what stays true when it is read in between."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from serving_cases import BODY, SCHEMA, build
+from serving_fakes import FakeHydrator, FakeRows
+from starlette.testclient import TestClient
+
+from serving.exports import SCORES, ScoreSpread, ServingMetrics
+from serving.http.app import HttpInterface
+
+
+def counted(spread: ScoreSpread, task: str) -> tuple[list[float], float]:
+    """(in each bucket, not cumulated; their sum)."""
+    registry = CollectorRegistry()
+    registry.register(spread)
+    bounds = [*(repr(float(b)) for b in SCORES), "+Inf"]
+    cumulated = [registry.get_sample_value("roostream_serving_score_bucket", {"task": task, "le": b}) or 0.0 for b in bounds]
+    return np.diff([0.0, *cumulated]).tolist(), registry.get_sample_value("roostream_serving_score_sum", {"task": task}) or 0.0
+
+
+def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
+    rng, spread = np.random.default_rng(0), ScoreSpread(("click", "dwell"))
+    given = [rng.random((n, 2), np.float32) for n in (1, 50, 8192, 5000, 20)]
+    given[1][0] = SCORES[3], 0.0
+    for scores_nT in given:
+        spread.add(scores_nT)
+        counted(spread, "click")
+    all_NT = np.concatenate(given)
+    for at, task in enumerate(("click", "dwell")):
+        counts, total = counted(spread, task)
+        edges = np.array([-1, *SCORES, 2]).astype(np.float32)
+        assert counts == [((all_NT[:, at] > a) & (all_NT[:, at] <= b)).sum() for a, b in itertools.pairwise(edges)]
+        assert total == pytest.approx(all_NT[:, at].sum(), rel=1e-5)
+
+
+def test_a_model_without_tasks_and_an_answer_beyond_all_bounds_do_no_harm() -> None:
+    ScoreSpread(()).add(np.zeros((3, 0), np.float32))
+    assert ScoreSpread(()).collect()[0].samples == []
+    spread = ScoreSpread(("click",))
+    spread.add(np.zeros((9000, 1), np.float32))
+    assert sum(counted(spread, "click")[0]) == 8192
+
+
+def test_a_request_is_counted_by_route_and_class_of_status() -> None:
+    metrics = ServingMetrics(CollectorRegistry())
+    for status, seconds in ((200, 0.0015), (200, 0.002), (429, 0.0001), (503, 5.0)):
+        metrics.answered("rank", status, seconds)
+
+    def at(status: str, le: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            "roostream_serving_request_seconds_bucket", {"route": "rank", "status": status, "le": le}
+        )
+
+    assert [at("2xx", le) for le in ("0.001", "0.002", "+Inf")] == [0, 2, 2]
+    assert (at("4xx", "0.0005"), at("5xx", "2.0"), at("5xx", "+Inf")) == (1, 0, 1)
+    assert metrics.registry.get_sample_value("roostream_serving_requests_total", {"route": "rank", "status": "503"}) == 1
+
+
+def test_every_stage_of_an_answered_rank_is_told_once(tmp_path: Path) -> None:
+    hydrator = FakeHydrator({"history": None}, {"clicks_1h": 1.0})
+    built = build(tmp_path, FakeRows(SCHEMA), hydrator)
+    http = TestClient(HttpInterface(built.parts))
+    for _ in range(2):
+        assert http.post("/v1/rank", json=BODY | {"ro": {}}).is_success
+    hydrator.away = True
+    assert http.post("/v1/rank", json=BODY | {"ro": {}}).json()["degraded"]
+    assert http.post("/v1/rank", json={}).status_code == 400
+    told = built.parts.metrics.registry.get_sample_value
+    stages = {
+        s: told("roostream_serving_stage_seconds_count", {"stage": s}) for s in ("parse", "hydrate", "encode", "score", "log")
+    }
+    assert stages == dict.fromkeys(stages, 3) and told("roostream_serving_queue_seconds_count") == 3
+    assert [told("roostream_serving_redis_seconds_count", {"outcome": o}) for o in ("ok", "failed")] == [2, 1]
+    assert told("roostream_serving_score_count", {"task": "click"}) == 9
+    built.close()
