@@ -39,10 +39,13 @@ from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
 from serving.row_follower import RowFollower, rows_reading
-from serving.scorer import Version, first_version
+from serving.scorer import first_version
 from serving.stamps import Stamps
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
+from serving.versions.quiet import Quiet
+from serving.versions.recent import RecentRequests
+from serving.versions.warm_up import WarmUp
 
 log = logging.getLogger("roostream.serving")
 
@@ -59,6 +62,10 @@ _HELPS = {
     "replica_refused": "records of the rows topic that couldn't be applied",
     "replica_bootstraps": "times that all rows were read from the shards",
     "version_swaps": "dense versions installed",
+    "versions_refused": "dense versions that were committed and can't be served",
+    "interleaved": "requests whose list two versions made",
+    "interleave_failures": "requests that the rival could not score",
+    "interleave_requests": "of those, the ones with an engagement, by whose items had more of them",
 }
 
 
@@ -84,6 +91,8 @@ class Process:
     sender: LogSender
     dense: DenseFollower
     rows: RowFollower
+    recent: RecentRequests
+    quiet: Quiet
     clock: Clock
     producer: str  # what heartbeats call this process
 
@@ -136,15 +145,18 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         waiting_for=lambda: [] if rows.ready else ["rows of the shards"],
     )
 
-    def installed(version: Version, manifest: Manifest) -> None:
-        metrics.show_version(version.name, manifest.time_ms)
-
-    metrics.show_version(versions.newest.name, 0)
+    versions.changed = lambda held: metrics.show_version(held.version.name, held.committed_ms)
+    versions.changed(versions.served)
+    recent, quiet = RecentRequests(), Quiet(clock)
+    service.scored = recent.add
+    warm_up = WarmUp(recent, replica, lambda: versions.served.version, quiet, config.warm_up_requests)
     sender = LogSender(feature_log, lambda: LogTopics.open(config.broker, config.prefix))
     process = Process(
         parts=parts,
         sender=sender,
-        dense=DenseFollower(store, schema, versions, config.seed, installed, partial(_check_shape, config)),
+        dense=DenseFollower(store, schema, versions, config.seed, partial(_check_shape, config), warm_up),
+        recent=recent,
+        quiet=quiet,
         rows=rows,
         clock=clock,
         producer=producer_of(config.home),
@@ -196,6 +208,7 @@ def _task(schema: Schema, name: str) -> int:
 def serving_exports(process: Process) -> Exports:
     """What is read of the process when it is scraped."""
     log_, rows, sender = process.parts.log, process.rows, process.sender
+    versions, credits = process.parts.service.versions, process.parts.service.credits
 
     def read() -> dict[str, float | None]:
         return {
@@ -210,7 +223,12 @@ def serving_exports(process: Process) -> Exports:
             "replica_refused": rows.num_refused,
             "replica_bootstraps": rows.num_bootstraps,
             "replica_mended": rows.num_mended,
-            "version_swaps": process.parts.service.versions.num_swaps,
+            "version_swaps": versions.num_swaps,
+            "versions_refused": dict(versions.num_refused),
+            "interleaved": credits.num_drafted,
+            "interleave_failures": credits.num_failed,
+            "interleave_requests": credits.outcomes(),
         }
 
-    return Exports("serving", read, {}, helps=_HELPS)
+    labels = {"versions_refused": "reason", "interleave_requests": "outcome"}
+    return Exports("serving", read, labels, helps=_HELPS, counters=("versions_refused", "interleaved", "interleave_failures"))

@@ -27,6 +27,9 @@ class ServingConfig(CachedInRedis, Deployment):
     )
     order_task: str = setting("", "label that the order is by; '' = the first")
     keep_versions: int = setting(2, "newest dense versions that requests can be scored with", least=2, most=16)
+    warm_up_requests: int = setting(
+        32, "recent requests that a new version scores before it is served; 0 = none", least=0, most=1000
+    )
     canary: str = setting(
         "", "version for a share of users, e.g. newest@0.05; the others get the one before, until the next commit"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roo.errors import RoostreamError
+from roo.errors import CheckpointError, RoostreamError
 
 CODES = {
     400: "bad_request",
@@ -25,6 +25,17 @@ def shown(value: object) -> str:
     """What came, for a message: cut, so that an answer's size is ours to say."""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+class VersionRefusedError(CheckpointError):
+    """What was committed is not served: the version in use stays. `reason` is one word, for metrics: one of REFUSALS."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+REFUSALS = ("damaged", "schema", "model", "not_finite", "warm_up")
 
 
 class RequestError(RoostreamError):

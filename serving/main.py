@@ -56,11 +56,14 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         process = build_process(config)
         metrics.serve(config, health, process.parts.metrics.registry)
         halt, crew = threading.Event(), Crew(stop)
+        warm(process.parts)  # what that scored, the first version that is loaded is tried with
         process.dense.poll()
-        warm(process.parts)
+        process.recent.forget_slow()
         _start_threads(crew, process, halt)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
-        http_server.run(HttpInterface(process.parts), bound, budget, lambda: health.turned(_missing(process)))
+        app = HttpInterface(process.parts)
+        process.quiet.in_flight = lambda: app.gate.in_flight
+        http_server.run(app, bound, budget, lambda: health.turned(_missing(process)))
     _end(process, crew, halt, budget)
     crew.check()
 

@@ -1,7 +1,11 @@
-"""Following dense versions: the newest manifest of the store → a verified `Version`.
+"""Following dense versions: the newest manifest of the store → a verified `Version` that has been tried.
 
-Manifests and dense files are those of docs/protocols.md; both are verified by checksum before a byte of them is used. What
-is damaged is passed over, with one warning, for the version that is in use (G5).
+Manifests and dense files are those of docs/protocols.md; both are verified by checksum before a byte of them is used, and a
+version scores recent requests before it is served (serving/versions/warm_up.py). What is damaged, or fails there, is refused,
+with one warning, for the version that is in use (G5).
+
+The store is the truth, also where it goes back: when the newest manifest is older than the version in use (`roostream checkpoint
+rollback`), that one is served again, and what was withdrawn is no longer held.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
 from runtime.manifest import Manifest
+from serving.errors import VersionRefusedError
 from serving.scorer import Version, build_version
 from serving.versions.held import Versions
 
@@ -32,7 +37,8 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
     """The model's parameters of a commit.
 
     Raises:
-        CheckpointError: the file's bytes aren't those that the manifest names, or hold what no forward pass can use.
+        CheckpointError: the file's bytes aren't those that the manifest names.
+        VersionRefusedError: they hold what no forward pass can use.
     """
     name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
     try:
@@ -42,8 +48,20 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
     weights = {n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")}
     for parameter, tensor in weights.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{name}: parameter {parameter} isn't finite; it is not served")
+            raise VersionRefusedError("not_finite", f"{name}: parameter {parameter} isn't finite; it is not served")
     return weights
+
+
+def _seq_of(name: str) -> int | None:
+    """Of a manifest's name; None: it isn't one."""
+    number = name.rsplit("/", 1)[-1]
+    return int(number) if number.isdecimal() else None
+
+
+def _is_withdrawn(version: str, seqs: set[int]) -> bool:
+    """Its manifest isn't there although older ones are: those that are no longer kept go from the old end."""
+    seq = int(version.rpartition("-")[2])
+    return seq not in seqs and seq > min(seqs, default=seq)
 
 
 class DenseFollower:
@@ -55,13 +73,13 @@ class DenseFollower:
         schema: Schema,
         versions: Versions,
         seed: int,
-        installed: Callable[[Version, Manifest], None] = lambda version, manifest: None,
         check: Callable[[Manifest], None] = lambda manifest: None,
+        warm_up: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        """`installed` is told of every version; `check` raises ConfigError for a manifest of a deployment of another shape."""
-        self.check = check
-        self.store, self.schema, self.versions, self.seed, self.installed = store, schema, versions, seed, installed
-        self._seq = 0  # of the version in use
+        """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError."""
+        self.check, self.warm_up = check, warm_up
+        self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
+        self._seq = 0  # of the newest that was installed
         self._bad: set[str] = set()  # manifests that can't be served
         self._away = False
 
@@ -72,7 +90,7 @@ class DenseFollower:
             clock.sleep(POLL_S, stop)
 
     def poll(self) -> bool:
-        """Install the newest good version if it is newer than the one in use; True if it did.
+        """Install the newest good version if it is another than the one installed last; True if it did.
 
         Raises:
             ConfigError: what is committed belongs to a deployment of another shape (`check`).
@@ -81,11 +99,14 @@ class DenseFollower:
             names = self.store.list("manifests")
         except UnavailableError as error:
             return self._unreadable(error)
+        seqs = {seq for name in names if (seq := _seq_of(name)) is not None}
+        known = self._seq if self._seq <= max(seqs, default=self._seq) else 0  # 0: the store went back, what is left there comes
         for name in sorted(names, reverse=True):
-            number = name.rsplit("/", 1)[-1]
-            if number.isdecimal() and int(number) <= self._seq:
+            seq = _seq_of(name)
+            if seq is not None and seq <= known:
                 return False
             if name not in self._bad and self._install(name):
+                self.versions.withdraw(lambda version: _is_withdrawn(version, seqs))
                 return True
         return False
 
@@ -93,34 +114,48 @@ class DenseFollower:
         try:
             manifest = manifests.load(self.store, name).manifest
             self.check(manifest)
-            version = self._load(manifest)
+            version = self._held(manifest) or self._load(manifest)
         except CheckpointError as error:
-            log.warning("dense version not taken: %s", error)
-            self._bad.add(name)
+            self._refuse(name, error)
             return False
         except UnavailableError as error:
             return self._unreadable(error)
+        if manifest.seq < self._seq:
+            log.warning("the store went back to dense version %s", version.name)
         self._seq, self._away = manifest.seq, False
-        self.versions.install(version)
-        self.installed(version, manifest)
-        log.info("dense version %s is served", version.name)
+        self.versions.install(version, manifest.time_ms)
+        log.info("dense version %s is here, %s is served", version.name, self.versions.served.version.name)
         return True
+
+    def _held(self, manifest: Manifest) -> Version | None:
+        """It was checked and tried when it came."""
+        return next((h.version for h in self.versions.held if h.version.name == manifest.version), None)
+
+    def _refuse(self, name: str, error: CheckpointError) -> None:
+        """Said once: it is not tried again."""
+        log.warning("dense version not taken: %s", error)
+        self._bad.add(name)
+        reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
+        self.versions.refuse(name, reason, str(error))
 
     def _load(self, manifest: Manifest) -> Version:
         mine = f"{self.schema.fingerprint:016x}"
         if manifest.schema != mine:
-            raise CheckpointError(
+            raise VersionRefusedError(
+                "schema",
                 f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the trainer's); "
-                "restart serving with the trainer's schema"
+                "restart serving with the trainer's schema",
             )
         weights = read_weights(self.store, manifest)
         try:
             model = model_config_from_dict(manifest.model)
-            return build_version(manifest.version, self.schema, model, self.seed, weights)
+            version = build_version(manifest.version, self.schema, model, self.seed, weights)
         except ConfigError as error:
-            raise CheckpointError(f"{manifest.name}: expected the configuration of its model: {error}") from None
+            raise VersionRefusedError("model", f"{manifest.name}: expected the configuration of its model: {error}") from None
         except RuntimeError as error:
-            raise CheckpointError(f"{manifest.dense.name}: expected the parameters of its model: {error}") from None
+            raise VersionRefusedError("model", f"{manifest.dense.name}: expected the parameters of its model: {error}") from None
+        self.warm_up(version)
+        return version
 
     def _unreadable(self, error: UnavailableError) -> bool:
         """Trying again can help; said once an outage."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -94,6 +95,7 @@ class Versions:
         self.changed: Callable[[Held], None] = lambda held: None
         self.num_swaps = 0
         self.refused: dict[str, Refused] = {}
+        self.num_refused: Counter[str] = Counter()  # by reason
         self._lock = threading.Lock()
         self._state = _Moment((Held(first, 0, now_ms()),), routing or Routing())
 
@@ -132,6 +134,7 @@ class Versions:
     def refuse(self, name: str, reason: str, message: str) -> None:
         """For the list of versions: it was committed and can't be served."""
         with self._lock:
+            self.num_refused[reason] += 1
             self.refused.pop(name, None)
             self.refused[name] = Refused(name, reason, message, self.now_ms())
             if len(self.refused) > _MOST_REFUSED:

@@ -6,10 +6,14 @@ Letters: n candidates, T tasks.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import deque
 
 import numpy as np
+
+from roo.decode import Decoder
+from serving.scorer import RowReader, Version
 
 MOST_BYTES = 4 << 20
 MOST_SLOW = 32
@@ -31,9 +35,19 @@ class ScoredRequest:
     scores_nT: np.ndarray  # float32 probabilities
     took_s: float  # from its turn to its record, without the queue before
 
+    def score_with(self, version: Version, rows: RowReader) -> np.ndarray:
+        """float32 logits [n, T]. Raises as `Version.score`."""
+        return version.score(rows, self.ro, self.nro, self.item_ids, self.time_ms)
+
     @property
     def num_bytes(self) -> int:
         return len(self.ro) + len(self.nro) + self.item_ids.nbytes + self.scores_nT.nbytes + _OVERHEAD_BYTES
+
+
+def twin_of(version: Version) -> Version:
+    """The same for another thread: weights are shared, a decoder isn't."""
+    schema = version.schema
+    return dataclasses.replace(version, decoder=Decoder(schema, {schema.fingerprint: schema}.get))
 
 
 class RecentRequests:
@@ -68,14 +82,13 @@ class RecentRequests:
     def to_try(self, most: int) -> list[ScoredRequest]:
         """What shows best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
         slow = self.slowest()[: most // 2]
-        return [*slow, *(r for r in self.newest(most - len(slow)) if not any(r is s for s in slow))]
+        others = (r for r in self.newest(most) if not any(r is s for s in slow))
+        return [*slow, *itertools.islice(others, most - len(slow))]
 
-    def forget(self) -> None:
-        """What was scored so far was no traffic."""
+    def forget_slow(self) -> None:
+        """What was scored so far was no traffic, though it can be tried."""
         with self._lock:
-            self._ring.clear()
             self._slow.clear()
-            self.num_bytes = 0
 
     def _is_old(self, now_ms: int) -> bool:
         return any(r.time_ms < now_ms - SLOW_FOR_MS for r in self._slow)

@@ -19,7 +19,8 @@ from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
-from serving.scorer import first_version
+from serving.errors import VersionRefusedError
+from serving.scorer import Version, first_version
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
 from tests.runtime.manifest_cases import a_manifest, encoded
@@ -32,9 +33,8 @@ class Commits:
         self.store = FileStore(root)
         self.versions = Versions(first_version(SCHEMA, MODEL, 0))
         self.installed: list[str] = []
-        self.follower = DenseFollower(
-            self.store, SCHEMA, self.versions, 0, lambda v, manifest: self.installed.append(manifest.version)
-        )
+        self.versions.changed = lambda held: self.installed.append(held.version.name)
+        self.follower = DenseFollower(self.store, SCHEMA, self.versions, 0)
 
     def commit(self, seq: int, *, incarnation: int = 1, fill: float = 0.5, **changes: Any) -> Manifest:
         """Every weight is `fill`."""
@@ -110,23 +110,23 @@ def _good(model: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = [
-    ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "another schema"),
-    ({"model": _good({"width": 16})}, "expected the parameters of its model", "weights of another model"),
-    ({"model": _good({"depth": 16})}, "expected the configuration of its model", "a model of another build"),
-    ({"fill": float("nan")}, "isn't finite; it is not served", "weights that no pass can use"),
-    ({"tensors": {"model.extra": np.ones(1, np.float32)}}, "expected the parameters", "a parameter too many"),
+    ({"schema": "00000000000000aa"}, "restart serving with the trainer's schema", "schema", "another schema"),
+    ({"model": _good({"width": 16})}, "expected the parameters of its model", "model", "weights of another model"),
+    ({"model": _good({"depth": 16})}, "expected the configuration of its model", "model", "a model of another build"),
+    ({"fill": float("nan")}, "isn't finite; it is not served", "not_finite", "weights that no pass can use"),
+    ({"tensors": {"model.extra": np.ones(1, np.float32)}}, "expected the parameters", "model", "a parameter too many"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), [c[:2] for c in CASES], ids=[c[2] for c in CASES])
+@pytest.mark.parametrize(("changes", "text", "reason"), [c[:3] for c in CASES], ids=[c[3] for c in CASES])
 def test_what_cannot_be_served_leaves_the_version_in_use(
-    commits: Commits, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str
+    commits: Commits, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str, reason: str
 ) -> None:
     commits.commit(1)
     commits.follower.poll()
     commits.commit(2, **changes)
     assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
-    assert text in caplog.text
+    assert text in caplog.text and commits.versions.num_refused == {reason: 1}
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"\xff", b'{"body": {}, "checksum": 5}'], ids=repr)
@@ -202,3 +202,91 @@ def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected num_buckets = 64, got 128; use the committed value"):
         commits.follower.poll()
     assert commits.installed == []
+
+
+def discard(commits: Commits, *seqs: int) -> None:
+    """As `roostream checkpoint rollback` does it, the newest first."""
+    for seq in seqs:
+        name = f"manifests/{seq:08d}"
+        commits.store.create(name.replace("manifests", "discarded"), commits.store.get(name))
+        commits.store.delete(name)
+
+
+def test_a_store_that_went_back_is_followed_to_a_held_version_without_loading_it(commits: Commits) -> None:
+    commits.commit(1, fill=0.25)
+    commits.follower.poll()
+    first = commits.versions.newest
+    commits.commit(2, fill=0.75)
+    commits.follower.poll()
+    discard(commits, 2)
+    assert commits.follower.poll() and commits.versions.newest is first and commits.value == 0.25
+    assert [h.version.name for h in commits.versions.held] == ["1-1"]
+    assert not commits.follower.poll()
+
+
+def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None:
+    for seq, fill in ((1, 0.125), (2, 0.25), (3, 0.5), (4, 0.75)):
+        commits.commit(seq, fill=fill)
+        commits.follower.poll()
+    discard(commits, 4, 3, 2)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.125
+    assert [h.version.name for h in commits.versions.held] == ["1-1"]
+    commits.commit(5, incarnation=2, fill=0.625)
+    assert commits.follower.poll() and commits.versions.newest.name == "2-5" and commits.value == 0.625
+
+
+def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_withdrawn(commits: Commits) -> None:
+    for seq in (1, 2):
+        commits.commit(seq)
+        commits.follower.poll()
+    discard(commits, 2)
+    commits.commit(3, incarnation=2, fill=0.625)
+    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == ["2-3"]
+
+
+def test_an_activated_version_is_served_although_the_store_went_back(commits: Commits) -> None:
+    for seq in (1, 2):
+        commits.commit(seq)
+        commits.follower.poll()
+    commits.versions.activate("1-2")
+    discard(commits, 2)
+    assert commits.follower.poll()
+    assert commits.versions.newest.name == "1-1" and commits.versions.served.version.name == "1-2"
+
+
+def test_versions_that_the_store_no_longer_keeps_are_held(commits: Commits) -> None:
+    for seq in (1, 2):
+        commits.commit(seq)
+        commits.follower.poll()
+    commits.store.delete("manifests/00000001")
+    commits.commit(3)
+    commits.versions.keep = 3
+    assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == ["1-3", "1-2", "1-1"]
+
+
+def test_a_store_that_lists_nothing_changes_nothing(commits: Commits) -> None:
+    commits.commit(1)
+    commits.follower.poll()
+    commits.store.delete("manifests/00000001")
+    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+
+
+def test_a_version_that_fails_its_trial_is_refused_once(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[str] = []
+
+    def warm_up(version: Version) -> None:
+        tried.append(version.name)
+        if version.name == "1-2":
+            raise VersionRefusedError("warm_up", "1-2: expected a score, got none")
+
+    commits.follower.warm_up = warm_up
+    commits.commit(1)
+    assert commits.follower.poll()
+    commits.commit(2)
+    assert not commits.follower.poll() and not commits.follower.poll()
+    assert commits.versions.newest.name == "1-1" and tried == ["1-1", "1-2"]
+    assert caplog.text.count("expected a score, got none") == 1
+    refused = commits.versions.refused["manifests/00000002"]
+    assert refused.reason == "warm_up" and commits.versions.num_refused == {"warm_up": 1}
+    commits.commit(3)
+    assert commits.follower.poll() and commits.versions.newest.name == "1-3"

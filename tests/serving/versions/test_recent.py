@@ -62,8 +62,8 @@ def test_what_is_tried_are_slow_ones_and_new_ones_each_once() -> None:
     assert sorted(ids(recent.to_try(20))) == sorted(f"r-{n}" for n in range(10)) and recent.to_try(0) == []
 
 
-def test_what_was_no_traffic_is_forgotten() -> None:
+def test_what_was_no_traffic_was_not_slow_but_can_be_tried() -> None:
     recent = RecentRequests()
     recent.add(scored(1))
-    recent.forget()
-    assert recent.newest(9) == recent.slowest() == [] and recent.num_bytes == 0
+    recent.forget_slow()
+    assert recent.slowest() == [] and ids(recent.to_try(4)) == ["r-1"]

@@ -1,0 +1,113 @@
+"""A version that recent requests can't be scored with is never served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_fakes import FakeRows
+
+from models.build import build_model
+from models.inputs import Inputs
+from roo.lookup import Lookup
+from runtime.clock import FakeClock
+from serving.errors import VersionRefusedError
+from serving.http.parse import JsonParser
+from serving.scorer import Version, build_version
+from serving.versions.quiet import Quiet
+from serving.versions.recent import RecentRequests
+from serving.versions.warm_up import WarmUp
+
+
+class Tried:
+    """A process that has scored a few requests, and a warm-up over them."""
+
+    def __init__(self, built: Built, most: int = 4) -> None:
+        self.built, self.recent, self.quiet = built, RecentRequests(), Quiet(FakeClock())
+        built.service.scored = self.recent.add
+        self.rows = CountingRows(SCHEMA)
+        self.warm_up = WarmUp(self.recent, self.rows, lambda: built.service.versions.served.version, self.quiet, most)
+
+    def ask(self, **changes: Any) -> None:
+        self.built.service.rank(JsonParser(SCHEMA).parse(json.dumps({**BODY, **changes}).encode()), NOW_MS)
+
+
+class CountingRows(FakeRows):
+    num_gathers, fill = 0, 1.0
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        self.num_gathers += 1
+        return {stack: rows * np.float32(self.fill) for stack, rows in super().gather(lookup).items()}
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Iterator[Tried]:
+    torch.set_num_threads(1)
+    built = build(tmp_path, FakeRows(SCHEMA))
+    yield Tried(built)
+    built.close()
+
+
+def good() -> Version:
+    return build_version("1-2", SCHEMA, MODEL, 1, {})
+
+
+def overflowing() -> Version:
+    """Every weight is finite, no score is."""
+    state = build_model(SCHEMA, MODEL, 0).state_dict()
+    return build_version("1-2", SCHEMA, MODEL, 0, {name: torch.full_like(t, 3e38) for name, t in state.items()})
+
+
+def test_a_version_is_tried_with_recent_requests_and_nothing_else_happens(tried: Tried) -> None:
+    for number in range(6):
+        tried.ask(request_id=f"r-{number}")
+    tried.warm_up(good())
+    assert tried.rows.num_gathers == 4 and tried.built.records() == [] and len(tried.recent.newest(99)) == 6
+
+
+def test_a_version_whose_scores_are_not_finite_is_refused(tried: Tried) -> None:
+    tried.ask()
+    with pytest.raises(VersionRefusedError, match=r"1-2: expected a score for request r-1: .*not finite") as error:
+        tried.warm_up(overflowing())
+    assert error.value.reason == "warm_up"
+
+
+def test_a_version_whose_code_fails_is_refused_whatever_it_raises(tried: Tried) -> None:
+    tried.ask()
+    version = good()
+
+    def fail(inputs: Inputs) -> torch.Tensor:
+        raise ZeroDivisionError("by zero")
+
+    version.model.forward = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(VersionRefusedError, match="ZeroDivisionError: by zero"):
+        tried.warm_up(version)
+
+
+def test_a_request_that_no_version_can_score_says_nothing_about_the_new_one(tried: Tried) -> None:
+    tried.ask()
+    tried.rows.fill = float("inf")
+    tried.warm_up(good())
+    assert tried.rows.num_gathers == 2, "the version in use was asked too"
+
+
+def test_without_recent_requests_nothing_is_tried(tried: Tried) -> None:
+    tried.warm_up(overflowing())
+    assert tried.rows.num_gathers == 0
+
+
+def test_it_waits_for_a_moment_without_requests_but_not_for_long(tried: Tried) -> None:
+    tried.ask()
+    looks = iter([1, 1, 1, 0])
+    tried.quiet.in_flight = lambda: next(looks)
+    tried.warm_up(good())
+    assert next(looks, None) is None, "it looked until there was none"
+    tried.quiet.in_flight = lambda: 1
+    tried.warm_up(good())
+    assert tried.rows.num_gathers == 2
