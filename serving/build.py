@@ -44,7 +44,8 @@ from serving.stamps import Stamps
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
 from serving.versions.quiet import Quiet
-from serving.versions.recent import RecentRequests
+from serving.versions.recent import RecentRequests, ScoredRequest
+from serving.versions.shadow_scoring import ShadowScoring
 from serving.versions.warm_up import WarmUp
 
 log = logging.getLogger("roostream.serving")
@@ -63,10 +64,16 @@ _HELPS = {
     "replica_bootstraps": "times that all rows were read from the shards",
     "version_swaps": "dense versions installed",
     "versions_refused": "dense versions that were committed and can't be served",
+    "shadow_scored": "requests that a shadow scored too",
+    "shadow_dropped": "requests for which the shadow had no time",
+    "shadow_failures": "requests that the shadow could not score",
     "interleaved": "requests whose list two versions made",
     "interleave_failures": "requests that the rival could not score",
     "interleave_requests": "of those, the ones with an engagement, by whose items had more of them",
 }
+
+
+_COUNTERS = ("versions_refused", "shadow_scored", "shadow_dropped", "shadow_failures", "interleaved", "interleave_failures")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +99,7 @@ class Process:
     dense: DenseFollower
     rows: RowFollower
     recent: RecentRequests
+    shadow: ShadowScoring
     quiet: Quiet
     clock: Clock
     producer: str  # what heartbeats call this process
@@ -148,7 +156,14 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     versions.changed = lambda held: metrics.show_version(held.version.name, held.committed_ms)
     versions.changed(versions.served)
     recent, quiet = RecentRequests(), Quiet(clock)
-    service.scored = recent.add
+    shadow = ShadowScoring(versions, replica, policy.task, quiet)
+    registry.register(shadow)
+
+    def scored(request: ScoredRequest) -> None:
+        recent.add(request)
+        shadow.offer(request)
+
+    service.scored = scored
     warm_up = WarmUp(recent, replica, lambda: versions.served.version, quiet, config.warm_up_requests)
     sender = LogSender(feature_log, lambda: LogTopics.open(config.broker, config.prefix))
     process = Process(
@@ -156,6 +171,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         sender=sender,
         dense=DenseFollower(store, schema, versions, config.seed, partial(_check_shape, config), warm_up),
         recent=recent,
+        shadow=shadow,
         quiet=quiet,
         rows=rows,
         clock=clock,
@@ -209,6 +225,7 @@ def serving_exports(process: Process) -> Exports:
     """What is read of the process when it is scraped."""
     log_, rows, sender = process.parts.log, process.rows, process.sender
     versions, credits = process.parts.service.versions, process.parts.service.credits
+    shadow = process.shadow
 
     def read() -> dict[str, float | None]:
         return {
@@ -225,10 +242,13 @@ def serving_exports(process: Process) -> Exports:
             "replica_mended": rows.num_mended,
             "version_swaps": versions.num_swaps,
             "versions_refused": dict(versions.num_refused),
+            "shadow_scored": shadow.num_scored,
+            "shadow_dropped": shadow.num_dropped,
+            "shadow_failures": shadow.num_failed,
             "interleaved": credits.num_drafted,
             "interleave_failures": credits.num_failed,
             "interleave_requests": credits.outcomes(),
         }
 
     labels = {"versions_refused": "reason", "interleave_requests": "outcome"}
-    return Exports("serving", read, labels, helps=_HELPS, counters=("versions_refused", "interleaved", "interleave_failures"))
+    return Exports("serving", read, labels, helps=_HELPS, counters=_COUNTERS)

@@ -81,6 +81,7 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
     crew.start("log", process.sender.run, halt)
     crew.start("rows", process.rows.run, halt)
     crew.start("dense", process.dense.run, process.clock, halt)
+    crew.start("shadow", process.shadow.run, halt)
 
 
 def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget) -> None:

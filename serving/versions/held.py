@@ -28,10 +28,13 @@ _MOST_REFUSED = 20  # that are remembered, the newest
 
 
 class Routed(Protocol):
-    """What of a request decides; `serving.request.RankRequest`."""
+    """What of a request decides: one that came, by the version that it names, or one that was scored, by the version that did."""
 
-    model_version: str
-    request_id: str
+    @property
+    def model_version(self) -> str: ...
+
+    @property
+    def request_id(self) -> str: ...
 
     @property
     def key(self) -> bytes: ...
@@ -184,14 +187,14 @@ class Versions:
                 return Choice(served.version, rival.version)
         return Choice(served.version)
 
-    def shadow_for(self, key: bytes, request_id: str, scored: Version) -> Version | None:
-        """What scores a request once more beside the answer; None where it would be the same version."""
+    def shadow_for(self, request: Routed) -> Version | None:
+        """What scores a request once more beside the answer; None where it would be the version that scored it."""
         state = self._state
         split = state.routing.shadow
-        if not split.share or not split.takes(key + request_id.encode(), b"shadow"):
+        if not split.share or not split.takes(request.key + request.request_id.encode(), b"shadow"):
             return None
         shadow = state.find(split.version)
-        return shadow.version if shadow is not None and shadow.version is not scored else None
+        return shadow.version if shadow is not None and shadow.version.name != request.model_version else None
 
     def _become(self, held: tuple[Held, ...], routing: Routing) -> None:
         """With the lock. Versions beyond `keep` go, unless the routing names them."""

@@ -154,12 +154,12 @@ def test_interleaving_gives_a_share_of_users_a_rival() -> None:
 def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
     versions = holding("1-1", interleave=Split("newest", 1.0), shadow=Split("newest", 1.0))
     assert versions.for_request(Request()).rival is None
-    assert versions.shadow_for(b"key", "r", versions.newest) is None
+    assert versions.shadow_for(Request(model_version="1-1")) is None
 
 
 def test_a_shadow_scores_a_share_of_requests() -> None:
     versions = holding("1-1", shadow=Split("previous", 0.5))
-    found = [versions.shadow_for(b"user", f"r-{n}", versions.newest) for n in range(200)]
+    found = [versions.shadow_for(Request(user, "1-1")) for user in range(200)]
     assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
 
 

@@ -1,0 +1,99 @@
+"""A second version scores requests once more, after their answers: how far the two are apart, before users depend on it.
+
+Nothing of it is answered or logged. It runs in a thread of its own in moments without requests; what it can't take, or finds no
+moment for, is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from roo.errors import RoostreamError
+from runtime.metrics import Histogram
+from serving.scorer import RowReader, Version, probabilities
+from serving.versions.differences import Differences, differences
+from serving.versions.held import Versions
+from serving.versions.quiet import Quiet
+from serving.versions.recent import ScoredRequest, twin_of
+
+MOST_WAITING = 64
+PATIENCE_S = 0.5  # for a moment without requests
+_TURN_S = 0.2
+_APART = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+_ORDERS = (1e-6, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class _Waiting(NamedTuple):
+    request: ScoredRequest
+    shadow: Version
+
+
+class ShadowScoring(Collector):
+    """`offer` from the scoring thread; `run` is a thread's."""
+
+    def __init__(self, versions: Versions, rows: RowReader, task: int, quiet: Quiet) -> None:
+        self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet
+        self.num_scored = self.num_dropped = self.num_failed = 0
+        self._waiting: queue.Queue[_Waiting] = queue.Queue(MOST_WAITING)
+        self._twin: Version | None = None  # this thread's, of the shadow that scored last
+        self._shadow: Version | None = None
+        name = "roostream_serving_shadow"
+        self._histograms = (
+            Histogram(f"{name}_difference", "mean absolute difference of a request's scores, served and shadow", (), _APART),
+            Histogram(
+                f"{name}_rank_distance", "1 - Spearman's correlation of the two orders: 0 = equal, 2 = reversed", (), _ORDERS
+            ),
+            Histogram(f"{name}_top_overlap", "share of the first 10 slots that both orders have in theirs", (), _SHARES),
+        )
+        self._cells = tuple(histogram.cell() for histogram in self._histograms)
+
+    def offer(self, request: ScoredRequest) -> None:
+        """Never waits."""
+        shadow = self.versions.shadow_for(request)
+        if shadow is None:
+            return
+        try:
+            self._waiting.put_nowait(_Waiting(request, shadow))
+        except queue.Full:
+            self.num_dropped += 1
+
+    def run(self, stop: threading.Event) -> None:
+        """Until `stop`."""
+        while not stop.is_set():
+            self.turn(stop)
+
+    def turn(self, stop: threading.Event | None = None, most_s: float = _TURN_S) -> None:
+        """Score the next one that waits, if one comes within `most_s`."""
+        try:
+            waiting = self._waiting.get(timeout=most_s)
+        except queue.Empty:
+            return
+        if self.quiet.wait(PATIENCE_S, stop):
+            self._compare(waiting)
+        else:
+            self.num_dropped += 1
+
+    def collect(self) -> Iterable[Metric]:
+        for histogram in self._histograms:
+            yield from histogram.collect()
+
+    def _compare(self, waiting: _Waiting) -> None:
+        request, shadow = waiting
+        if self._twin is None or self._shadow is not shadow:
+            self._shadow, self._twin = shadow, twin_of(shadow)
+        try:
+            scores_nT = probabilities(request.score_with(self._twin, self.rows))
+        except RoostreamError:
+            self.num_failed += 1
+            return
+        self.num_scored += 1
+        found: Differences = differences(request.scores_nT, scores_nT, self.task)
+        for cell, value in zip(self._cells, (found.mean_abs, 1 - found.rank_correlation, found.top_overlap), strict=True):
+            cell.observe(value)

@@ -1,0 +1,110 @@
+"""A shadow scores after the answer, is only compared, and never holds anybody up."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_fakes import FakeRows
+
+from models.build import build_model
+from runtime.clock import FakeClock
+from serving.http.parse import JsonParser
+from serving.scorer import build_version
+from serving.versions.quiet import Quiet
+from serving.versions.shadow_scoring import MOST_WAITING, ShadowScoring
+from serving.versions.split import Split
+
+
+class Shadowed:
+    def __init__(self, built: Built) -> None:
+        self.built, self.quiet, self.registry = built, Quiet(FakeClock()), CollectorRegistry()
+        self.shadow = ShadowScoring(built.service.versions, built.service.rows, 0, self.quiet)
+        self.registry.register(self.shadow)
+        built.service.scored = self.shadow.offer
+        built.service.versions.put(shadow=Split("previous", 1.0))
+
+    def install(self, name: str, scale: float) -> None:
+        state = build_model(SCHEMA, MODEL, 0).state_dict()
+        self.built.service.versions.install(build_version(name, SCHEMA, MODEL, 0, {n: t * scale for n, t in state.items()}))
+
+    def ask(self, number: int = 1) -> None:
+        request = JsonParser(SCHEMA).parse(json.dumps({**BODY, "request_id": f"r-{number}"}).encode())
+        self.built.service.rank(request, NOW_MS)
+
+    def value(self, name: str) -> float:
+        found = self.registry.get_sample_value(f"roostream_serving_shadow_{name}")
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def shadowed(tmp_path: Path) -> Iterator[Shadowed]:
+    torch.set_num_threads(1)
+    built = build(tmp_path, FakeRows(SCHEMA))
+    yield Shadowed(built)
+    built.close()
+
+
+def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
+    shadowed.install("1-1", 1.0)
+    shadowed.ask()
+    shadowed.shadow.turn(most_s=0.001)
+    assert (shadowed.shadow.num_scored, shadowed.value("difference_sum"), shadowed.value("top_overlap_sum")) == (1, 0.0, 1.0)
+    assert shadowed.value("rank_distance_count") == 1 and shadowed.value("rank_distance_sum") == 0.0
+    shadowed.install("1-2", 3.0)
+    shadowed.ask()
+    shadowed.shadow.turn(most_s=0.001)
+    assert shadowed.shadow.num_scored == 2 and shadowed.value("difference_sum") > 1e-4
+
+
+def test_nothing_of_it_is_logged_or_answered(shadowed: Shadowed) -> None:
+    shadowed.install("1-1", 2.0)
+    request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
+    ranked = shadowed.built.service.rank(request, NOW_MS)
+    shadowed.shadow.turn(most_s=0.001)
+    assert ranked.answer.model_version == "1-1" and shadowed.built.records() == []
+
+
+def test_without_another_version_nothing_waits(shadowed: Shadowed) -> None:
+    shadowed.ask()
+    shadowed.shadow.turn(most_s=0.001)
+    assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 0)
+
+
+def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(shadowed: Shadowed) -> None:
+    shadowed.install("1-1", 2.0)
+    for number in range(MOST_WAITING + 3):
+        shadowed.ask(number)
+    assert shadowed.shadow.num_dropped == 3
+
+
+def test_where_requests_never_pause_they_are_dropped(shadowed: Shadowed) -> None:
+    shadowed.install("1-1", 2.0)
+    shadowed.quiet.in_flight = lambda: 1
+    shadowed.ask()
+    shadowed.shadow.turn(most_s=0.001)
+    assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 1)
+
+
+def test_a_shadow_that_fails_is_counted(shadowed: Shadowed) -> None:
+    shadowed.install("1-1", float("inf"))
+    shadowed.install("1-2", 1.0)
+    shadowed.ask()
+    shadowed.shadow.turn(most_s=0.001)
+    assert (shadowed.shadow.num_scored, shadowed.shadow.num_failed) == (0, 1)
+
+
+def test_the_thread_ends_when_it_is_told_to(shadowed: Shadowed) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=shadowed.shadow.run, args=(stop,))
+    thread.start()
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
