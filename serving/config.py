@@ -27,6 +27,8 @@ class ServingConfig(CachedInRedis, Deployment):
     )
     order_task: str = setting("", "label that the order is by; '' = the first")
     keep_versions: int = setting(2, "newest dense versions that requests can be scored with", least=2, most=16)
+    admin_listen: str = setting("", "host:port of the admin interface (docs/operations/versions.md); '' = none")
+    admin_token_file: str = setting("", "file whose first line is the token that the admin interface asks for")
     warm_up_requests: int = setting(
         32, "recent requests that a new version scores before it is served; 0 = none", least=0, most=1000
     )
@@ -78,6 +80,9 @@ class ServingConfig(CachedInRedis, Deployment):
         if self.log_bytes < 2 * self.segment_bytes:
             raise refusal("log_bytes", f"at least 2 x segment_bytes = {2 * self.segment_bytes}", self.log_bytes)
         self.routing()
+        if self.admin_listen:
+            check_listen("admin_listen", self.admin_listen, insecure=self.insecure)
+            self.require("admin_token_file")
 
     def routing(self) -> Routing:
         """Raises Refusal."""

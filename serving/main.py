@@ -16,6 +16,9 @@ from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.topics import EVENTS, ROWS
 from serving import heartbeat
+from serving.admin import admin_server
+from serving.admin.admin_token import read_token
+from serving.admin.desk import ROOT, AdminDesk
 from serving.build import Process, build_process, warm
 from serving.config import ServingConfig
 from serving.http import http_server
@@ -52,7 +55,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
-    with contextlib.closing(http_server.bind(config.listen)) as bound:
+    with contextlib.ExitStack() as resources:
+        bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen)))
         process = build_process(config)
         metrics.serve(config, health, process.parts.metrics.registry)
         halt, crew = threading.Event(), Crew(stop)
@@ -60,6 +64,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         process.dense.poll()
         process.recent.forget_slow()
         _start_threads(crew, process, halt)
+        _start_admin(crew, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
         app = HttpInterface(process.parts)
         process.quiet.in_flight = lambda: app.gate.in_flight
@@ -82,6 +87,18 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
     crew.start("rows", process.rows.run, halt)
     crew.start("dense", process.dense.run, process.clock, halt)
     crew.start("shadow", process.shadow.run, halt)
+
+
+def _start_admin(crew: Crew, process: Process, halt: threading.Event, resources: contextlib.ExitStack) -> None:
+    """Raises ConfigError: its token can't be read; SetupError: its port is taken."""
+    service, config = process.parts.service, process.parts.config
+    if not config.admin_listen:
+        return
+    desk = AdminDesk(service.versions, process.recent, process.shadow, service.credits, process.clock.now_ms)
+    app = admin_server.AdminInterface(desk, read_token(config.admin_token_file))
+    bound = resources.enter_context(contextlib.closing(http_server.bind(config.admin_listen, "admin_listen")))
+    log.info("admin interface on http://%s:%d%s", *bound.getsockname()[:2], ROOT)
+    crew.start("admin", admin_server.run, app, bound, halt)
 
 
 def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget) -> None:

@@ -11,32 +11,35 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from roo.errors import SetupError
 from runtime.address import parse_address
 from runtime.crew import StopBudget
 from serving.http.app import HttpInterface
-from serving.http.connection import limited_to
+from serving.http.connection import LimitedProtocol, limited_to
 
 log = logging.getLogger("roostream.serving")
 
 STOP_POLL_S = 0.1
 
 
-class _OwnServer(uvicorn.Server):
+class _PlainServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to runtime.program."""
         yield
 
+
+class _OwnServer(_PlainServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or []:
             log.info("serving on http://%s:%d, /docs for its interface", *bound.getsockname()[:2])
 
 
-def bind(listen: str) -> socket.socket:
-    """A bound socket; port 0 draws one.
+def bind(listen: str, key: str = "listen") -> socket.socket:
+    """A bound socket; port 0 draws one. `key`: the setting that says where.
 
     Raises:
         SetupError: the port is taken, or the address isn't this machine's.
@@ -49,16 +52,33 @@ def bind(listen: str) -> socket.socket:
         bound.bind((host.strip("[]"), port))
     except OSError as error:
         bound.close()
-        raise SetupError(f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another listen") from None
+        raise SetupError(f"can't listen on {listen}: {error.strerror}; stop what uses it or choose another {key}") from None
     return bound
 
 
 def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:
     """Serve until `budget.stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at
     most half of `budget`. `turned` is called from the event loop, over and over, until then."""
-    config = uvicorn.Config(
+    limits = limited_to(app.parts.config.max_connections, app.refuses)
+    config = _settings(app, limits, max(int(budget.seconds / 2), 1))
+
+    def begin_stop() -> None:
+        budget.left_s()  # counts from here
+        app.stop()
+
+    with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
+        uvloop.run(_serve(_OwnServer(config), bound, budget.stop, turned, begin_stop))
+
+
+def plain_server(app: ASGIApp, max_connections: int) -> uvicorn.Server:
+    """With the limits of every connection (serving/http/connection.py), for whoever runs it in a loop of its own."""
+    return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1))
+
+
+def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
-        http=limited_to(app.parts.config.max_connections, app.refuses),
+        http=protocol,
         ws="none",
         lifespan="off",
         proxy_headers=False,
@@ -67,15 +87,8 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
         log_level="warning",
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(int(budget.seconds / 2), 1),
+        timeout_graceful_shutdown=graceful_s,
     )
-
-    def begin_stop() -> None:
-        budget.left_s()  # counts from here
-        app.stop()
-
-    with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
-        uvloop.run(_serve(_OwnServer(config), bound, budget.stop, turned, begin_stop))
 
 
 @contextlib.contextmanager

@@ -187,6 +187,10 @@ class Versions:
                 return Choice(served.version, rival.version)
         return Choice(served.version)
 
+    def means(self, split: Split) -> Held | None:
+        """The version that a split has now; None: it is off, or what it names isn't held."""
+        return self._state.find(split.version) if split.share else None
+
     def shadow_for(self, request: Routed) -> Version | None:
         """What scores a request once more beside the answer; None where it would be the version that scored it."""
         state = self._state
