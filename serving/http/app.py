@@ -28,10 +28,12 @@ from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
 from serving.http.tracing import Spanning, open_tracing
+from serving.oip.endpoints import InferenceProtocol
 
 LINKS = {
     "rank": "/v1/rank",
     "engagements": "/v1/engagements",
+    "inference": "/v2",
     "interface": "/docs",
     "openapi": "/openapi.json",
     "alive": "/healthz",
@@ -51,6 +53,7 @@ class HttpInterface:
         rank = RankEndpoint(parts, self.intake, seldom)
         self.gate = rank.gate
         self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
+        self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
         self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
         helps = {
@@ -95,7 +98,8 @@ class HttpInterface:
         """Traffic goes past the framework."""
         endpoint = self._traffic.get(scope["path"])
         if endpoint is None:
-            await self._others(scope, receive, send)
+            others = self._inference if scope["path"].startswith("/v2") else self._others
+            await others(scope, receive, send)
         elif scope["method"] == "POST":
             await endpoint(scope, receive, send)
         else:

@@ -50,17 +50,25 @@ class _Endpoint:
             return
         except (RequestError, asyncio.CancelledError) as error:
             refusal = self._refusal(error)
-            status, answer, headers = refusal.status, refusal.body(), refusal.headers()
+            status, answer, headers = refusal.status, self.fault(refusal), refusal.headers()
         except Exception as error:
             self._complain(error)
             defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
-            status, answer = 500, defect.body()
-        body, media = encoded(answer, accepts_protobuf(scope))
+            status, answer = 500, self.fault(defect)
+        body, media, own = self.form(scope, answer)
         self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
-        await respond(send, status, body, media, headers)
+        await respond(send, status, body, media, headers | own)
+
+    def fault(self, error: RequestError) -> object:
+        """What an answer that isn't 200 says."""
+        return error.body()
+
+    def form(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
+        """(body, media type, headers of its own)."""
+        return *encoded(answer, accepts_protobuf(scope)), {}
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """What a 200 says; `body.encoded` gives it its form. `until_s`: its deadline. Raises RequestError, ClientGoneError."""
+        """What a 200 says; `form` gives it its bytes. `until_s`: its deadline. Raises RequestError, ClientGoneError."""
         raise NotImplementedError
 
     def append(self, records: list[LogRecord]) -> None:
@@ -98,7 +106,7 @@ class RankEndpoint(_Endpoint):
         self.gate = Gate(parts.config.max_in_flight)
         self.json = JsonParser(parts.schema)
 
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> RankAnswer:
+    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Once the log has its impression.
 
         Raises:
@@ -106,7 +114,7 @@ class RankEndpoint(_Endpoint):
                 then.
             ClientGoneError: nothing is logged.
         """
-        self.gate.check(self._left_s(until_s))  # before a body is read and parsed for nothing
+        self.gate.check(self.left_s(until_s))  # before a body is read and parsed for nothing
         options = options_of(scope["query_string"])
         media = media_of(scope, (JSON, PROTOBUF))
         body = await self.intake.read(scope, receive, until_s)
@@ -114,8 +122,12 @@ class RankEndpoint(_Endpoint):
         request = self._parse(body, media, options)
         self.parts.metrics.stages.parse.observe(time.perf_counter() - begin_s)
         take_version(scope, request)
-        self._check_room(len(body))
-        with self.gate.admit(self._left_s(until_s)):
+        return await self.ranked(request, len(body), until_s)
+
+    async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
+        """The way of every rank from here on, however it was spelt. Raises RequestError 404, 413, 429, 500, 503, 504."""
+        self._check_room(num_bytes)
+        with self.gate.admit(self.left_s(until_s)):
             answer = await self._scored(request, until_s)
         self.parts.metrics.candidates.inc(len(request.item_ids))
         if answer.degraded:
@@ -162,7 +174,7 @@ class RankEndpoint(_Endpoint):
         self.parts.metrics.stages.queue.observe(time.perf_counter() - since_s)
         return self.parts.service.rank(request, stamp_ms)
 
-    def _left_s(self, until_s: float) -> float:
+    def left_s(self, until_s: float) -> float:
         return until_s - asyncio.get_running_loop().time()
 
 

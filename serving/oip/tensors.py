@@ -1,0 +1,213 @@
+"""Tensors on the wire: an inference request's JSON with data in it or, by the binary tensor data extension, behind it; and the
+answer in the form that was asked for. Knows nothing of features.
+
+Source: Open Inference Protocol, REST, https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol; the
+extension is Triton's, `extension_binary_data`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from types import GenericAlias
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from roo.errors import nearest
+from serving.errors import RequestError, shown
+from serving.http.parse import decoded
+
+HEADER_LENGTH = b"inference-header-content-length"
+_DTYPES = {
+    **{f"INT{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
+}
+TYPES = (*_DTYPES, "BYTES")
+MAX_INPUTS = 4096
+_MAX_BODY_DIMS = 8
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: msgspec.Raw = msgspec.Raw()
+    parameters: dict[str, Any] = {}
+
+
+class _WantedOutput(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _InferenceBody(msgspec.Struct):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_WantedOutput] | None = None
+
+
+_DECODER = msgspec.json.Decoder(_InferenceBody)
+
+
+class Tensor(NamedTuple):
+    """`values` are flat, row-major: an array of numbers, or texts."""
+
+    shape: tuple[int, ...]
+    values: np.ndarray | list[str]
+    path: str  # for messages
+
+    @property
+    def is_text(self) -> bool:
+        return isinstance(self.values, list)
+
+
+class Inference(NamedTuple):
+    """A request. `outputs`: name → whether it is wanted as bytes; None = all of them, as `is_binary` says."""
+
+    id: str
+    parameters: dict[str, Any]
+    inputs: dict[str, Tensor]
+    outputs: dict[str, bool] | None
+    is_binary: bool
+
+
+def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
+    """`header_length`: the header of the binary extension, None without it. Raises RequestError 400, with the path."""
+    size = len(body)
+    if header_length is not None:
+        if not header_length.isdigit() or len(header_length) > 10 or int(header_length) > len(body):
+            raise RequestError(
+                400, f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got {shown(header_length)}"
+            )
+        size = int(header_length)
+    asked: _InferenceBody = decoded(_DECODER, body[:size], {})
+    if len(asked.inputs) > MAX_INPUTS:
+        raise RequestError(413, f"expected at most {MAX_INPUTS} inputs, got {len(asked.inputs)}", "$.inputs")
+    inputs: dict[str, Tensor] = {}
+    for i, given in enumerate(asked.inputs):
+        path = f"$.inputs[{i}]"
+        if given.name in inputs:
+            raise RequestError(400, f"expected each input once, got {shown(given.name)!r} twice", path)
+        size, inputs[given.name] = _input(given, body, size, path)
+    if size != len(body):
+        raise RequestError(400, f"expected {size} bytes by the inputs' binary_data_size, got {len(body)}")
+    outputs = None if asked.outputs is None else {o.name: o.parameters.get("binary_data") is True for o in asked.outputs}
+    return Inference(asked.id, asked.parameters, inputs, outputs, asked.parameters.get("binary_data_output") is True)
+
+
+def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]:
+    """(where the next one's bytes begin, the tensor)."""
+    if given.datatype not in TYPES:
+        known = f"expected one of {', '.join(TYPES)}, got {shown(given.datatype)!r}{nearest(shown(given.datatype), TYPES)}"
+        raise RequestError(400, known, f"{path}.datatype")
+    if len(given.shape) > _MAX_BODY_DIMS or any(not 0 <= d < 1 << 31 for d in given.shape):
+        raise RequestError(
+            400, f"expected at most {_MAX_BODY_DIMS} sizes of 0 or more, got {shown(given.shape)}", f"{path}.shape"
+        )
+    count, size = math.prod(given.shape), given.parameters.get("binary_data_size")
+    if size is None:
+        values = _of_json(given, path)
+    else:
+        if type(size) is not int or not 0 <= size <= len(body) - at:
+            raise RequestError(
+                400, f"expected at most {len(body) - at} bytes, got {shown(size)}", f"{path}.parameters.binary_data_size"
+            )
+        values = _of_bytes(given.datatype, body[at : at + size], path)
+        at += size
+    if len(values) != count:
+        raise RequestError(400, f"expected {count} values by its shape, got {len(values)}", f"{path}.data")
+    return at, Tensor(tuple(given.shape), values, path)
+
+
+def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
+    """`data` is flat or nested, row-major; null stands for NaN."""
+    value: Any = str if given.datatype == "BYTES" else float | None if given.datatype.startswith("FP") else int
+    kinds: list[Any] = [GenericAlias(list, (value,))]
+    for _ in given.shape[1:]:
+        kinds.append(GenericAlias(list, (kinds[-1],)))
+    told = ""
+    for kind in (kinds[0], kinds[-1]):
+        try:
+            data = msgspec.json.decode(given.data, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            told = told or str(error)
+            continue
+        for _ in range(kinds.index(kind)):
+            data = [v for part in data for v in part]
+        return data if given.datatype == "BYTES" else _array(data, given.datatype, path)
+    raise RequestError(400, f"expected {given.datatype} values, flat or nested: {told}", f"{path}.data")
+
+
+def _array(data: list[Any], datatype: str, path: str) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(data, dtype=np.float64 if datatype.startswith("FP") else _DTYPES[datatype])
+    except OverflowError:
+        raise RequestError(400, f"expected values of {datatype}, got one beyond it", f"{path}.data") from None
+
+
+def _of_bytes(datatype: str, data: bytes, path: str) -> np.ndarray | list[str]:
+    if datatype != "BYTES":
+        dtype = np.dtype(_DTYPES[datatype])
+        if len(data) % dtype.itemsize:
+            raise RequestError(400, f"expected whole values of {dtype.itemsize} bytes, got {len(data)} bytes", f"{path}.data")
+        return np.frombuffer(data, dtype)
+    texts, at = [], 0
+    while at < len(data):
+        end = at + 4 + struct.unpack_from("<I", data, at)[0] if at + 4 <= len(data) else len(data) + 1
+        if end > len(data):
+            raise RequestError(400, "expected texts, each behind its length in 4 bytes, got one that is cut", f"{path}.data")
+        texts.append(_text(data[at + 4 : end], path))
+        at = end
+    return texts
+
+
+def _text(data: bytes, path: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise RequestError(400, "expected texts in UTF-8", f"{path}.data") from None
+
+
+class OutputTensor(NamedTuple):
+    """FP32 or INT32, of the answer; `written` has its values for JSON."""
+
+    name: str
+    datatype: str
+    values: np.ndarray
+    written: Sequence[float]
+
+
+def check_outputs(asked: Inference, names: Sequence[str]) -> None:
+    """Raises RequestError 400: an output is wanted that there isn't."""
+    for i, name in enumerate(asked.outputs or ()):
+        if name not in names:
+            raise RequestError(400, f"unknown output {shown(name)!r}{nearest(shown(name), names)}", f"$.outputs[{i}]")
+
+
+def chosen(outputs: list[OutputTensor], asked: Inference) -> list[tuple[OutputTensor, bool]]:
+    """(tensor, whether as bytes) of those that were asked for, in the order asked."""
+    if asked.outputs is None:
+        return [(output, asked.is_binary) for output in outputs]
+    known = {output.name: output for output in outputs}
+    return [(known[name], binary or asked.is_binary) for name, binary in asked.outputs.items()]
+
+
+def written(head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]) -> tuple[bytes, int | None]:
+    """(body, size of its JSON where bytes stand behind it)."""
+    parts, told = [], []
+    for output, is_binary in outputs:
+        one: dict[str, Any] = {"name": output.name, "shape": [len(output.values)], "datatype": output.datatype}
+        if is_binary:
+            parts.append(output.values.astype(_DTYPES[output.datatype]).tobytes())
+            one["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            one["data"] = list(output.written)
+        told.append(one)
+    body = msgspec.json.encode({**head, "outputs": told})
+    return (body + b"".join(parts), len(body)) if parts else (body, None)
