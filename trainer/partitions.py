@@ -18,7 +18,7 @@ from roo.batch import Batch
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from trainer.corrections import due_ms_of
 from trainer.dedupe import Dedupe
-from trainer.monitoring.quality import Metrics, Report
+from trainer.monitoring.quality import Metrics, Report, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed import Windowed
 
@@ -103,18 +103,12 @@ class Partitions:
         place_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, place_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
         scale_T = [label.amount_scale for label in batch.schema.labels]
-        for partition, row_M in rows_by_partition(batch).items():
-            of_R = np.zeros(batch.num_requests, dtype=np.bool_)
-            of_R[row_M] = True
-            of_B = of_R[batch.request_index_B]
-            self._states[partition].metrics.update(
-                score_BT[of_B],
-                batch.label_BT[of_B],
-                batch.weight_BT[of_B],
-                batch.request_index_B[of_B],
-                batch.time_ms_R[row_M],
-                scale_T,
-            )
+        rows, of_R = rows_by_partition(batch), np.zeros(batch.num_requests, dtype=np.int64)
+        for number, row_M in enumerate(rows.values()):
+            of_R[row_M] = number
+        of = [self._states[partition].metrics for partition in rows]
+        if of:
+            update_each(of, of_R, score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R, scale_T)
 
     def metrics(self) -> Metrics:
         """Of everything counted in all partitions since the beginning."""

@@ -29,8 +29,12 @@ class ScoreCounts:
 
     def add(self, score_N: np.ndarray, positive_N: np.ndarray, weight_N: np.ndarray) -> None:
         """float scores, bool labels, float weights, all [N]."""
-        self._pending.append((_ordered(score_N), np.where(positive_N, weight_N, 0.0), np.where(positive_N, 0.0, weight_N)))
-        self._num_pending += len(score_N)
+        self.add_sides(ordered(score_N), np.where(positive_N, weight_N, 0.0), np.where(positive_N, 0.0, weight_N))
+
+    def add_sides(self, ordered_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
+        """As `add`: scores as `ordered` gives them, the weights of positives and of negatives. Keeps the arrays."""
+        self._pending.append((ordered_N, positive_N, negative_N))
+        self._num_pending += len(ordered_N)
         if self._num_pending >= max(4096, len(self._score_S) // 2):  # amortised: each score is merged O(log) times
             self._merge_pending()
 
@@ -96,7 +100,7 @@ class ScoreCounts:
         self._negative_S = np.add.reduceat(negative_N[order_N], start_S) if len(start_S) else np.zeros(0)
 
 
-def _ordered(score_N: np.ndarray) -> np.ndarray:
+def ordered(score_N: np.ndarray) -> np.ndarray:
     """float32 → uint32 in the same order (sign-magnitude bits made two's complement; −0 counts as 0)."""
     bits = (score_N.astype(np.float32) + np.float32(0.0)).view(np.uint32)
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))

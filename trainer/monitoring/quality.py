@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.monitoring.auc import ScoreCounts
+from trainer.monitoring.auc import ScoreCounts, ordered
 from trainer.monitoring.request_metrics import score_requests
 
 Report = dict[str, object]
@@ -35,37 +35,11 @@ class TaskMetrics:
     def __init__(self, max_scores: int) -> None:
         self.sums = dict.fromkeys(_SUMS, 0.0)
         self.absolute_error = self.scale = 0.0  # scale 0: no amount
-        self._scores = ScoreCounts(max_scores)
-
-    def update(
-        self, score_B: np.ndarray, label_B: np.ndarray, weight_B: np.ndarray, request_index_B: np.ndarray, scale: float = 0.0
-    ) -> None:
-        """`scale`: of an amount (models/objectives.py); 0 = an event."""
-        kept_B = weight_B > 0
-        if not kept_B.all():
-            score_B, label_B, weight_B, request_index_B = (x[kept_B] for x in (score_B, label_B, weight_B, request_index_B))
-        weight_B, positive_B = weight_B.astype(np.float64), label_B > 0
-        clipped_B = np.clip(score_B.astype(np.float64), _EPSILON, 1 - _EPSILON)
-        ranked = score_requests(score_B, positive_B, request_index_B)
-        self.add(
-            candidates=len(score_B),
-            weight=weight_B.sum(),
-            positive=weight_B[positive_B].sum(),
-            predicted=(score_B * weight_B).sum(),
-            log_loss=-(weight_B * np.log(np.where(positive_B, clipped_B, 1 - clipped_B))).sum(),
-            ranked_requests=len(ranked.auc_M),
-            auc=ranked.auc_M.sum(),
-            mrr=ranked.mrr_M.sum(),
-            ndcg=ranked.ndcg_M.sum(),
-        )
-        self._scores.add(score_B, positive_B, weight_B)
-        if scale:
-            expected_B = np.expm1(score_B.astype(np.float64) * np.log1p(scale))
-            self.add(absolute_error=(weight_B * np.abs(expected_B - np.clip(label_B, 0, scale))).sum(), scale=scale)
+        self.scores = ScoreCounts(max_scores)
 
     def merge(self, other: TaskMetrics) -> None:
         self.add(**other.sums, **other.amount())
-        self._scores.merge(other._scores)
+        self.scores.merge(other.scores)
 
     def report(self) -> Report:
         s = self.sums
@@ -74,8 +48,8 @@ class TaskMetrics:
             "candidates": int(s["candidates"]),
             "base_rate": base_rate,
             "ne": None if base_rate is None else _ratio(s["log_loss"] / s["weight"], _entropy(base_rate)),
-            "auc": self._scores.auc(),
-            "auc_error": self._scores.auc_error(),
+            "auc": self.scores.auc(),
+            "auc_error": self.scores.auc_error(),
             "request_auc": _ratio(s["auc"], s["ranked_requests"]),
             "mrr": _ratio(s["mrr"], s["ranked_requests"]),
             "ndcg@10": _ratio(s["ndcg"], s["ranked_requests"]),
@@ -86,12 +60,12 @@ class TaskMetrics:
     def state(self) -> dict[str, np.ndarray]:
         sums = np.array([self.sums[name] for name in _SUMS], dtype=np.float64)
         amount = {"amount": np.array([self.absolute_error, self.scale])} if self.scale else {}
-        return {"sums": sums, **amount, **{f"scores.{k}": v for k, v in self._scores.state().items()}}
+        return {"sums": sums, **amount, **{f"scores.{k}": v for k, v in self.scores.state().items()}}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         self.sums = dict(zip(_SUMS, state["sums"].tolist(), strict=True))
         self.absolute_error, self.scale = state.get("amount", np.zeros(2)).tolist()
-        self._scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
+        self.scores.load({k.removeprefix("scores."): v for k, v in state.items() if k.startswith("scores.")})
 
     def amount(self) -> dict[str, float]:
         """Its errors and its scale; {} of an event."""
@@ -109,7 +83,7 @@ class Metrics:
 
     def __init__(self, tasks: Sequence[str], max_scores: int = 1 << 18) -> None:
         """`max_scores`: distinct scores that each task's AUC keeps before it gives up resolution (20 bytes each)."""
-        self._tasks = {task: TaskMetrics(max_scores) for task in tasks}
+        self.tasks = {task: TaskMetrics(max_scores) for task in tasks}
         self.num_requests = 0
         self._first_ms, self._last_ms = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
@@ -124,8 +98,11 @@ class Metrics:
     ) -> None:
         """Scores and labels of a batch. `request_index_B` points into the R requests, also those without candidates.
         `scale_T`: of amounts, 0 of events; empty = all are events."""
-        for t, task in enumerate(self._tasks.values()):
-            task.update(score_BT[:, t], label_BT[:, t], weight_BT[:, t], request_index_B, scale_T[t] if scale_T else 0.0)
+        of_R = np.zeros(len(time_ms_R), dtype=np.int64)
+        update_each([self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T)
+
+    def note(self, time_ms_R: np.ndarray) -> None:
+        """Requests of these times were counted."""
         self.num_requests += len(time_ms_R)
         if len(time_ms_R):
             self._first_ms = min(self._first_ms, int(time_ms_R.min()))
@@ -133,15 +110,15 @@ class Metrics:
 
     def merge(self, other: Metrics) -> None:
         """Count what `other` counted too."""
-        for name, task in self._tasks.items():
-            task.merge(other._tasks[name])
+        for name, task in self.tasks.items():
+            task.merge(other.tasks[name])
         self.num_requests += other.num_requests
         self._first_ms, self._last_ms = min(self._first_ms, other._first_ms), max(self._last_ms, other._last_ms)
 
     def report(self) -> Report:
         """Requests, the time that they cover, the first task's metrics, and under `tasks` every task's; None where a
         metric isn't defined (no positive, no request that counts)."""
-        tasks = {name: task.report() for name, task in self._tasks.items()}
+        tasks = {name: task.report() for name, task in self.tasks.items()}
         empty = self.num_requests == 0
         return {
             "requests": self.num_requests,
@@ -153,22 +130,91 @@ class Metrics:
 
     def sums(self) -> dict[str, dict[str, float]]:
         """Task → the sums behind its numbers, for `pooled`."""
-        return {name: {**task.sums, **task.amount()} for name, task in self._tasks.items()}
+        return {name: {**task.sums, **task.amount()} for name, task in self.tasks.items()}
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays that `load` takes back; names are stable."""
         out = {"requests": np.array([self.num_requests, self._first_ms, self._last_ms], dtype=np.int64)}
-        for name, task in self._tasks.items():
+        for name, task in self.tasks.items():
             out |= {f"{name}.{key}": value for key, value in task.state().items()}
         return out
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace everything by what `state` gave; a task that it lacks (new in the schema) starts at nothing."""
         self.num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
-        for name, task in self._tasks.items():
+        for name, task in self.tasks.items():
             mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
             if mine:
                 task.load(mine)
+
+
+def update_each(
+    metrics: Sequence[Metrics],
+    of_R: np.ndarray,
+    score_BT: np.ndarray,
+    label_BT: np.ndarray,
+    weight_BT: np.ndarray,
+    request_index_B: np.ndarray,
+    time_ms_R: np.ndarray,
+    scale_T: Sequence[float] = (),
+) -> None:
+    """`Metrics.update` of each with its own requests, in one pass over all: request r counts in `metrics[of_R[r]]`."""
+    for t, name in enumerate(metrics[0].tasks):
+        kept_B = np.flatnonzero(weight_BT[:, t] > 0)
+        request_K = request_index_B[kept_B]
+        scored = _Judged(score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R)
+        scored.add_to([one.tasks[name] for one in metrics], scale_T[t] if scale_T else 0.0)
+    for number, one in enumerate(metrics):
+        one.note(time_ms_R[of_R == number])
+
+
+class _Judged:
+    """Candidates of one task, K that have a weight; request r is of the task metrics `of_R[r]`."""
+
+    def __init__(
+        self, score_K: np.ndarray, label_K: np.ndarray, weight_K: np.ndarray, request_K: np.ndarray, of_R: np.ndarray
+    ) -> None:
+        self.score_K, self.label_K, self.weight_K = score_K, label_K, weight_K
+        self.positive_K, self.of_K = label_K > 0, of_R[request_K]
+        self.ranked = score_requests(score_K, self.positive_K, request_K)
+        self.of_M = of_R[self.ranked.request_M]
+
+    def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
+        """`scale`: of an amount (models/objectives.py); 0 = an event."""
+        columns = self._columns(len(tasks))
+        for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
+            task.add(**dict(zip(columns, values, strict=True)))
+        if scale:
+            expected_K = np.expm1(self.score_K.astype(np.float64) * np.log1p(scale))
+            error_K = self.weight_K * np.abs(expected_K - np.clip(self.label_K, 0, scale))
+            for task, error in zip(tasks, np.bincount(self.of_K, error_K, len(tasks)).tolist(), strict=True):
+                task.add(absolute_error=error, scale=scale)
+        self._add_scores(tasks)
+
+    def _columns(self, n: int) -> dict[str, np.ndarray]:
+        """_SUMS, each float64 [n]."""
+        of_K, of_M, weight_K, ranked = self.of_K, self.of_M, self.weight_K, self.ranked
+        clipped_K = np.clip(self.score_K.astype(np.float64), _EPSILON, 1 - _EPSILON)
+        loss_K = np.log(np.where(self.positive_K, clipped_K, 1 - clipped_K))
+        return {
+            "candidates": np.bincount(of_K, minlength=n),
+            "weight": np.bincount(of_K, weight_K, n),
+            "positive": np.bincount(of_K, weight_K * self.positive_K, n),
+            "predicted": np.bincount(of_K, weight_K * self.score_K, n),
+            "log_loss": -np.bincount(of_K, weight_K * loss_K, n),
+            "ranked_requests": np.bincount(of_M, minlength=n),
+            "auc": np.bincount(of_M, ranked.auc_M, n),
+            "mrr": np.bincount(of_M, ranked.mrr_M, n),
+            "ndcg": np.bincount(of_M, ranked.ndcg_M, n),
+        }
+
+    def _add_scores(self, tasks: Sequence[TaskMetrics]) -> None:
+        order_K = np.argsort(self.of_K, kind="stable")
+        ends = np.cumsum(np.bincount(self.of_K, minlength=len(tasks))).tolist()
+        sides = ordered(self.score_K), self.weight_K * self.positive_K, self.weight_K * ~self.positive_K
+        score_K, positive_K, negative_K = (side_K[order_K] for side_K in sides)
+        for task, start, end in zip(tasks, [0, *ends[:-1]], ends, strict=True):
+            task.scores.add_sides(score_K[start:end], positive_K[start:end], negative_K[start:end])
 
 
 def summary(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +244,7 @@ class DailyMetrics:
     """Metrics of a report (docs/protocols.md, Reports): overall, from `measure_from_ms` on, by day of request time (UTC)."""
 
     def __init__(self, tasks: Sequence[str], *, measure_from_ms: int = 0, max_scores: int = 1 << 24) -> None:
-        self._tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms
+        self.tasks, self._max_scores, self._measure_from_ms = tasks, max_scores, measure_from_ms
         self._overall, self._measured = (Metrics(tasks, max_scores) for _ in range(2))
         self._by_day: dict[str, Metrics] = {}
 
@@ -216,14 +262,14 @@ class DailyMetrics:
         def count(metrics: Metrics, kept_R: np.ndarray) -> None:
             kept_B = kept_R[request_index_B]
             score, label, weight, index = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
-            metrics.update(score, label, weight, index, time_ms_R[kept_R], scale_T)
+            metrics.update(score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T)
 
         count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
         count(self._measured, time_ms_R >= self._measure_from_ms)
         day_R = time_ms_R // 86_400_000
         for day in np.unique(day_R).tolist():
             date = datetime.datetime.fromtimestamp(day * 86_400, datetime.UTC).date().isoformat()
-            count(self._by_day.setdefault(date, Metrics(self._tasks, self._max_scores)), day_R == day)
+            count(self._by_day.setdefault(date, Metrics(self.tasks, self._max_scores)), day_R == day)
 
     def report(self) -> Report:
         return {

@@ -20,12 +20,13 @@ class RequestScores:
     auc_M: np.ndarray
     mrr_M: np.ndarray  # mean over the positives of 1 / rank, as EB-NeRD and MIND define it
     ndcg_M: np.ndarray  # at NDCG_AT, gain 1 a positive
+    request_M: np.ndarray  # int64, as `request_index_B` names it
 
 
 def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B: np.ndarray) -> RequestScores:
     """`request_index_B`: int64, equal for the candidates of a request; `positive_B`: bool."""
     if not len(score_B):
-        return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0))
+        return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     order_B = np.lexsort((-score_B, request_index_B))
     score_B, positive_B, request_B = score_B[order_B], positive_B[order_B].astype(np.float64), request_index_B[order_B]
     new_request_B = np.r_[True, request_B[1:] != request_B[:-1]]
@@ -52,4 +53,5 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
         auc_M=1 - worse_R[counts_R] / (positive_M * negative_R[counts_R]),
         mrr_M=reciprocal_R[counts_R] / positive_M,
         ndcg_M=gain_R[counts_R] / _IDEAL[np.minimum(positive_M, NDCG_AT).astype(np.int64)],
+        request_M=request_B[start_R][counts_R],
     )

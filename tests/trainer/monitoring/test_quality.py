@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.monitoring.auc import ScoreCounts
-from trainer.monitoring.quality import DailyMetrics, Metrics, pooled, summary
+from trainer.monitoring.quality import DailyMetrics, Metrics, pooled, summary, update_each
 
 DAY_MS = 86_400_000
 
@@ -128,11 +128,26 @@ def test_ndcg_looks_at_ten_ranks_only() -> None:
 def test_many_requests_in_one_update_equal_one_update_each() -> None:
     score, label, weight, index, time = draw(8, requests=60)
     split = [
-        (score[index == r], label[index == r], weight[index == r], index[index == r], time[r : r + 1]) for r in range(len(time))
+        (score[index == r], label[index == r], weight[index == r], index[index == r] * 0, time[r : r + 1]) for r in range(len(time))
     ]
     whole, parts = counted((score, label, weight, index, time)).report(), counted(*split).report()
     for key in ("requests", "candidates", "auc", "request_auc", "mrr", "ndcg@10", "ne", "calibration", "first_ms", "last_ms"):
         assert whole[key] == pytest.approx(parts[key], abs=1e-12), key
+
+
+def test_one_update_of_several_counts_each_requests_own() -> None:
+    score, label, weight, index, time = draw(9, requests=60)
+    of_R = np.arange(len(time)) * 7 % 3
+    several = [Metrics(["click"], 1 << 18) for _ in range(4)]  # of the last, nothing comes
+    update_each(several, of_R, score, label, weight, index, time)
+    for number, metrics in enumerate(several):
+        mine_R = of_R == number
+        mine_B = mine_R[index]
+        alone = Metrics(["click"], 1 << 18)
+        alone.update(score[mine_B], label[mine_B], weight[mine_B], (np.cumsum(mine_R) - 1)[index[mine_B]], time[mine_R])
+        for key, value in alone.report().items():
+            if key != "tasks":
+                assert metrics.report()[key] == (value if value is None else pytest.approx(value, abs=1e-12)), key
 
 
 def test_ne_equals_torchrecs() -> None:
@@ -255,7 +270,7 @@ def test_daily_metrics_split_by_request_time() -> None:
     daily.update(score, label, weight, index, time)
     report = daily.report()
     measured = index >= 10
-    expected = counted((score[measured], label[measured], weight[measured], index[measured], time[10:])).report()
+    expected = counted((score[measured], label[measured], weight[measured], index[measured] - 10, time[10:])).report()
     assert report["measured"] == expected
     by_day = report["by_day"]
     assert isinstance(by_day, dict) and list(by_day) == ["1970-01-01", "1970-01-02", "1970-01-03"]
