@@ -147,7 +147,7 @@ class Case:
             if parameter.dim() != 2 or ".times." in name:
                 continue
             rows = self.batch.num_requests if name.startswith("request_tower") else self.batch.num_candidates
-            if "key_value" in name:
+            if ".key_value" in name:
                 rows = sum(len(sequence.index_L) for sequence in self.inputs.sequences.values())
             num_out, num_in = parameter.shape
             out.append((torch.randn(rows, num_in), parameter.detach(), torch.randn(rows, num_out)))
