@@ -31,7 +31,7 @@ candidates a request. The supervisor starts a program at once that lived for 2 s
 QUESTION = Question(
     name="goodput",
     asks="What is trained with a kill every 60 s?",
-    rows=(during(60.0),),
+    rows=(during(60.0), during(60.0, 3_000)),
     rounds=1,
     means=f"The target is 0.85 with a kill every 60 s.\n\n{MEANS}",
 )
