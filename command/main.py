@@ -19,6 +19,7 @@ from click.core import ParameterSource
 from command.checkpoint.checkpoint_command import checkpoint
 from command.inspect_command import inspect
 from command.model_command import check_model
+from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
 from command.replay.cli import Duration, check, replay
 from infra.kept_options import kept
@@ -277,7 +278,7 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model):
+for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item):
     cli.add_command(_group)
 
 

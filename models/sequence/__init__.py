@@ -8,4 +8,6 @@ Nobody in it looks at what is behind him, so one pass serves all candidates of a
     history_tokens.py        entries as tokens
     hstu_part.py             a ranker's part: each candidate's output at the end of its request's history
     history_encoder.py       a history as one vector
+    causal_transformer.py    SASRec's layers: softmax attention over a history
+    next_item.py             what comes next, learned at every entry of a history
 """

@@ -107,6 +107,13 @@ def build_jagged_targets(
     )
 
 
+def build_histories(length_R: np.ndarray, device: str | torch.device = "cpu") -> JaggedTargets:
+    """Histories alone, whole and without times, for who learns at each entry what comes next: an entry sees itself and what is
+    before it. Tokens are the entries, oldest first, history behind history; the newest takes the place of a single target."""
+    newest_R = np.minimum(length_R, 1).astype(np.int32)
+    return build_jagged_targets(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
+
+
 def _pairs(facts_GNC: Tensor) -> Pairs:
     """Columns: `JaggedTargets.facts_SC`. Padding lies behind a sequence's tokens, so that no token looks at it."""
     position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)

@@ -1,0 +1,159 @@
+"""The next item at every entry, by HSTU and by SASRec's layers: nobody sees what is behind him, and gradients in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers import init_parameters
+from models.sequence.causal_transformer import AttentionBlock, CausalTransformer
+from models.sequence.hstu import Hstu
+from models.sequence.jagged_targets import build_histories
+from models.sequence.next_item import NextItem
+from tests.models.layer_checks import assert_gradients, randn
+
+D, HEADS, MOST, ITEMS = 4, 2, 20, 7
+LENGTHS = np.array([3, 1, 18, 2], dtype=np.int64)  # two groups of like lengths
+ENCODERS = {
+    "hstu": lambda: Hstu(D, HEADS, 2, MOST, times=False),
+    "sasrec": lambda: CausalTransformer(D, HEADS, 2),
+}
+both = pytest.mark.parametrize("name", ENCODERS)
+
+
+def built(name: str) -> NextItem:
+    module = NextItem(ENCODERS[name](), ITEMS, D, MOST)
+    init_parameters(module, seed=3)
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.add_(0.3 * torch.sin(torch.arange(parameter.numel()) * 1.7 + i).view(parameter.shape))
+    return module.double()
+
+
+def items(seed: int = 0) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, ITEMS, int(LENGTHS.sum())))
+
+
+def reference_layer(block: AttentionBlock, x_ND: Tensor) -> Tensor:
+    """One history, token by token and head by head."""
+
+    def norm(x: Tensor) -> Tensor:
+        return (x - x.mean()) / torch.sqrt(x.var(unbiased=False) + 1e-5)
+
+    normed = [norm(x) * block.attention_norm.weight + block.attention_norm.bias for x in x_ND]
+    q, k, v = ([block.queries_keys_values.weight[p * D : (p + 1) * D] @ x for x in normed] for p in range(3))
+    rows = []
+    for i in range(len(x_ND)):
+        seen = []
+        for head in range(HEADS):
+            mine = slice(head * D // HEADS, (head + 1) * D // HEADS)
+            weight = torch.stack([q[i][mine] @ k[j][mine] / math.sqrt(D / HEADS) for j in range(i + 1)]).softmax(dim=0)
+            seen.append(torch.stack([w * v[j][mine] for j, w in enumerate(weight)]).sum(dim=0))
+        x = x_ND[i] + block.out.weight @ torch.cat(seen)
+        inner = block.inner.weight @ (norm(x) * block.network_norm.weight + block.network_norm.bias) + block.inner.bias
+        rows.append(x + block.outer.weight @ F.relu(inner) + block.outer.bias)
+    return torch.stack(rows)
+
+
+def test_sasrec_s_layers_are_the_formula_token_by_token() -> None:
+    encoder, x_SD = built("sasrec").encoder, randn(int(LENGTHS.sum()), D)
+    assert isinstance(encoder, CausalTransformer)
+    expected = []
+    for x_ND in x_SD.split(LENGTHS.tolist()):
+        for block in encoder.layers:
+            assert isinstance(block, AttentionBlock)
+            x_ND = reference_layer(block, x_ND)
+        expected.append(encoder.norm(x_ND))
+    torch.testing.assert_close(encoder(x_SD, build_histories(LENGTHS)), torch.cat(expected))
+
+
+@both
+@pytest.mark.parametrize("place", [4, 12, 21])
+def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: str, place: int) -> None:
+    module, item_S, sequences = built(name), items(), build_histories(LENGTHS)
+    changed = item_S.clone()
+    changed[place] = (changed[place] + 1) % ITEMS
+    moved = (module(item_S, sequences) != module(changed, sequences)).any(dim=1)
+    ends = np.cumsum(LENGTHS)
+    assert moved.nonzero().flatten().tolist() == list(range(place, int(ends[ends > place][0])))
+
+
+@both
+def test_a_history_gives_the_same_alone_and_in_any_batch(name: str) -> None:
+    module, item_S = built(name), items()
+    together = module(item_S, build_histories(LENGTHS))
+    for length, mine, its in zip(LENGTHS, item_S.split(LENGTHS.tolist()), together.split(LENGTHS.tolist()), strict=True):
+        torch.testing.assert_close(module(mine, build_histories(np.array([length]))), its, rtol=0, atol=1e-12)
+
+
+@both
+def test_where_an_item_stands_counts(name: str) -> None:
+    module, sequences = built(name), build_histories(np.array([2]))
+    same_SD = module(torch.tensor([5, 5]), sequences)
+    assert not torch.allclose(same_SD[0], same_SD[1])
+
+
+@both
+def test_vectors_have_length_1(name: str) -> None:
+    module = built(name)
+    for vectors in (module(items(), build_histories(LENGTHS)), module.item_vectors()):
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors), dtype=torch.float64))
+
+
+def test_of_no_history_there_is_nothing() -> None:
+    none = np.zeros(1, dtype=np.int64)
+    for name in ENCODERS:
+        assert built(name)(torch.zeros(0, dtype=torch.int64), build_histories(none)).shape == (0, D)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_loss_is_the_formula_and_a_negative_that_came_next_is_none(corrected: bool) -> None:
+    module, u_SD = built("sasrec"), randn(2, D)
+    item_SC = torch.tensor([[3, 1, 3, 6], [0, 0, 2, 2]])
+    v_ID, q = module.item_vectors().detach(), math.log(3 / (ITEMS - 1)) if corrected else 0.0
+    expected = []
+    for u, (after, *negatives) in zip(u_SD, item_SC.tolist(), strict=True):
+        s = [float(u @ v / 0.5) for v in v_ID]
+        pool = math.exp(s[after]) + sum(math.exp(s[n] - q) for n in negatives if n != after)
+        expected.append(math.log(pool) - s[after])
+    assert module.loss(u_SD, item_SC, 0.5, corrected=corrected).item() == pytest.approx(sum(expected) / 2)
+
+
+def test_corrected_it_is_expected_to_be_the_softmax_over_all_items() -> None:
+    """With all other items drawn once each it is that softmax."""
+    module, u_SD = built("hstu"), randn(1, D)
+    item_SC = torch.tensor([[2, 0, 1, 3, 4, 5, 6]])
+    whole = -torch.log_softmax(u_SD @ module.item_vectors().T / 0.1, dim=1)[0, 2]
+    torch.testing.assert_close(module.loss(u_SD, item_SC, 0.1, corrected=True), whole)
+
+
+@both
+def test_gradients_are_right_in_float64(name: str) -> None:
+    module, item_S, sequences = built(name), items()[:4], build_histories(LENGTHS[:2])
+    item_SC = torch.tensor([[3, 1, 6], [0, 5, 2], [1, 1, 4], [6, 0, 5]])
+    assert_gradients(module, lambda: module.loss(module(item_S, sequences), item_SC, 0.5))
+
+
+@both
+def test_dropout_is_of_training(name: str) -> None:
+    encoder: nn.Module = Hstu(D, HEADS, 1, MOST, times=False, dropout=0.5)
+    if name == "sasrec":
+        encoder = CausalTransformer(D, HEADS, 1, dropout=0.5)
+    module, sequences = NextItem(encoder, ITEMS, D, MOST, dropout=0.5).double(), build_histories(LENGTHS)
+    init_parameters(module, seed=3)
+    torch.manual_seed(0)
+    assert not torch.equal(module(items(), sequences), module(items(), sequences))
+    module.eval()
+    assert torch.equal(module(items(), sequences), module(items(), sequences))
+
+
+def test_items_are_small_at_first() -> None:
+    module = NextItem(CausalTransformer(50, 1, 1), 900, 50, 8)
+    init_parameters(module, seed=3)
+    assert module.item.std().item() == pytest.approx(0.02, rel=0.02)
+    assert module.position.std().item() == pytest.approx(50**-0.5, rel=0.1)

@@ -1,0 +1,90 @@
+"""Epochs: what can be learned is learned by both models, the same seed gives the same, and mistakes are sentences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from roo.errors import ConfigError, RoostreamError
+from trainer.next_item.config import NextItemConfig
+from trainer.next_item.next_item_run import NextItemRun, run_next_item
+from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences
+
+ITEMS = 30
+SMALL = {"data": "", "width": 16, "max_length": 8, "batch_users": 16, "negatives": 8, "learning_rate": 0.01}
+
+
+def chains(num_users: int = 64, length: int = 7) -> UserSequences:
+    """Who took i takes i + 7 next, whoever it is."""
+    first_U = np.random.default_rng(0).integers(0, ITEMS, num_users)
+    item_UN = (first_U[:, None] + 7 * np.arange(length)) % ITEMS
+    return UserSequences(item_N=item_UN.ravel().astype(np.int64), start_U1=np.arange(num_users + 1) * length)
+
+
+@pytest.mark.parametrize("model", ["hstu", "sasrec"])
+def test_what_follows_is_learned_from_what_came_before(model: str) -> None:
+    config = NextItemConfig(model=model, epochs=25, evaluate_every=25, **SMALL)
+    told = run_next_item(config, chains(), ITEMS)
+    before = NextItemRun(config, chains(), ITEMS).evaluate(TEST)
+    assert told["best"]["test"]["NDCG@10"] > 0.8 > 0.5 > before["NDCG@10"]
+    assert told["users"] == 64 and told["items"] == ITEMS
+
+
+def test_the_same_seed_trains_the_same_and_another_does_not() -> None:
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(99)
+        told = run_next_item(NextItemConfig(model="hstu", epochs=2, evaluate_every=1, seed=seed, **SMALL), chains(), ITEMS)
+        return [each["loss"] for each in told["evaluations"]]
+
+    assert losses(0) == losses(0) != losses(1)
+
+
+def test_the_epoch_that_is_told_is_the_best_of_validation_and_every_evaluation_is_said() -> None:
+    said: list[dict[str, object]] = []
+    config = NextItemConfig(model="sasrec", epochs=5, evaluate_every=2, **SMALL)
+    told = run_next_item(config, chains(), ITEMS, said.append)
+    assert [each["epoch"] for each in told["evaluations"]] == [2, 4, 5]
+    assert said == told["evaluations"]
+    assert told["best"]["validation"]["NDCG@10"] == max(each["validation"]["NDCG@10"] for each in told["evaluations"])
+
+
+def test_an_evaluation_changes_nothing() -> None:
+    found = []
+    for evaluated in (True, False):
+        torch.manual_seed(5)
+        run = NextItemRun(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
+        if evaluated:
+            assert run.evaluate(VALIDATION) == run.evaluate(VALIDATION)
+        found.append(run.epoch())
+    assert found[0] == found[1]
+
+
+def test_a_loss_that_is_no_number_ends_it() -> None:
+    run = NextItemRun(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
+    with torch.no_grad():
+        run.model.item.fill_(torch.nan)
+    with pytest.raises(RoostreamError, match="expected a finite loss, got nan"):
+        run.epoch()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigError, match="expected a CUDA device, got none"):
+        run_next_item(NextItemConfig(model="hstu", device="cuda", **SMALL), chains(), ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"heads": 3}, "a divisor of width = 50"), ({"device": "tpu"}, "cpu, cuda or cuda:N")], ids=str
+)
+def test_settings_that_cannot_be_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NextItemConfig(data="", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
+@pytest.mark.parametrize("model", ["hstu", "sasrec"])
+def test_a_device_learns_it_too(model: str) -> None:
+    config = NextItemConfig(model=model, epochs=25, evaluate_every=25, device="cuda", **SMALL)
+    assert run_next_item(config, chains(), ITEMS)["best"]["test"]["NDCG@10"] > 0.8

@@ -1,0 +1,81 @@
+"""Leave-last-out: what is learned from, what is asked for, and that neither knows what comes later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roo.errors import ConfigError
+from trainer.next_item.user_sequences import (
+    TEST,
+    VALIDATION,
+    AskedWindows,
+    NextWindows,
+    UserSequences,
+    asked_windows,
+    by_user,
+    training_windows,
+)
+
+CORPUS = np.array([10, 20, 30, 40, 50, 60])
+ALL = np.array([0, 1, 2])
+
+
+def sequences() -> UserSequences:
+    user_N = np.array([7, 7, 7, 7, 7, 3, 3, 3, 9, 9, 9, 9])
+    return by_user(user_N, np.array([10, 20, 30, 40, 50, 60, 10, 20, 50, 40, 30, 20]), CORPUS)
+
+
+def per_user(windows: NextWindows | AskedWindows, values: np.ndarray) -> list[list[int]]:
+    return [part.tolist() for part in np.split(CORPUS[values], np.cumsum(windows.length_R)[:-1])]
+
+
+def test_each_entry_learns_what_came_next_up_to_what_is_asked_for() -> None:
+    windows = training_windows(sequences(), ALL, 10)
+    assert per_user(windows, windows.item_S) == [[10, 20], [], [50]]
+    assert per_user(windows, windows.next_S) == [[20, 30], [], [40]]
+
+
+@pytest.mark.parametrize(
+    ("behind", "given", "answers"),
+    [
+        (VALIDATION, [[10, 20, 30], [60], [50, 40]], [40, 10, 30]),
+        (TEST, [[10, 20, 30, 40], [60, 10], [50, 40, 30]], [50, 20, 20]),
+    ],
+)
+def test_validation_asks_for_the_item_before_the_last_and_the_test_for_the_last(
+    behind: int, given: list[list[int]], answers: list[int]
+) -> None:
+    windows = asked_windows(sequences(), ALL, 10, behind)
+    assert per_user(windows, windows.item_S) == given
+    assert CORPUS[windows.answer_R].tolist() == answers
+    places, items = windows.seen_X
+    assert [CORPUS[items[places == r]].tolist() for r in range(3)] == given
+
+
+def test_windows_have_the_newest_entries_and_all_that_was_seen_is_known() -> None:
+    asked, learned = asked_windows(sequences(), ALL, 2, TEST), training_windows(sequences(), ALL, 1)
+    assert per_user(asked, asked.item_S) == [[30, 40], [60, 10], [40, 30]]
+    assert np.bincount(asked.seen_X[0]).tolist() == [4, 2, 3]
+    assert per_user(learned, learned.item_S) == [[20], [], [50]]
+    assert per_user(learned, learned.next_S) == [[30], [], [40]]
+
+
+def test_users_may_be_any_and_in_any_order() -> None:
+    some = asked_windows(sequences(), np.array([2, 0]), 2, VALIDATION)
+    assert per_user(some, some.item_S) == [[50, 40], [20, 30]]
+    assert CORPUS[some.answer_R].tolist() == [30, 40]
+
+
+@pytest.mark.parametrize(
+    ("user_N", "said"),
+    [
+        ([], "got none or a user twice"),
+        ([1, 1, 1, 2, 2, 2, 1, 1, 1], "got none or a user twice"),
+        ([1, 1, 1, 2, 2], "got fewer of user 2"),
+    ],
+    ids=str,
+)
+def test_what_is_no_history_is_refused(user_N: list[int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        by_user(np.array(user_N), np.full(len(user_N), 10), CORPUS)

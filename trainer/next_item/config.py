@@ -1,0 +1,42 @@
+"""What `roostream next-item` trains; defaults are those of the published comparison (Zhai et al. 2024, §4.1.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal
+
+from roo.config import MAX_SEED, Settings, refusal, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextItemConfig(Settings):
+    """Flags of the command."""
+
+    data: str = setting(help="folder with MovieLens-1M")
+    model: Literal["hstu", "sasrec"] = setting("hstu", "what reads a history")
+    epochs: int = setting(100, "passes over all users", least=1, most=10_000)
+    evaluate_every: int = setting(5, "epochs between two evaluations; the last epoch is always evaluated", least=1)
+    seed: int = setting(0, "of first weights, order, negatives and dropout", least=0, most=MAX_SEED)
+    report: str = setting("", "file for the JSON report")
+    layers: int = setting(2, "of the model", least=1, most=64)
+    heads: int = setting(1, "of each layer, a divisor of width", least=1, most=4096)
+    width: int = setting(50, "of an item's vector and of each layer", least=1, most=4096)
+    max_length: int = setting(200, "newest entries of a history that are read", least=1, most=1 << 16)
+    dropout: float = setting(0.2, "of tokens and of what each layer adds", least=0, below=1)
+    batch_users: int = setting(128, "users a step", least=1)
+    learning_rate: float = setting(1e-3, "of Adam with betas 0.9 and 0.98", above=0)
+    negatives: int = setting(128, "items drawn uniformly of the corpus for each entry", least=1, most=1 << 16)
+    temperature: float = setting(0.05, "that products of vectors of length 1 are divided by", above=0)
+    corrected: bool = setting(
+        False, "negatives stand for all items they were drawn of; the published loss takes them as they are"
+    )
+    device: str = setting("cpu", "where it is computed: cpu | cuda | cuda:N")
+    threads: int = setting(1, "torch's, on a CPU", least=1, most=1024)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
+            raise refusal("device", "cpu, cuda or cuda:N", self.device)
+        if self.width % self.heads:
+            raise refusal("heads", f"a divisor of width = {self.width}", self.heads, "change one of them")

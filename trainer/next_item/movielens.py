@@ -1,0 +1,71 @@
+"""MovieLens-1M as it lies in a folder: who rated what, in order. Ratings and times aren't read: not every copy has them.
+
+paddlerec_ensfm_train.csv.zip   train.csv, a line an interaction, `user-gender-age-occupation,movie-genre`, users behind each
+                                other, each in the order of time, the last one of each user withheld
+movies.dat                      `movie::title::genres`; the corpus, also movies that nobody rated
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from roo.errors import ConfigError
+
+INTERACTIONS, MOVIES = "paddlerec_ensfm_train.csv.zip", "movies.dat"
+_MEMBER = "train.csv"
+
+
+class RatedMovies(NamedTuple):
+    """Letters: N interactions, I movies."""
+
+    user_N: np.ndarray  # int64; a user's interactions in their order
+    movie_N: np.ndarray  # int64
+    corpus_I: np.ndarray  # int64, rising
+
+
+def read_movielens(folder: Path) -> RatedMovies:
+    """Both files, whole.
+
+    Raises:
+        ConfigError: one isn't there or isn't what it is said to be.
+    """
+    corpus_I = np.unique([_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)])
+    lines = _csv(folder / INTERACTIONS).splitlines()
+    user_N, movie_N = np.empty((2, len(lines)), dtype=np.int64)
+    for k, line in enumerate(lines):
+        user, _, movie = line.partition(b",")
+        user_N[k], movie_N[k] = _number(_MEMBER, k + 1, user, b"-"), _number(_MEMBER, k + 1, movie, b"-")
+    unknown = np.setdiff1d(movie_N, corpus_I)
+    if len(unknown):
+        raise ConfigError(f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check the file")
+    return RatedMovies(user_N, movie_N, corpus_I)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data") from None
+
+
+def _csv(path: Path) -> bytes:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(_MEMBER)
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data") from None
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise ConfigError(f"{path}: expected a zip file with {_MEMBER}, got {error}; copy it again") from None
+
+
+def _number(file: str, line: int, text: bytes, behind: bytes) -> int:
+    """What stands before `behind`."""
+    head = text.split(behind, 1)[0]
+    if not head.isdigit() or len(head) > 18:
+        raise ConfigError(f"{file}:{line}: expected a line that begins with a number, got {head[:40]!r}; check the file")
+    return int(head)

@@ -1,0 +1,132 @@
+"""Epochs over all users, and what each evaluation says.
+
+The test's figures are told beside validation's at every evaluation, so that a curve can be read; what a run reports are those of
+the evaluation at which validation's NDCG@10 was best.
+
+Letters: R users, S entries, C = 1 + negatives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.layers import init_parameters
+from models.sequence.causal_transformer import CausalTransformer
+from models.sequence.hstu import Hstu
+from models.sequence.jagged_targets import build_histories
+from models.sequence.next_item import NextItem
+from roo.errors import ConfigError, RoostreamError
+from trainer.adam import DenseAdam
+from trainer.next_item.config import NextItemConfig
+from trainer.next_item.full_ranking import ranking_figures, ranks
+from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences, asked_windows, training_windows
+
+BEST_BY = "NDCG@10"
+_BETA2 = 0.98
+
+
+def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
+    """Untrained, the same of the same seed."""
+    encoder: Hstu | CausalTransformer
+    if config.model == "hstu":
+        encoder = Hstu(config.width, config.heads, config.layers, config.max_length, times=False, dropout=config.dropout)
+    else:
+        encoder = CausalTransformer(config.width, config.heads, config.layers, config.dropout)
+    model = NextItem(encoder, num_items, config.width, config.max_length, config.dropout)
+    init_parameters(model, config.seed)
+    return model.to(config.device)
+
+
+class NextItemRun:
+    """Model, optimizer and the streams of random numbers; `epoch` and `evaluate` take turns."""
+
+    def __init__(self, config: NextItemConfig, sequences: UserSequences, num_items: int) -> None:
+        self.config, self.sequences, self.num_items = config, sequences, num_items
+        self.model = build_next_item(config, num_items)
+        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=config.learning_rate, beta2=_BETA2)
+        self.order = np.random.default_rng(config.seed)
+        self.negatives = torch.Generator().manual_seed(config.seed)
+
+    def epoch(self) -> float:
+        """Every user once, in a new order; the mean loss of an entry.
+
+        Raises:
+            RoostreamError: the loss is no number any more.
+        """
+        self.model.train()
+        total, entries = 0.0, 0
+        for user_R in self._batches(self.order.permutation(self.sequences.num_users)):
+            loss, number = self._step(user_R)
+            total, entries = total + loss * number, entries + number
+        if not np.isfinite(total):
+            raise RoostreamError(f"expected a finite loss, got {total}; train with a smaller learning_rate")
+        return total / entries
+
+    def _step(self, user_R: np.ndarray) -> tuple[float, int]:
+        config = self.config
+        windows = training_windows(self.sequences, user_R, config.max_length)
+        number = len(windows.item_S)
+        drawn_SN = torch.randint(self.num_items, (number, config.negatives), generator=self.negatives)
+        item_SC = torch.cat([torch.from_numpy(windows.next_S)[:, None], drawn_SN], dim=1)
+        u_SD = self._vectors(windows.item_S, windows.length_R)
+        loss = self.model.loss(u_SD, item_SC.to(config.device), config.temperature, corrected=config.corrected)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.item(), number
+
+    @torch.inference_mode()
+    def evaluate(self, behind: int) -> dict[str, float]:
+        """All users, asked for one item each among all that they had not seen. `behind`: TEST or VALIDATION."""
+        self.model.eval()
+        vector_DI = self.model.item_vectors().T
+        found = []
+        for user_R in self._batches(np.arange(self.sequences.num_users)):
+            asked = asked_windows(self.sequences, user_R, self.config.max_length, behind)
+            last_R = torch.from_numpy(np.cumsum(asked.length_R) - 1).to(self.config.device)
+            score_RI = self._vectors(asked.item_S, asked.length_R)[last_R] @ vector_DI
+            place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in asked.seen_X)
+            rank_R = ranks(score_RI, torch.from_numpy(asked.answer_R).to(self.config.device), (place_X, item_X))
+            found.append(rank_R.cpu().numpy())
+        return ranking_figures(np.concatenate(found))
+
+    def _vectors(self, item_S: np.ndarray, length_R: np.ndarray) -> Tensor:
+        device = self.config.device
+        u_SD: Tensor = self.model(torch.from_numpy(item_S).to(device), build_histories(length_R, device))
+        return u_SD
+
+    def _batches(self, user_U: np.ndarray) -> Iterator[np.ndarray]:
+        for first in range(0, len(user_U), self.config.batch_users):
+            yield user_U[first : first + self.config.batch_users]
+
+
+def run_next_item(
+    config: NextItemConfig, sequences: UserSequences, num_items: int, say: Callable[[dict[str, Any]], object] = lambda told: None
+) -> dict[str, Any]:
+    """Train and evaluate; what the report has, `say` is told each evaluation's part when it is known.
+
+    Raises:
+        ConfigError: a device that isn't there. RoostreamError: the loss is no number any more.
+    """
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device: expected a CUDA device, got none on this machine for {config.device!r}; set cpu")
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    run = NextItemRun(config, sequences, num_items)
+    evaluations: list[dict[str, Any]] = []
+    began_s = time.process_time()
+    for epoch in range(1, config.epochs + 1):
+        loss = run.epoch()
+        if epoch % config.evaluate_every == 0 or epoch == config.epochs:
+            cpu_s = time.process_time() - began_s
+            told = {"epoch": epoch, "loss": loss, "training_and_evaluation_cpu_s": round(cpu_s, 1)}
+            evaluations.append(told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)})
+            say(evaluations[-1])
+    best = max(evaluations, key=lambda each: float(each["validation"][BEST_BY]))
+    return {"users": sequences.num_users, "items": num_items, "evaluations": evaluations, "best": best}

@@ -1,0 +1,100 @@
+"""Items of each user in order, and windows of them: leave-last-out.
+
+Of a user with items a b c d e the last is what the test asks for, the one before what validation asks for:
+
+    training     a b → b c         each entry learns what came next
+    validation   a b c → d
+    test         a b c d → e
+
+A window has the newest entries only; what was seen is all that came before, whether or not the window has it.
+
+Letters: U users, N interactions, R users of a window, S entries of all windows, X pairs of a user and what he saw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from roo.errors import ConfigError
+
+TEST, VALIDATION = 1, 2
+"""How many of a user's items are behind what is given: the first of them is asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class UserSequences:
+    """Built by `by_user`; every user has at least three items."""
+
+    item_N: np.ndarray  # int64, places in the corpus; user behind user, each oldest first
+    start_U1: np.ndarray  # int64
+
+    @property
+    def num_users(self) -> int:
+        return len(self.start_U1) - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class NextWindows:
+    """Entries, and what came after each."""
+
+    item_S: np.ndarray  # int64; user behind user, each oldest first
+    next_S: np.ndarray  # int64
+    length_R: np.ndarray  # int64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AskedWindows:
+    """Entries, and the one item that is asked for."""
+
+    item_S: np.ndarray  # int64; as of NextWindows
+    length_R: np.ndarray  # int64
+    answer_R: np.ndarray  # int64
+    seen_X: tuple[np.ndarray, np.ndarray]  # int64: place in R, item
+
+
+def by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
+    """`user_N`: the interactions of each lie next to each other, in order; `corpus_I`: rising ids, all of `item_id_N` among them.
+
+    Raises:
+        ConfigError: there is nobody, a user comes twice, or has less than three items.
+    """
+    first_U = np.flatnonzero(np.concatenate([[True], user_N[1:] != user_N[:-1]])) if len(user_N) else np.zeros(0, np.int64)
+    start_U1 = np.append(first_U, len(user_N)).astype(np.int64)
+    if not len(first_U) or len(np.unique(user_N[first_U])) < len(first_U):
+        raise ConfigError(
+            "expected the interactions of each user next to each other, got none or a user twice; sort them by user"
+        )
+    shortest = int(np.argmin(np.diff(start_U1)))
+    if np.diff(start_U1)[shortest] < 3:
+        user = user_N[first_U[shortest]]
+        raise ConfigError(f"expected at least 3 interactions of each user, got fewer of user {user}; leave such users out")
+    return UserSequences(item_N=np.searchsorted(corpus_I, item_id_N).astype(np.int64), start_U1=start_U1)
+
+
+def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int) -> NextWindows:
+    """Of the newest entries before those that are asked for."""
+    end_R = sequences.start_U1[user_R + 1] - VALIDATION
+    length_R = np.minimum(end_R - 1 - sequences.start_U1[user_R], max_length)
+    place_S = _ranges(end_R - 1 - length_R, length_R)
+    return NextWindows(item_S=sequences.item_N[place_S], next_S=sequences.item_N[place_S + 1], length_R=length_R)
+
+
+def asked_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int, behind: int) -> AskedWindows:
+    """`behind`: TEST or VALIDATION."""
+    start_R, end_R = sequences.start_U1[user_R], sequences.start_U1[user_R + 1] - behind
+    length_R = np.minimum(end_R - start_R, max_length)
+    seen_R = end_R - start_R
+    return AskedWindows(
+        item_S=sequences.item_N[_ranges(end_R - length_R, length_R)],
+        length_R=length_R,
+        answer_R=sequences.item_N[end_R],
+        seen_X=(np.repeat(np.arange(len(user_R)), seen_R), sequences.item_N[_ranges(start_R, seen_R)]),
+    )
+
+
+def _ranges(start_R: np.ndarray, length_R: np.ndarray) -> np.ndarray:
+    """start, start + 1, … of each."""
+    before_R = np.cumsum(length_R) - length_R
+    return np.repeat(start_R - before_R, length_R) + np.arange(int(length_R.sum()))
