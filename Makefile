@@ -48,8 +48,8 @@ chaos: setup  ## kill -9 of every process of a running stack; thousands of sched
 soak: setup  ## half an hour at 40 requests/s under random kills, a full disk and garbage (SOAK_SEED=2, SOAK_REPORT=soak.json)
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} pytest -q -m chaos tests/chaos/test_soak.py $(ARGS)
 
-gpu: setup  ## what needs a CUDA device; its report is build/gpu/report.xml
-	@mkdir -p build/gpu && pytest -q -rs -m gpu --junitxml build/gpu/report.xml $(ARGS)
+gpu: setup  ## tests and benchmarks that need a CUDA device; build/gpu/report.md (ARGS="--report docs/benchmarks/gpu.md")
+	@python -m benchmarks.gpu_report $(ARGS)
 
 mutants: setup  ## break the core files at random and see whether a test notices (ARGS="--count 60 --seed 2 --only joiner"); hours
 	@python -m tests.mutants $(ARGS)

@@ -75,7 +75,7 @@ class Stand:
     def versions(self) -> dict[str, str]:
         """Versions of what has been imported here and matters to speed."""
         known = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("numpy", "numba", "torch", "grpc")}
-        return {"python": sys.version.split()[0]} | {name: str(version) for name, version in known.items() if version}
+        return {"python": sys.version.split()[0]} | {name: str(version) for name, version in known.items() if version} | _device()
 
     def _steps(self, work: Work, count: int) -> Slice:
         step = work.step
@@ -87,6 +87,12 @@ class Stand:
             wall_s = work.took_s()
         units = work.units() if callable(work.units) else work.units * count
         return Slice(units, wall_s, cpu_s, dict(work.figures()))
+
+
+def _device() -> dict[str, str]:
+    """The CUDA device, if one was used here."""
+    torch = sys.modules.get("torch")
+    return {"device": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_initialized() else {}
 
 
 def _named(opens: str) -> Callable[..., Any]:

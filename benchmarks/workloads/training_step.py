@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks.question import Work
 from benchmarks.workloads import data
 from benchmarks.workloads.shard import begun_shard
-from models.build import build_model
+from models.build import KINDS, build_model
 from models.config import ModelConfig, RankerConfig
 from models.inputs import Inputs, build_inputs
 from models.loss import loss
@@ -117,8 +117,10 @@ def shard_client(schema: Schema, folder: str) -> Client:
 class Case:
     """A loop in its steady state, and one of its batches taken apart."""
 
-    def __init__(self, folder: str, schema: Schema, records: list[Record], model: ModelConfig | None = None) -> None:
-        """`records`: a few batches of one size; `model`: None = our ranker."""
+    def __init__(
+        self, folder: str, schema: Schema, records: list[Record], model: ModelConfig | None = None, **settings: Any
+    ) -> None:
+        """`records`: a few batches of one size; `model`: None = our ranker; `settings`: others of the loop."""
         model = model or RankerConfig()
         torch.set_num_threads(1)
         self.schema, self.records, requests = schema, records, len(records) // _BATCHES
@@ -126,7 +128,7 @@ class Case:
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
         self.outputs = Silent()
-        config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000)
+        config = LoopConfig(batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000, **settings)
         wiring = Wiring(source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock())
         self.loop = TrainLoop(config, self.schema, model, wiring)
         self.batch = self.decoder.decode(self.records[:requests])[0]
@@ -209,6 +211,16 @@ def ebnerd_case(folder: str, requests: int) -> Case:
     schema, history = data.ebnerd_schema(), data.EBNERD_HISTORY
     records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
     return Case(folder, schema, records)
+
+
+@contextlib.contextmanager
+def on_device(kind: str, requests: int, history: int, settings: Mapping[str, Any]) -> Iterator[Work]:
+    """A whole step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop, `device` among them."""
+    schema = data.ebnerd_schema()
+    records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(folder, schema, records, KINDS[kind].config(), **settings)
+        yield Work(case.whole, requests)
 
 
 def stage(name: str, requests: int, candidates: int) -> AbstractContextManager[Work]:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,3 +171,20 @@ def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
             stand.open("os:_exit", [3], 0.001)
     finally:
         stand.end()
+
+
+def test_a_device_that_was_used_is_told_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        used = True
+
+        def is_initialized(self) -> bool:
+            return self.used
+
+        def get_device_name(self) -> str:
+            return "A device"
+
+    cuda = Cuda()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, __version__="2"))
+    assert Stand().versions()["device"] == "A device"
+    cuda.used = False
+    assert "device" not in Stand().versions()

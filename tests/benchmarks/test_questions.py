@@ -22,6 +22,10 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         (f, [2, 3]) for f in ("decode_ours", "decode_protobuf", "copy_bytes", "encode_ours", "encode_protobuf", "copy_blocks")
     ],
     "dlrm.dlrm_steps": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
+    "hstu_attention": [
+        ("attention", [way, backward, "float32", "cpu", [3, 20, 2, 2, 3]])
+        for way, backward in (("reference", False), ("reference", True), ("causal", False), ("causal", True))
+    ],
     "join_events": [
         *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
         *((f, [5]) for f in ("joined_as_in_the_demo", "parsed_as_in_the_demo")),
@@ -48,6 +52,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "training_step": [
         *(("stage", [name, 4, 3]) for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")),
+        *(("on_device", [kind, 3, 9, {"device": "cpu"}]) for kind in ("ranker", "hstu", "two_tower")),
         *(("ebnerd_stage", [name, 4]) for name in ("whole", "forward_backward", "predict", "count", "products")),
     ],
     "sharing.training": [

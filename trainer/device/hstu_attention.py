@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from models.sequence.hstu import SequentialUnit
 from models.sequence.jagged_targets import JaggedTargets
 from roo.errors import SetupError
 
-_BLOCK = {"M": 32, "N": 32}  # queries, keys
+BLOCK = 32  # queries, and keys, of a program; a power of two
 _LEAST = 16  # columns of a product
 
 
@@ -38,19 +39,28 @@ def give_kernel(model: nn.Module) -> None:
             module.attention = kernel_attention
 
 
-def kernel_attention(
-    query_key_value_SD3: Tensor,
-    sequences: JaggedTargets,
-    position_bias_P: Tensor,
-    time_bias_T: Tensor | None,
-    heads: int,
-    divisor: float,
-) -> Tensor:
-    """As `pointwise_attention`, of float32 or bfloat16. Gradients of biases are added up in whatever order they come."""
-    if not len(query_key_value_SD3):
-        return query_key_value_SD3[:, : query_key_value_SD3.shape[1] // 3]
-    out: Tensor = _Attention.apply(query_key_value_SD3.contiguous(), position_bias_P, time_bias_T, sequences, heads, divisor)
-    return out
+def attention_in_blocks(block: int) -> Callable[..., Tensor]:
+    """As `pointwise_attention`, of float32 or bfloat16. Gradients of biases are added up in whatever order they come. `block`:
+    queries, and keys, that a program takes at a time, a power of two from 16 on."""
+
+    def attend(
+        query_key_value_SD3: Tensor,
+        sequences: JaggedTargets,
+        position_bias_P: Tensor,
+        time_bias_T: Tensor | None,
+        heads: int,
+        divisor: float,
+    ) -> Tensor:
+        if not len(query_key_value_SD3):
+            return query_key_value_SD3[:, : query_key_value_SD3.shape[1] // 3]
+        of = _Of(sequences, heads, divisor, block)
+        out: Tensor = _Attention.apply(query_key_value_SD3.contiguous(), position_bias_P, time_bias_T, of)
+        return out
+
+    return attend
+
+
+kernel_attention = attention_in_blocks(BLOCK)
 
 
 @functools.cache
@@ -73,14 +83,21 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class _Of(NamedTuple):
+    """What all launches for a batch are told."""
+
+    sequences: JaggedTargets
+    heads: int
+    divisor: float
+    block: int
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, sequences: JaggedTargets, heads: int, divisor: float
-    ) -> Tensor:
+    def forward(ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, of: _Of) -> Tensor:
         out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
         ctx.save_for_backward(x_SD3, pos_P, time_T)
-        ctx.of = sequences, heads, divisor
+        ctx.of = of
         _launch("forward_kernel", (x_SD3, out_SD), (pos_P, time_T), ctx.of)
         return out_SD
 
@@ -93,17 +110,15 @@ class _Attention(torch.autograd.Function):
         dtime_T = dpos_P if time_T is None else torch.zeros_like(time_T, dtype=torch.float32)
         _launch("query_kernel", (x_SD3, do_SD, dx_SD3, dpos_P, dtime_T), (pos_P, time_T), ctx.of)
         _launch("key_kernel", (x_SD3, do_SD, dx_SD3), (pos_P, time_T), ctx.of)
-        return dx_SD3, dpos_P.to(pos_P), None if time_T is None else dtime_T.to(time_T), None, None, None
+        return dx_SD3, dpos_P.to(pos_P), None if time_T is None else dtime_T.to(time_T), None
 
 
-def _launch(
-    name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], of: tuple[JaggedTargets, int, float]
-) -> None:
+def _launch(name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], of: _Of) -> None:
     """A program for every block of every sequence, as if each were the longest: those behind a sequence's end do nothing."""
-    (pos_P, time_T), (sequences, heads, divisor) = biases, of
+    (pos_P, time_T), (sequences, heads, divisor, block) = biases, of
     x_SD3, jagged = tensors[0], sequences.jagged
     width = x_SD3.shape[1] // 3 // heads
-    num_blocks = -(-jagged.longest // _BLOCK["M"])
+    num_blocks = -(-jagged.longest // block)
     times = time_T is not None and jagged.gap_S is not None and jagged.next_S is not None
     gap_S, next_S = (jagged.gap_S, jagged.next_S) if times else (jagged.offset_R1, jagged.offset_R1)
     # Of another device than the current one Triton would launch on the wrong one.
@@ -126,5 +141,6 @@ def _launch(
             NUM_STEPS=len(BUCKET_MS),
             WIDE=is_interpreted(),
             C=max(_LEAST, 1 << (width - 1).bit_length()),
-            **_BLOCK,
+            M=block,
+            N=block,
         )

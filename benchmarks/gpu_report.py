@@ -1,0 +1,162 @@
+"""What a CUDA device does with this code, as one page: every test that needs one, and every question that has rows on one.
+
+`make gpu` runs it. It ends with a page also where tests fail or a question can't be asked; the exit code then is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import machine
+from benchmarks.device import no_device
+from benchmarks.harness import LEAST_RUNS
+from benchmarks.peers import ROOT
+from benchmarks.report import commit_of, table
+from benchmarks.run import question_named, run
+from roo.errors import RoostreamError, SetupError
+
+REPORT = Path("build/gpu/report.md")
+QUESTIONS = ("hstu-attention", "device-step")
+_TESTS = Path("build/gpu/tests.xml")
+_SHOWN = 300
+
+
+class Ran(NamedTuple):
+    """What pytest said."""
+
+    passed: int
+    skipped: Sequence[str]  # reasons
+    failed: Sequence[str]  # names, and the beginnings of why
+
+    @property
+    def fine(self) -> bool:
+        return bool(self.passed) and not self.failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device."""
+    parser = argparse.ArgumentParser(prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page.")
+    parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT}")
+    parser.add_argument("--runs", type=int, default=LEAST_RUNS, help=f"of each question, at least {LEAST_RUNS}")
+    given = parser.parse_args(arguments)
+    try:
+        device = device_of()
+        tests = run_tests(ROOT / _TESTS)
+        asked = {name: ask(name, given.runs) for name in QUESTIONS}
+        given.report.parent.mkdir(parents=True, exist_ok=True)
+        given.report.write_text(page(device, tests, asked), encoding="utf-8")
+    except RoostreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.report}: {tests.passed} tests passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped")
+    return 0 if tests.fine and not any("failed" in result for result in asked.values()) else 1
+
+
+def device_of() -> dict[str, str]:
+    """Name, compute capability, memory, and what drives it.
+
+    Raises:
+        SetupError: this machine shows none, or torch can't use it.
+    """
+    if no_device():
+        raise SetupError(f"expected a CUDA device, {no_device()}; run make gpu on a machine that has one")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SetupError("expected a CUDA device, there is one that torch can't use; look at nvidia-smi and the driver's version")
+    found = torch.cuda.get_device_properties(0)
+    triton = sys.modules.get("triton") or _imported("triton")
+    return {
+        "device": f"{torch.cuda.device_count()} × {found.name}",
+        "compute capability": f"{found.major}.{found.minor}",
+        "memory": f"{found.total_memory / (1 << 30):.1f} GiB",
+        "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {getattr(triton, '__version__', 'absent')}",
+    }
+
+
+def _imported(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError:
+        return None
+
+
+def run_tests(report: Path) -> Ran:
+    """Every test marked gpu, in a process of its own.
+
+    Raises:
+        SetupError: pytest said nothing.
+    """
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report)]
+    subprocess.run(command, cwd=ROOT, check=False)
+    if not report.is_file():
+        raise SetupError("expected pytest to tell what it ran, got nothing; its own words are above")
+    return told(report.read_text(encoding="utf-8"))
+
+
+def told(junit: str) -> Ran:
+    """Of pytest's XML."""
+    skipped, failed, passed = [], [], 0
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        wrong = [child for child in case if child.tag in ("failure", "error")]
+        if wrong:
+            failed.append(f"{case.get('classname')}::{case.get('name')}: {_short(wrong[0].get('message'))}")
+        elif (left_out := case.find("skipped")) is not None:
+            skipped.append(_short(left_out.get("message")))
+        else:
+            passed += 1
+    return Ran(passed, skipped, failed)
+
+
+def _short(text: str | None) -> str:
+    return " ".join((text or "").split())[:_SHOWN]
+
+
+def ask(name: str, runs: int, measure: Callable[..., dict[str, Any]] = run) -> dict[str, Any]:
+    """A question's result, or `failed` with why there is none: what the others found is told all the same."""
+    try:
+        return measure(name, runs=runs)
+    except RoostreamError as error:
+        return {"failed": str(error)}
+
+
+def page(device: dict[str, str], tests: Ran, asked: dict[str, dict[str, Any]]) -> str:
+    """Markdown: the device, the tests, the questions."""
+    here, commit = machine.machine(), machine.commit(ROOT)
+    parts = [
+        "# gpu",
+        "What does a CUDA device do with this code: do its tests pass, and how fast is it?",
+        "\n".join(
+            (
+                *(f"- {name}: {value}" for name, value in device.items()),
+                f"- host: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}",
+                f"- commit: {commit_of({'commit': commit})}",
+                "- command: `make gpu`",
+            )
+        ),
+        "## Tests",
+        f"{tests.passed} passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped.",
+        *(f"- failed: {failed}" for failed in tests.failed),
+        *(f"- skipped: {reason}" for reason in sorted(set(tests.skipped))),
+    ]
+    for name, result in asked.items():
+        parts += [f"## {name}", question_named(name).asks]
+        if "failed" in result:
+            parts.append(f"Not asked: {result['failed']}.")
+            continue
+        parts.append(question_named(name).means)
+        for row in result["rows"]:
+            parts += [f"### {row['name']}", table(row)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

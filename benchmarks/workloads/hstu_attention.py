@@ -1,0 +1,149 @@
+"""HSTU's attention alone, forward or both ways: our kernels, the reference, and what torch has for attention with a softmax.
+
+Letters: R sequences, S tokens of all, N tokens of the longest, H heads, C width of a head, P position differences, T buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from benchmarks.question import Work
+from models.sequence.hstu import NUM_TIME_BUCKETS
+from models.sequence.jagged_targets import JaggedTargets, build_jagged_targets
+from models.sequence.pointwise_attention import pointwise_attention
+from trainer.device.hstu_attention import attention_in_blocks
+
+_BLOCK = 128  # a padded length is a multiple of it
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Shape(NamedTuple):
+    """What a subject's arguments say of a batch."""
+
+    sequences: int
+    longest: int  # of a history; lengths are between a tenth of it and it
+    targets: int
+    heads: int
+    width: int  # of a head
+
+
+class AttentionCase:
+    """A batch of histories and targets with times, the same for every subject."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str, *, backward: bool = False) -> None:
+        rng = np.random.default_rng(0)
+        self.shape, self.device, self.backward = shape, device, backward
+        self.length_R = rng.integers(max(shape.longest // 10, 1), shape.longest + 1, shape.sequences)
+        gap_ms_L = np.concatenate([np.sort(rng.integers(0, 30 * 86_400_000, n)) for n in self.length_R])
+        num_targets_R = np.full(shape.sequences, shape.targets, dtype=np.int32)
+        self.sequences: JaggedTargets = build_jagged_targets(self.length_R, gap_ms_L, num_targets_R, shape.longest, device)
+        torch.manual_seed(0)
+        biases = (torch.randn(n) * 0.1 for n in (2 * shape.longest + 1, NUM_TIME_BUCKETS))
+        self.position_bias_P, self.time_bias_T = (b.to(device).requires_grad_(backward) for b in biases)
+        self.x_SD3 = torch.randn(int(self.sequences.tokens_R.sum()), 3 * shape.heads * shape.width).to(device, dtype)
+        self.x_SD3.requires_grad_(backward)
+
+    def tflop(self) -> float:
+        """Of the products of pairs that are seen, in 10¹²: two forward, four more back; what is computed again doesn't count."""
+        h_R, m = self.length_R.astype(np.float64), self.shape.targets
+        pairs = float((h_R * (h_R + 1) / 2 + m * (h_R + 1)).sum())
+        return pairs * self.shape.heads * self.shape.width * 2 * (6 if self.backward else 2) / 1e12
+
+    def padded(self) -> list[Tensor]:
+        """Queries, keys and values, [R, H, N, C] each."""
+        tokens_R = self.sequences.tokens_R
+        longest = -(-int(tokens_R.max()) // _BLOCK) * _BLOCK
+        parts = self.x_SD3.detach().split(tokens_R.tolist())
+        x_RND3 = torch.stack([F.pad(part, (0, 0, 0, longest - len(part))) for part in parts])
+        split = x_RND3.view(len(parts), longest, 3, self.shape.heads, -1).permute(2, 0, 3, 1, 4)
+        return [x.contiguous().requires_grad_(self.backward) for x in split]
+
+
+def reference(case: AttentionCase) -> Callable[[], Tensor]:
+    """Plain torch, in squares of sequences of like lengths."""
+    return lambda: pointwise_attention(case.x_SD3, *_rest(case))
+
+
+def kernel(case: AttentionCase, block: int = 32) -> Callable[[], Tensor]:
+    """Triton, jagged; `block`: queries, and keys, that a program takes at a time."""
+    attend = attention_in_blocks(block)
+    return lambda: attend(case.x_SD3, *_rest(case))
+
+
+def _rest(case: AttentionCase) -> tuple[JaggedTargets, Tensor, Tensor, int, float]:
+    return case.sequences, case.position_bias_P, case.time_bias_T, case.shape.heads, float(case.shape.longest + 1)
+
+
+def flex(case: AttentionCase) -> Callable[[], Tensor]:
+    """FlexAttention with the same mask and biases, and a softmax in SiLU's place; compiled on a device."""
+    q, k, v = case.padded()
+    jagged = case.sequences.jagged
+    assert jagged.gap_S is not None and jagged.next_S is not None
+    tokens_R, history_R = jagged.offset_R1.diff(), jagged.history_R
+    seconds = [
+        torch.stack([F.pad(part, (0, q.shape[2] - len(part))) for part in x_S.split(case.sequences.tokens_R.tolist())]).float()
+        / 1000
+        for x_S in (jagged.gap_S, jagged.next_S)
+    ]
+    gap_RN, next_RN = seconds
+    half = len(case.position_bias_P) // 2
+
+    def sees(r: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i < tokens_R[r]) & ((j == i) | ((j < i) & (j < history_R[r])))
+
+    def biased(score: Tensor, r: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        offset = torch.minimum(j, history_R[r]) - torch.minimum(i, history_R[r]) + half
+        gap = (gap_RN[r, j] - next_RN[r, i]).abs().clamp_min(1.0)
+        bucket = (gap.log() / 0.301).to(torch.int32).clamp(0, NUM_TIME_BUCKETS - 1)
+        return score + case.position_bias_P[offset] + case.time_bias_T[bucket]
+
+    mask = create_block_mask(sees, len(tokens_R), None, q.shape[2], q.shape[2], device=case.device)
+    attend = torch.compile(flex_attention, dynamic=False) if case.device != "cpu" else flex_attention
+    return lambda: attend(q, k, v, score_mod=biased, block_mask=mask, scale=1.0)  # type: ignore[return-value]
+
+
+def causal(case: AttentionCase) -> Callable[[], Tensor]:
+    """torch's fused attention: softmax, causal, padded, without biases."""
+    q, k, v = case.padded()
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+WAYS = {"reference": reference, "kernel": kernel, "flex": flex, "causal": causal}
+
+
+@contextlib.contextmanager
+def attention(way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0) -> Iterator[Work]:
+    """`way`: of WAYS; units are 10¹² FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in training."""
+    torch.set_num_threads(1)
+    case = AttentionCase(Shape(*shape), DTYPES[dtype], device, backward=backward)
+    run = kernel(case, block) if block else WAYS[way](case)
+    precision = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bfloat16")
+    with torch.set_grad_enabled(backward), precision:
+        gradient = torch.ones_like(run())
+    told: dict[str, float] = {}
+    on_device = device != "cpu"
+
+    def step() -> None:
+        began_s = time.perf_counter()
+        if on_device:
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(backward), precision:
+            out = run()
+        if backward:
+            out.backward(gradient)  # type: ignore[no-untyped-call]
+        if on_device:
+            torch.cuda.synchronize()
+            told["MiB beside its inputs"] = (torch.cuda.max_memory_allocated() - held) / (1 << 20)
+        told["ms"] = 1000 * (time.perf_counter() - began_s)
+
+    yield Work(step, case.tflop(), lambda: told)

@@ -1,0 +1,76 @@
+"""`make gpu`: without a device one sentence; with one a page, also where something failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.device import ABSENT, no_device
+from benchmarks.gpu_report import QUESTIONS, Ran, ask, main, page, told
+from benchmarks.peers import ROOT
+from benchmarks.run import question_named
+from roo.errors import SetupError
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_x[1]"/>
+<testcase classname="tests.a" name="test_y"><skipped message="no&#10; Triton"/></testcase>
+<testcase classname="tests.b" name="test_z"><failure message="assert 1 ==&#10;2">trace</failure></testcase>
+<testcase classname="tests.b" name="test_w"><error message="fixture"/></testcase>
+</testsuite></testsuites>"""
+DEVICE = {"device": "1 × A device", "memory": "8.0 GiB"}
+needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@needs_none
+def test_without_a_device_the_command_ends_in_one_sentence() -> None:
+    done = subprocess.run((sys.executable, "-m", "benchmarks.gpu_report"), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: expected a CUDA device, ") and done.stderr.count("\n") == 1
+
+
+@needs_none
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_without_a_device_rows_on_one_are_skipped_for_one_reason(name: str) -> None:
+    skipped = {row.skipped for row in question_named(name).rows if "cuda" in str(row.subjects[0].arguments)}
+    assert skipped == {no_device()}
+
+
+def test_a_device_is_known_by_its_nodes(tmp_path: Path) -> None:
+    assert no_device(tmp_path) == ABSENT
+    (tmp_path / "nvidiactl").touch()
+    assert no_device(tmp_path) == ABSENT, "the driver's, of no device"
+    (tmp_path / "nvidia0").touch()
+    assert no_device(tmp_path) == ""
+
+
+def test_what_pytest_said_is_counted() -> None:
+    tests = told(JUNIT)
+    assert tests.passed == 1 and tests.skipped == ["no Triton"]
+    assert tests.failed == ["tests.b::test_z: assert 1 == 2", "tests.b::test_w: fixture"]
+    assert not tests.fine
+
+
+@pytest.mark.parametrize(
+    ("tests", "fine"), [(Ran(1, [], []), True), (Ran(1, ["no Triton"], []), True), (Ran(0, ["no device"], []), False)]
+)
+def test_nothing_that_ran_is_not_fine(tests: Ran, fine: bool) -> None:
+    assert tests.fine is fine
+
+
+def test_a_question_that_fails_is_told_beside_the_others() -> None:
+    def measure(name: str, runs: int) -> dict[str, object]:
+        raise SetupError("no memory")
+
+    text = page(DEVICE, told(JUNIT), {"hstu-attention": ask("hstu-attention", 3, measure), "device-step": {"rows": []}})
+    assert "- device: 1 × A device" in text and "1 passed, 2 failed, 1 skipped." in text
+    assert "- failed: tests.b::test_z: assert 1 == 2" in text
+    assert "Not asked: no memory." in text and "## device-step" in text
+
+
+def test_an_argument_that_is_none_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        main(["--speed"])

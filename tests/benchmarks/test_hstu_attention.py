@@ -1,0 +1,69 @@
+"""Attention's subjects do the same work: our kernels in Triton's interpreter, and FlexAttention the same mask and biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.workloads.hstu_attention import AttentionCase, Shape, causal, flex, reference
+
+SHAPE = Shape(3, 12, 2, 2, 4)
+
+
+def test_units_are_the_products_of_pairs_that_are_seen() -> None:
+    case = AttentionCase(SHAPE, torch.float32, "cpu")
+    seen = sum(int(pairs.sees_GNN[g, :n, :n].sum()) for pairs in case.sequences.pairs for g, n in enumerate(_tokens(case)))
+    assert len(case.sequences.pairs) == 1
+    assert case.tflop() == pytest.approx(seen * 2 * 4 * 2 * 2 / 1e12)
+    assert AttentionCase(SHAPE, torch.float32, "cpu", backward=True).tflop() == 3 * case.tflop()
+
+
+def _tokens(case: AttentionCase) -> list[int]:
+    return [int(case.sequences.tokens_R[r]) for r in case.sequences.groups.request_order]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_flex_attention_has_our_mask_and_biases() -> None:
+    """Beside a softmax over the reference's own pairs."""
+    case = AttentionCase(SHAPE, torch.float32, "cpu")
+    with torch.no_grad():
+        out_RHNC = flex(case)()
+        (group,), (pairs,) = case.sequences.groups.groups, case.sequences.pairs
+        x = group.of_slots(case.sequences.groups.pad(case.x_SD3)).view(*group.shape_GK, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        assert pairs.bucket_GNN is not None
+        bias_GNN = case.position_bias_P[pairs.offset_GNN + 12] + case.time_bias_T[pairs.bucket_GNN]
+        score = (x[0] @ x[1].transpose(-1, -2) + bias_GNN[:, None]).masked_fill(~pairs.sees_GNN[:, None], -torch.inf)
+        expected: Tensor = score.softmax(dim=-1) @ x[2]
+    for g, n in enumerate(_tokens(case)):
+        torch.testing.assert_close(out_RHNC[g, :, :n], expected[g, :, :n], rtol=1e-3, atol=1e-4)
+
+
+def test_shapes_are_those_of_one_batch() -> None:
+    case = AttentionCase(SHAPE, torch.float32, "cpu")
+    assert reference(case)().shape == (int(case.sequences.tokens_R.sum()), 8)
+    assert causal(case)().shape == (3, 2, 128, 4)
+
+
+CODE = """
+from benchmarks.workloads.hstu_attention import attention
+for block in (0, 16):
+    with attention("kernel", True, "float32", "cpu", [2, 9, 2, 1, 4], block) as work:
+        work.step()
+        print(work.units, work.figures()["ms"] > 0)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform")
+def test_our_kernels_take_a_step_of_it_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stdout.split("\n")
+    assert lines[0] == lines[1] and lines[0].endswith("True")
