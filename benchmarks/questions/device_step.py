@@ -1,5 +1,6 @@
 """How fast is a whole training step on a CUDA device?"""
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.device import no_device
@@ -8,10 +9,10 @@ from benchmarks.question import Question, Role, Row, Subject
 _OPENS = "benchmarks.workloads.training_step:on_device"
 
 
-def _row(kind: str, requests: int, history: int, **others: dict[str, Any]) -> Row:
+def _row(kind: str, requests: int, history: int, others: Mapping[str, Mapping[str, Any]]) -> Row:
     """`others`: subjects beside float32, by their names, with their settings."""
 
-    def subject(name: str, settings: dict[str, Any], role: Role = "stage") -> Subject:
+    def subject(name: str, settings: Mapping[str, Any], role: Role = "stage") -> Subject:
         return Subject(name, _OPENS, (kind, requests, history, {"device": "cuda", **settings}), role)
 
     return Row(
@@ -32,9 +33,9 @@ QUESTION = Question(
     name="device-step",
     asks="How fast is a whole training step on a CUDA device?",
     rows=(
-        _row("ranker", 512, 50, **{"bfloat16": _BFLOAT16, "bfloat16, compiled": {**_BFLOAT16, "compile": True}}),
-        _row("hstu", 256, 250, **{"bfloat16": _BFLOAT16, "Triton": _KERNEL, "Triton, bfloat16": {**_KERNEL, **_BFLOAT16}}),
-        _row("two_tower", 512, 50, **{"bfloat16": _BFLOAT16}),
+        _row("ranker", 512, 50, {"bfloat16": _BFLOAT16, "bfloat16, compiled": {**_BFLOAT16, "compile": True}}),
+        _row("hstu", 256, 250, {"bfloat16": _BFLOAT16, "Triton": _KERNEL, "Triton, bfloat16": {**_KERNEL, **_BFLOAT16}}),
+        _row("two_tower", 512, 50, {"bfloat16": _BFLOAT16}),
     ),
     slice_s=0.5,
     rounds=5,

@@ -62,7 +62,7 @@ class AttentionCase:
         """Queries, keys and values, [R, H, N, C] each."""
         tokens_R = self.sequences.tokens_R
         longest = -(-int(tokens_R.max()) // _BLOCK) * _BLOCK
-        parts = self.x_SD3.detach().split(tokens_R.tolist())
+        parts = torch.split(self.x_SD3.detach(), tokens_R.tolist())
         x_RND3 = torch.stack([F.pad(part, (0, 0, 0, longest - len(part))) for part in parts])
         split = x_RND3.view(len(parts), longest, 3, self.shape.heads, -1).permute(2, 0, 3, 1, 4)
         return [x.contiguous().requires_grad_(self.backward) for x in split]
@@ -90,7 +90,9 @@ def flex(case: AttentionCase) -> Callable[[], Tensor]:
     assert jagged.gap_S is not None and jagged.next_S is not None
     tokens_R, history_R = jagged.offset_R1.diff(), jagged.history_R
     seconds = [
-        torch.stack([F.pad(part, (0, q.shape[2] - len(part))) for part in x_S.split(case.sequences.tokens_R.tolist())]).float()
+        torch.stack(
+            [F.pad(part, (0, q.shape[2] - len(part))) for part in torch.split(x_S, case.sequences.tokens_R.tolist())]
+        ).float()
         / 1000
         for x_S in (jagged.gap_S, jagged.next_S)
     ]
@@ -108,7 +110,7 @@ def flex(case: AttentionCase) -> Callable[[], Tensor]:
 
     mask = create_block_mask(sees, len(tokens_R), None, q.shape[2], q.shape[2], device=case.device)
     attend = torch.compile(flex_attention, dynamic=False) if case.device != "cpu" else flex_attention
-    return lambda: attend(q, k, v, score_mod=biased, block_mask=mask, scale=1.0)  # type: ignore[return-value]
+    return lambda: attend(q, k, v, score_mod=biased, block_mask=mask, scale=1.0)
 
 
 def causal(case: AttentionCase) -> Callable[[], Tensor]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from models.layers import init_parameters
+from models.sequence.attention_in_place import attention_in_place
 from models.sequence.causal_transformer import CausalTransformer
-from models.sequence.hstu import Hstu
+from models.sequence.hstu import Hstu, SequentialUnit
 from models.sequence.jagged_targets import build_histories
 from models.sequence.next_item import NextItem
 from roo.errors import ConfigError, RoostreamError
@@ -36,6 +37,9 @@ def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:
     encoder: Hstu | CausalTransformer
     if config.model == "hstu":
         encoder = Hstu(config.width, config.heads, config.layers, config.max_length, times=False, dropout=config.dropout)
+        for layer in encoder.layers:
+            assert isinstance(layer, SequentialUnit)
+            layer.attention = attention_in_place
     else:
         encoder = CausalTransformer(config.width, config.heads, config.layers, config.dropout)
     model = NextItem(encoder, num_items, config.width, config.max_length, config.dropout)
