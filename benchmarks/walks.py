@@ -35,7 +35,7 @@ from joiner.state import Impression
 from param_server.calls import Calls
 from param_server.client import Client
 from param_server.publish import Publisher
-from param_server.replica import Replica
+from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
 from roo import wire
 from roo.decode import Decoder

@@ -19,6 +19,7 @@ _KEPT = (
     "replay",
     "num_shards",
     "num_workers",
+    "serving_processes",
     "num_task_managers",
     "partitions",
     "buckets",

@@ -29,6 +29,9 @@ class StackOptions(Settings):
     num_workers: int = setting(
         1, "trainer workers to begin with, partitions at most; `roostream scale` changes it", least=1, most=MAX_WORKERS
     )
+    serving_processes: int = setting(
+        1, "that answer on serving's port; more than one share the rows of a `serving-rows` program", least=1, most=64
+    )
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)

@@ -22,10 +22,10 @@
         stack.stop_program("worker")                   # in order, not restarted; `start(["worker"])` brings it back
         stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, features, auditor, joiner,
-simulate; the words "flink" (jm + all tms), "shards", "workers" and "all" (everything but simulate) name several. How many workers
-run follows the controller's wish (`infra/scaling.py`). Topics are created by the stack as soon
-as Kafka answers; our programs start beside it and wait for them.
+Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, serving-1…, serving-rows,
+features, auditor, joiner, simulate; the words "flink" (jm + all tms), "shards", "workers", "servings" and "all" (everything but
+simulate) name several. How many workers run follows the controller's wish (`infra/scaling.py`). Topics are created by the stack
+as soon as Kafka answers; our programs start beside it and wait for them.
 
 What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
 FLINK_HOME (with a bin/flink of our own), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python,
@@ -246,6 +246,7 @@ class Stack:
             "flink": [n for n in self._programs if n.startswith("flink-")],
             "shards": [n for n in self._programs if n.startswith("shard-")],
             "workers": [n for n in self._programs if kinds.is_worker(n)],
+            "servings": [n for n in self._programs if n == "serving" or n.startswith("serving-")],
         }
         wanted: set[str] = set()
         for name in names:

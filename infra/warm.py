@@ -6,7 +6,16 @@ import importlib
 import sys
 import time
 
-MODULES = ("roo.decode", "roo.lookup", "roo.transform", "roo.counters", "param_server.warm", "models.gather", "models.attention")
+MODULES = (
+    "roo.decode",
+    "roo.lookup",
+    "roo.transform",
+    "roo.counters",
+    "param_server.warm",
+    "param_server.replica.shared_reader",
+    "models.gather",
+    "models.attention",
+)
 
 
 def main() -> int:

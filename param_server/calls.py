@@ -37,13 +37,16 @@ class Calls:
             case "pull":
                 asked = self._asked(header, arrays, 2)
                 return {}, self.shard.pull(integer(header, "incarnation"), [(table, keys) for table, keys, _ in asked])
+            case "read":
+                incarnation, read = self.shard.read([(table, keys) for table, keys, _ in self._asked(header, arrays, 2)])
+                return {"incarnation": incarnation}, [array for rows in read for array in rows]
             case "push":
                 return {"applied": self._push(header, arrays)}, ()
             case "scan":
                 return self._scan(header)
             case "stats":
                 return self.shard.stats(), ()
-        raise RoostreamError(f"expected a call of pull, push, scan or stats, got {method!r}")
+        raise RoostreamError(f"expected a call of pull, push, read, scan or stats, got {method!r}")
 
     def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
         asked = self._asked(header, arrays, 3)

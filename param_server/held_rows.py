@@ -43,10 +43,12 @@ class HeldRows:
 
     def gather(self, keys: Keys) -> np.ndarray:
         """float32 [U, D]; a key without a row gives its initial value, and still has none."""
+        return self.gather_at(keys, self.index.find(keys))
+
+    def gather_at(self, keys: Keys, place_U: np.ndarray) -> np.ndarray:
+        """float32 [U, D]: the rows at these places (int64), initial values for -1."""
         out_UD = np.empty((len(keys), self.width), np.float32)
-        kernels.gather(
-            self.rows_ND, self.index.find(keys), keys.table_U, keys.id_U, self.seed, self.table_K, self.scale_K, out_UD
-        )
+        kernels.gather(self.rows_ND, place_U, keys.table_U, keys.id_U, self.seed, self.table_K, self.scale_K, out_UD)
         return out_UD
 
     def places(self, buckets: Sequence[int]) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
 """One parameter server shard: rows that workers pull and push, and the commands by which the controller commits and restores.
 
-    calls      pull push bucket stats               from any thread, by param_server/calls.py
+    calls      pull push read scan stats            from any thread, by param_server/calls.py
     commands   restore freeze write commit abort    from the member's one thread, docs/protocols.md "Controller"
     rounds     what the publisher takes and settles from its one thread
 
@@ -31,7 +31,7 @@ from param_server.residency import Expiry, Policy
 from param_server.restore import Frozen, Target, linked, reload, roll_back, target_of
 from param_server.segments import BEGINNING, Commit, Segments
 from param_server.step_sum import StepSums, added
-from param_server.table import StackTable, Update, build_tables
+from param_server.table import ReadRows, StackTable, Update, build_tables
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
@@ -84,6 +84,12 @@ class Shard:
             self._check(incarnation, reading=True)
             self.num_pulls += 1
             return [table.pull(keys) for table, keys in asked]
+
+    def read(self, asked: Sequence[tuple[StackTable, Keys]]) -> tuple[int, list[ReadRows]]:
+        """(incarnation, each stack's rows as far as they may be published), for readers outside training. Raises as `pull`."""
+        with self._lock:
+            self._check(0, reading=True)
+            return self.incarnation, [table.read(keys, self.identity.max_publish_norm) for table, keys in asked]
 
     def push(self, incarnation: int, update: Update) -> bool:
         """Apply an update whole; False if it had been applied before. One of several workers waits for the others' of its step,

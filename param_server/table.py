@@ -34,6 +34,14 @@ class Generation(NamedTuple):
     changed: Keys  # of the block's keys, those that a rollback must undo: the others are as they were committed
 
 
+class ReadRows(NamedTuple):
+    """What a reader gets of keys that it asks for."""
+
+    rows_UD: np.ndarray  # float32; the initial value where there is none
+    there_U: np.ndarray  # uint8: 1 = there is a row, and it may be published
+    sequence_U: np.ndarray  # uint64: of the last delta of the key's bucket; the row is as new as that or newer
+
+
 class StackTable:
     """Not thread-safe; the shard's lock makes every method one step. Equal pushes in equal order give equal bits."""
 
@@ -103,6 +111,14 @@ class StackTable:
     def pull(self, keys: Keys) -> np.ndarray:
         """float32 [U, D]; a key without a row reads as its initial value, and still has none."""
         return self.held.gather(keys)
+
+    def read(self, keys: Keys, max_norm: float) -> ReadRows:
+        """What readers may have of these keys; makes nothing."""
+        place_U = self.index.find(keys)
+        there_U = (place_U >= 0) & kernels.publishable(self.held.gather_at(keys, place_U), max_norm)
+        rows_UD = self.held.gather_at(keys, np.where(there_U, place_U, -1))
+        bucket_U = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
+        return ReadRows(rows_UD, there_U.astype(np.uint8), self.outbox.sequence_B[bucket_U].astype(np.uint64))
 
     def push(self, keys: Keys, gradient_UD: np.ndarray, time_ms: int) -> np.ndarray:
         """Apply checked gradients (float32 [U, D]) at event time `time_ms`, making the rows that don't exist and are admitted;

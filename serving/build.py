@@ -10,13 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from features.hydration import Hydrator
 from models.build import load_model_config
-from param_server.replica import Replica
 from roo import schema_registry
 from roo.errors import ConfigError, SetupError, UnavailableError, nearest
 from roo.ids import hash64
@@ -26,10 +26,7 @@ from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
-from runtime.kafka.reader import KafkaReader
 from runtime.manifest import Manifest
-from runtime.metrics import freshness
-from runtime.rpc_client import SocketTransport
 from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
@@ -38,7 +35,7 @@ from serving.feature_log.sender import LogSender
 from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
-from serving.row_follower import RowFollower, rows_reading
+from serving.rows.served_rows import ServedRows, open_rows
 from serving.scorer import first_version
 from serving.stamps import Stamps
 from serving.versions.dense_follower import DenseFollower
@@ -61,6 +58,8 @@ _HELPS = {
     "replica_lag": "row deltas in the topic that weren't taken a moment ago",
     "replica_applied": "row deltas and barriers applied",
     "replica_refused": "records of the rows topic that couldn't be applied",
+    "rows_age_s": "time since the rows were known to be current: all of the topic applied, all shards there",
+    "rows_again": "rows that were read again, since they were being replaced in shared memory",
     "replica_bootstraps": "times that all rows were read from the shards",
     "version_swaps": "dense versions installed",
     "versions_refused": "dense versions that were committed and can't be served",
@@ -97,7 +96,7 @@ class Process:
     parts: Parts
     sender: LogSender
     dense: DenseFollower
-    rows: RowFollower
+    rows: ServedRows
     recent: RecentRequests
     shadow: ShadowScoring
     quiet: Quiet
@@ -108,9 +107,7 @@ class Process:
         """After the threads have ended."""
         self.sender.close()
         self.parts.log.close()
-        self.rows.topic.close()
-        for shard in self.rows.shards:
-            shard.close()
+        self.rows.close()
         self.parts.executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -130,17 +127,10 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
     store = _open_store(config, schema)
     feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
     metrics = ServingMetrics(registry, schema.tasks)
-    replica = Replica(schema, config.seed, num_buckets=config.buckets)
+    rows = open_rows(config, schema, config.seed, clock)
     hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
-    service = RankService(schema, versions, replica, hydrator, policy)
+    service = RankService(schema, versions, rows, hydrator, policy)
     service.stages, service.scores = metrics.stages, metrics.scores
-    rows = RowFollower(
-        replica,
-        KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)),
-        [SocketTransport(address) for address in config.shards],
-        freshness().observe,
-        clock,
-    )
     service.rows_ready = lambda: rows.ready
     parts = Parts(
         config=config,
@@ -150,13 +140,13 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         stamps=Stamps(clock),
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
-        waiting_for=lambda: [] if rows.ready else ["rows of the shards"],
+        waiting_for=lambda: [] if rows.ready else [rows.waiting_for],
     )
 
     versions.changed = lambda held: metrics.show_version(held.version.name, held.committed_ms)
     versions.changed(versions.served)
     recent, quiet = RecentRequests(), Quiet(clock)
-    shadow = ShadowScoring(versions, replica, policy.task, quiet)
+    shadow = ShadowScoring(versions, rows, policy.task, quiet)
     registry.register(shadow)
 
     def scored(request: ScoredRequest) -> None:
@@ -164,7 +154,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         shadow.offer(request)
 
     service.scored = scored
-    warm_up = WarmUp(recent, replica, lambda: versions.served.version, quiet, config.warm_up_requests)
+    warm_up = WarmUp(recent, rows, lambda: versions.served.version, quiet, config.warm_up_requests)
     sender = LogSender(feature_log, lambda: LogTopics.open(config.broker, config.prefix))
     process = Process(
         parts=parts,
@@ -227,19 +217,14 @@ def serving_exports(process: Process) -> Exports:
     versions, credits = process.parts.service.versions, process.parts.service.credits
     shadow = process.shadow
 
-    def read() -> dict[str, float | None]:
+    def read() -> dict[str, Any]:
         return {
             "ready": rows.ready,
             "log_backlog_records": log_.backlog_records,
             "log_backlog_bytes": log_.backlog_bytes,
             "log_refused_records": sender.num_refused,
             "log_damaged_records": sender.num_damaged,
-            "replica_rows": rows.replica.num_rows,
-            "replica_lag": rows.lag(),
-            "replica_applied": rows.num_applied,
-            "replica_refused": rows.num_refused,
-            "replica_bootstraps": rows.num_bootstraps,
-            "replica_mended": rows.num_mended,
+            **rows.numbers(),
             "version_swaps": versions.num_swaps,
             "versions_refused": dict(versions.num_refused),
             "shadow_scored": shadow.num_scored,

@@ -7,18 +7,19 @@ import re
 from pathlib import Path
 
 from roo.config import MAX_SEED, refusal, setting
-from runtime.address import check_addresses, check_listen
-from runtime.deployment import CachedInRedis, Deployment
+from runtime.address import check_listen
+from runtime.deployment import CachedInRedis
+from serving.rows.config import ServesRows
 from serving.versions.split import Routing, split_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingConfig(CachedInRedis, Deployment):
+class ServingConfig(CachedInRedis, ServesRows):
     """`roostream serving`: scores requests, logs them, takes engagements."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the HTTP interface; port 0 = draw one")
+    reuse_port: bool = setting(False, "share the port with other processes of this user: the kernel spreads connections")
     model: str = setting("", "model TOML for the model before the first commit; '' = defaults")
-    shards: tuple[str, ...] = setting((), "host:port of every shard, in order; rows are bootstrapped from them")
     home: Path = setting(help="directory of the feature log; one a process")
     threads: int = setting(1, "of torch while scoring", least=1, most=256)
     seed: int = setting(0, "of initial weights and rows; the trainer's", least=0, most=MAX_SEED)
@@ -74,7 +75,6 @@ class ServingConfig(CachedInRedis, Deployment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_listen("listen", self.listen, insecure=self.insecure)
-        check_addresses("shards", *self.shards)
         if self.status_page and not re.fullmatch(r"https?://[^\s<>\"']+", self.status_page):
             raise refusal("status_page", "a URL such as http://127.0.0.1:9100/", self.status_page)
         if self.log_bytes < 2 * self.segment_bytes:

@@ -56,7 +56,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
     with contextlib.ExitStack() as resources:
-        bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen)))
+        bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port)))
         process = build_process(config)
         metrics.serve(config, health, process.parts.metrics.registry)
         halt, crew = threading.Event(), Crew(stop)

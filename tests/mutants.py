@@ -70,7 +70,19 @@ CORE = {
         "adam",
         "predictions",
     ),
-    "param_server": ("table", "segments", "residency", "replica", "deltas", "server", "outbox", "publish", "restore", "blobs"),
+    "param_server": (
+        "table",
+        "segments",
+        "residency",
+        "replica/replica",
+        "replica/slots",
+        "deltas",
+        "server",
+        "outbox",
+        "publish",
+        "restore",
+        "blobs",
+    ),
     "runtime": ("manifest", "checkpoint_store", "backoff", "member", "kafka/merge", "kafka/reader", "frames", "transport"),
 }
 _TURNED: dict[type, type] = {

@@ -19,7 +19,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from models.config import RankerConfig
 from models.inputs import build_inputs
-from param_server.replica import Replica
+from param_server.replica.replica import Replica
 from roo import roo_pb2 as pb
 from roo.ids import buckets_of
 from roo.lookup import Lookup, build_lookup

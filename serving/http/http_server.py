@@ -38,8 +38,9 @@ class _OwnServer(_PlainServer):
             log.info("serving on http://%s:%d, /docs for its interface", *bound.getsockname()[:2])
 
 
-def bind(listen: str, key: str = "listen") -> socket.socket:
-    """A bound socket; port 0 draws one. `key`: the setting that says where.
+def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
+    """A bound socket; port 0 draws one. `key`: the setting that says where. With `reuse_port` others of this user may have the
+    same one, if they say so too: the kernel spreads connections over those that listen.
 
     Raises:
         SetupError: the port is taken, or the address isn't this machine's.
@@ -49,6 +50,8 @@ def bind(listen: str, key: str = "listen") -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host.strip("[]"), port))
     except OSError as error:
         bound.close()

@@ -31,7 +31,7 @@ def test_every_walk_ends_where_it_should_and_is_the_same_again(tmp_path: Path) -
         "rank": "serving/answer.py",
         "join": "joiner/build.py",
         "train": "param_server/table.py",
-        "publish": "param_server/replica.py",
+        "publish": "param_server/replica/replica.py",
     }
     for name, walk in walks.WALKS.items():
         one, other = (walk(str(tmp_path / f"{name}{i}")) for i in range(2))

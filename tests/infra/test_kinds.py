@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from infra import kinds
 from infra.child import StopRank
+from infra.home import Home
 from infra.kinds import KINDS, kind_of
 from infra.options import StackOptions
+from infra.places import Places, draw
+from infra.ports import Ports
+from infra.programs import plain, settings, site_of
+from roo.config import build, from_dict
 from roo.errors import ConfigError
 
 
@@ -44,6 +50,34 @@ def test_what_others_need_ends_after_them() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_a_program_needs_is_in_the_stack(kind: kinds.Kind) -> None:
-    options = StackOptions(num_task_managers=2)
+    options = StackOptions(num_task_managers=2, serving_processes=2)
     known = {"kafka", "redis", "flink-jm", "flink-tm-0", "flink-tm-1", *kinds.names(options)}
     assert set(kind.needs(options)) <= known
+
+
+def placed(options: StackOptions, names: list[str]) -> Places:
+    ports = Ports()
+    places = draw(ports, options, names)
+    ports.release()
+    return places
+
+
+def test_several_serving_processes_share_a_port_and_rows_and_have_homes_of_their_own(tmp_path: Path) -> None:
+    options = StackOptions(serving_processes=3)
+    names = [n for n in kinds.names(options) if n.startswith("serving")]
+    assert names == ["serving-rows", "serving", "serving-1", "serving-2"]
+    assert [kind_of(n).name for n in names] == ["serving-rows", "serving", "serving", "serving"]
+    places = placed(options, names)
+    tables = [settings(site_of(n, Home(tmp_path), options, places)) for n in names]
+    assert len({t["metrics_port"] for t in tables}) == 4 and len({t["home"] for t in tables[1:]}) == 3
+    assert {t["listen"] for t in tables[1:]} == {f"127.0.0.1:{places.serving}"} and all(t["reuse_port"] for t in tables[1:])
+    assert {t["rows_home"] for t in tables} == {tmp_path / "serving-rows"} and {t["rows"] for t in tables[1:]} == {"shared"}
+    for name, table in zip(names, tables, strict=True):
+        build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))
+    assert "serving-rows" in kinds.BY_NAME["serving"].needs(options)
+
+
+def test_one_serving_process_has_its_own_port_and_rows(tmp_path: Path) -> None:
+    assert [n for n in kinds.names(StackOptions()) if n.startswith("serving")] == ["serving"]
+    table = settings(site_of("serving", Home(tmp_path), StackOptions(), placed(StackOptions(), ["serving"])))
+    assert not {"reuse_port", "rows", "rows_home"} & set(table)

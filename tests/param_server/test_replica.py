@@ -10,7 +10,7 @@ import pytest
 from param_server.client import Client
 from param_server.initial import initial_rows
 from param_server.publish import Publisher
-from param_server.replica import Replica
+from param_server.replica.replica import Replica
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roo import roo_pb2 as pb

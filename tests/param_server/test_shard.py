@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,13 @@ import pytest
 
 from param_server.calls import Calls
 from param_server.initial import initial_rows
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
 from roo.errors import FencedError, RoostreamError, SchemaError, UnavailableError, WireError
+from roo.ids import bucket_of
 from roo.rules import Adagrad
 from roo.schema_file import schema_from_dict
+from runtime.clock import FakeClock
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
@@ -199,7 +204,36 @@ def test_a_pull_that_doesn_t_fit_is_refused(
 
 def test_an_unknown_call_or_command_names_the_known_ones() -> None:
     shard = begun()
-    with pytest.raises(RoostreamError, match="expected a call of pull, push, scan or stats, got 'drop'"):
+    with pytest.raises(RoostreamError, match="expected a call of pull, push, read, scan or stats, got 'drop'"):
         Calls(shard).handle("drop", {}, [])
     with pytest.raises(RoostreamError, match="expected a command of freeze"):
         shard.execute({"kind": "drop", "incarnation": 1})
+
+
+def test_a_reader_gets_rows_with_their_versions_and_creates_none() -> None:
+    shard = begun()
+    push(shard, 1)
+    publisher = Publisher(shard, InMemoryRows(), FakeClock())
+    publisher.turn(threading.Event())
+    asked = keys(ITEM, 1, 2, 3)
+    header, (rows_UD, there_U, sequence_U) = Calls(shard).handle("read", {"stacks": [ADAGRAD]}, [asked.table_U, asked.id_U])
+    assert header == {"incarnation": 1} and there_U.tolist() == [1, 1, 0]
+    assert rows_UD.tobytes() == pull(shard, ITEM, 1, 2, 3).tobytes()
+    buckets = [bucket_of(i, table_id(ITEM), 64) for i in (1, 2, 3)]
+    assert sequence_U.tolist() == [int(shard.tables[ADAGRAD].outbox.sequence_B[b]) for b in buckets] and sequence_U[0] == 1
+    assert shard.tables[ADAGRAD].num_rows == 2
+
+
+def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
+    shard = begun()
+    push(shard, 1)
+    table = shard.tables[ADAGRAD]
+    table.held.rows_ND[table.index.find(keys(ITEM, 1))] = np.nan
+    rows = table.read(keys(ITEM, 1, 2), 100.0)
+    assert rows.there_U.tolist() == [0, 1] and np.isfinite(rows.rows_UD).all()
+    assert rows.rows_UD[0].tobytes() == table.held.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
+
+
+def test_readers_wait_for_restore_as_trainers_do() -> None:
+    with pytest.raises(UnavailableError, match="waits for RESTORE"):
+        Calls(make_shard()).handle("read", {"stacks": []}, [])

@@ -11,7 +11,7 @@ from runtime.kafka.broker import Broker
 from runtime.kafka.reader import KafkaReader
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log_topics import LogTopics
-from serving.row_follower import rows_reading
+from serving.rows.row_follower import rows_reading
 
 
 class Producer:

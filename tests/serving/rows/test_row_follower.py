@@ -12,7 +12,7 @@ from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRowTopic
 
 from param_server.initial import initial_rows
-from param_server.replica import Replica
+from param_server.replica.replica import Replica
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import bucket_of
@@ -21,7 +21,7 @@ from runtime.clock import FakeClock
 from runtime.kafka.record_reader import RecordsGoneError
 from runtime.kafka.topics import DEFAULT_BUCKETS
 from runtime.transport import Answer, InMemoryTransport
-from serving.row_follower import RowFollower
+from serving.rows.row_follower import RowFollower
 
 ITEM = SCHEMA.table_by_name["item"]
 
@@ -33,6 +33,9 @@ class Shard:
         self.rows, self.version, self.num_scans = rows, version, 0
 
     def __call__(self, method: str, header: dict[str, Any], arrays: Any) -> Answer:
+        if method == "pull":
+            assert header == {"incarnation": 0, "stacks": []}, "asked only whether it answers"
+            return {}, []
         assert method == "scan"
         self.num_scans += 1
         ids = np.array(sorted(self.rows) if header["stack"] == ITEM.stack else [], np.int64)
@@ -67,6 +70,10 @@ def barrier(item: int, incarnation: int, rebootstrap: bool) -> bytes:
     return wire.encode(wire.BARRIER, message)
 
 
+def lookup_of(item: int) -> Lookup:
+    return Lookup({ITEM.stack: StackLookup(np.array([ITEM.id], np.uint32), np.array([item], np.int64), {})})
+
+
 class Stage:
     """A follower over one shard."""
 
@@ -81,8 +88,7 @@ class Stage:
         self.observed.append((stage, ms))
 
     def value(self, item: int) -> np.ndarray:
-        entry = StackLookup(np.array([ITEM.id], np.uint32), np.array([item], np.int64), {})
-        return self.replica.gather(Lookup({ITEM.stack: entry}))[ITEM.stack][0]
+        return self.replica.gather(lookup_of(item))[ITEM.stack][0]
 
 
 def test_rows_come_from_the_shards_and_then_from_the_topic() -> None:
@@ -199,3 +205,61 @@ def test_the_thread_ends_while_it_waits() -> None:
     stage.topic.on_outage = stop.set
     stage.follower.run(stop)
     assert not stage.follower.ready
+
+
+# How old the rows are
+
+
+def test_rows_are_current_while_topic_and_shards_say_so_and_grow_old_without_them() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    assert stage.follower.age_s() is None
+    stage.follower.bootstrap()
+    assert stage.follower.age_s() is None, "the topic hasn't been read"
+    stage.follower.step()
+    assert stage.follower.age_s() == 0
+    stage.topic.away = True
+    for _ in range(3):
+        stage.clock.advance(10)
+        stage.follower.step()
+    assert stage.follower.age_s() == 30 and stage.follower.ready and stage.value(8).tolist() == [0.5] * 4
+    stage.topic.away = False
+    stage.follower.step()
+    assert stage.follower.age_s() == 0
+
+
+def test_rows_grow_old_while_a_shard_is_away_and_it_is_not_asked_all_the_time() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    stage.follower.bootstrap()
+    stage.follower.step()
+    stage.transport.down = True
+    stage.clock.advance(0.5)
+    stage.follower.step()
+    assert stage.follower.age_s() == 0, "it answered a moment ago"
+    stage.clock.advance(1)
+    stage.follower.step()
+    stage.transport.down = False
+    stage.clock.advance(4)
+    stage.follower.step()
+    assert stage.follower.age_s() == 5
+    stage.clock.advance(1)
+    stage.follower.step()
+    assert stage.follower.age_s() == 0
+
+
+def test_rows_with_records_before_them_or_a_stale_bucket_are_not_current() -> None:
+    stage = Stage(Shard({8: 0.5}, version=(1, 0)))
+    stage.follower.bootstrap()
+    stage.follower.step()
+    stage.topic.add(delta(8, 0.75, 2))
+    stage.clock.advance(2)
+    stage.follower.step()
+    assert stage.replica.stale and stage.follower.age_s() == 2
+
+
+def test_whoever_listens_is_told_of_each_step() -> None:
+    stage = Stage(Shard({}))
+    told: list[bool] = []
+    stage.follower.stepped = lambda follower: told.append(follower.ready)
+    stage.follower.bootstrap()
+    stage.follower.step()
+    assert told == [True, True]

@@ -6,6 +6,9 @@
 4 A bucket of which a record was missed or refused is read from its shard again, beside the topic.
 5 When deltas alone can't keep the replica up to date (a barrier says so, or the topic no longer has the next place): from 1
   again. Requests go on with the rows that are here; a row never goes back to an older version (G4).
+
+The rows are known to be current at a moment when all of the topic is applied, no bucket waits for its shard, and every shard
+answers (one that doesn't may have rows that nobody was told of). How old they are is counted from the last such moment.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
 MEND_EVERY_S = 5.0
+ASK_EVERY_S, ASK_AGAIN_S = 1.0, 5.0  # whether shards answer: where they did, where one didn't
+_ASK_TIMEOUT_S = 0.5
 _POLL_RECORDS = 500
 
 
 class RowReplica(Protocol):
-    """`param_server.replica.Replica`."""
+    """`param_server.replica.replica.Replica`, or another of that room."""
 
     @property
     def needs_bootstrap(self) -> bool: ...
@@ -79,12 +84,17 @@ class RowFollower:
         shards: Sequence[Transport],
         observe: Callable[[str, float], None],
         clock: Clock,
+        stepped: Callable[[RowFollower], object] = lambda follower: None,
     ) -> None:
+        """`stepped` is called after the bootstrap and after each step, in the thread that runs."""
         self.replica, self.topic, self.shards, self.observe, self.clock = replica, topic, shards, observe, clock
+        self.stepped = stepped
         self.ready = False  # True from the first complete bootstrap on
+        self.current_s: float | None = None  # monotonic: when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
         self._backoff = Backoff(what="rows of the shards", clock=clock)
-        self._mend_at_s = 0.0
+        self._mend_at_s = self._ask_at_s = 0.0
+        self._shards_answer = False
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
@@ -101,6 +111,11 @@ class RowFollower:
         self.num_bootstraps += 1
         self.ready = True
         log.info("%d rows read from %d shards", self.replica.num_rows, len(self.shards))
+        self.stepped(self)
+
+    def age_s(self) -> float | None:
+        """Time since the rows were known to be current; None = they never were. Any thread."""
+        return None if self.current_s is None else max(self.clock.monotonic_s() - self.current_s, 0.0)
 
     def lag(self) -> int | None:
         """Records of the topic that weren't taken a moment ago; None = not known (no bootstrap yet, Kafka away). Any thread."""
@@ -116,7 +131,23 @@ class RowFollower:
             raise RecordsGoneError("deltas alone can't bring the replica up to date any more")
         if self.replica.stale and self.clock.monotonic_s() >= self._mend_at_s:
             self._mend()
+        if self.lag() == 0 and not self.replica.stale and self._all_answer():
+            self.current_s = self.clock.monotonic_s()
+        self.stepped(self)
         return len(records)
+
+    def _all_answer(self) -> bool:
+        """Every shard has answered a pull of nothing, as of a moment ago."""
+        if self.clock.monotonic_s() >= self._ask_at_s:
+            try:
+                for shard in self.shards:
+                    shard.call("pull", {"incarnation": 0, "stacks": []}, timeout_s=_ASK_TIMEOUT_S)
+                self._shards_answer = True
+            except RoostreamError as error:
+                log.debug("a shard doesn't answer: %s", error)
+                self._shards_answer = False
+            self._ask_at_s = self.clock.monotonic_s() + (ASK_EVERY_S if self._shards_answer else ASK_AGAIN_S)
+        return self._shards_answer
 
     def _mend(self) -> None:
         """Step 4, at most once in MEND_EVERY_S, whatever comes."""

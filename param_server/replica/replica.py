@@ -1,4 +1,5 @@
-"""All rows as serving reads them: bootstrapped from the shards, kept up by the `rows` topic. No optimizer state.
+"""Rows as serving reads them, all or some buckets' of them: bootstrapped from the shards, kept up by the `rows` topic. No
+optimizer state. Where they are kept is the store's: this process' memory, or what several processes share (stores.py).
 
 A bucket of a stack is the unit of versions: (incarnation, sequence). It comes whole, as it was at one moment, from a shard's
 scan; then every delta moves it on. What is not newer than the bucket is dropped, so that no row ever goes back (G4), whatever
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,8 +22,8 @@ import numpy as np
 from param_server import kernels
 from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
-from param_server.held_rows import HeldRows
 from param_server.index import Keys
+from param_server.replica.stores import PrivateRows, RowStore
 from roo import roo_pb2 as pb
 from roo.errors import SchemaError, UnavailableError
 from roo.lookup import Lookup
@@ -48,41 +49,44 @@ class Freshness:
 class _StackRows(NamedTuple):
     """One stack's. Under the replica's lock."""
 
-    held: HeldRows
+    store: RowStore
     versions: list[Version]  # by bucket
     unsettled: dict[int, Version]  # bucket → the delta with which all that a scan gave has been published
-
-    def put(self, keys: Keys, rows_UD: np.ndarray) -> None:
-        self.held.reserve(len(keys))
-        self.held.put(keys, rows_UD)
 
 
 class Replica:
     """One writer, several readers; a reader sees whole rows, and all of one `gather` between two messages."""
 
     def __init__(
-        self, schema: Schema, seed: int, *, num_buckets: int = DEFAULT_BUCKETS, max_norm: float = MAX_PUBLISH_NORM
+        self,
+        schema: Schema,
+        seed: int,
+        *,
+        num_buckets: int = DEFAULT_BUCKETS,
+        max_norm: float = MAX_PUBLISH_NORM,
+        buckets: Collection[int] = (),
+        stores: Mapping[str, RowStore] | None = None,
     ) -> None:
-        """`max_norm`: of a row in a delta; the shards' `max_publish_norm`."""
+        """`max_norm`: of a row in a delta; the shards' `max_publish_norm`. `buckets`: those whose rows are kept; none = all.
+        `stores`: where each stack's are; None = in this process' memory."""
         self.schema, self.num_buckets, self.max_norm = schema, num_buckets, max_norm
+        self.buckets = frozenset(buckets or range(num_buckets))
         self.needs_bootstrap = True
         self.stale: set[tuple[str, int]] = set()  # (stack, bucket); of the writer's thread
         self.freshness = Freshness()
         self.num_applied = self.num_dropped = 0
-        self._stacks = {
-            name: _StackRows(HeldRows(tables, seed=seed, num_buckets=num_buckets), [(0, 0)] * num_buckets, {})
-            for name, tables in schema.stacks.items()
-        }
+        stores = stores or {n: PrivateRows(t, seed=seed, num_buckets=num_buckets) for n, t in schema.stacks.items()}
+        self._stacks = {name: _StackRows(store, [(0, 0)] * num_buckets, {}) for name, store in stores.items()}
         self._lock = threading.Lock()
 
     @property
     def num_rows(self) -> int:
-        return sum(stack.held.index.num_live for stack in self._stacks.values())
+        return sum(stack.store.num_rows for stack in self._stacks.values())
 
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D]; keys without a row give the initial value that training begins with."""
         with self._lock:
-            return {n: self._stacks[n].held.gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()}
+            return {n: self._stacks[n].store.gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()}
 
     def version(self, stack: str, bucket: int) -> Version:
         return self._stacks[stack].versions[bucket]
@@ -102,14 +106,16 @@ class Replica:
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
             raise SchemaError(f"rows of stack {message.stack!r}, bucket {message.bucket}: the schema has no such; use one schema")
+        if message.bucket not in self.buckets:
+            return False
         if isinstance(message, pb.Barrier):
             return self._barrier(stack, message)
-        keys, rows_LD = columns_of(message, stack.held.width, self.max_norm)
+        keys, rows_LD = columns_of(message, stack.store.width, self.max_norm)
         with self._lock:
             applied = self._is_newer(stack, message)
             if applied:
-                stack.put(keys.take(np.arange(len(rows_LD))), rows_LD)
-                stack.held.index.remove(keys.take(np.arange(len(rows_LD), len(keys))))
+                stack.store.put(keys.take(np.arange(len(rows_LD))), rows_LD)
+                stack.store.remove(keys.take(np.arange(len(rows_LD), len(keys))))
                 self.freshness = Freshness(message.oldest_engagement_ms, message.oldest_close_ms, message.oldest_trained_ms)
         self.num_applied += applied
         self.num_dropped += not applied
@@ -122,16 +128,19 @@ class Replica:
         call again.
         """
         for stack in self._stacks:
-            for transport in transports:
+            for transport in transports if len(self.buckets) == self.num_buckets else ():
                 cursor = 0
                 while cursor >= 0:
                     cursor = self._scan(transport, stack, cursor, SCAN_ROWS, timeout_s)
+        if transports and len(self.buckets) < self.num_buckets:
+            self.stale |= {(stack, bucket) for stack in self._stacks for bucket in self.buckets}
+            self.mend(transports, timeout_s=timeout_s)
         self.needs_bootstrap = False
 
     def doubt(self, bucket: int) -> None:
         """A record of this bucket's rows was not applied: it may have brought anything."""
         if 0 <= bucket < self.num_buckets:
-            self.stale |= {(stack, bucket) for stack in self._stacks}
+            self.stale |= {(stack, bucket) for stack in self._stacks if bucket in self.buckets}
         else:
             self.needs_bootstrap = True
 
@@ -154,6 +163,8 @@ class Replica:
         stack = self._stacks[name]
         bucket_U = kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)
         for bucket, incarnation, sequence, settles_at in buckets:
+            if bucket not in self.buckets:
+                continue
             chosen_U = bucket_U == bucket
             with self._lock:
                 if (incarnation, sequence) < stack.versions[bucket]:
@@ -161,8 +172,7 @@ class Replica:
                         f"rows of {name}, bucket {bucket}: expected version {stack.versions[bucket]} or later, got "
                         f"{(incarnation, sequence)}: that shard is being replaced; try again"
                     )
-                stack.held.index.remove(stack.held.index.keys_at(stack.held.index.in_bucket(bucket)))
-                stack.put(keys.take(chosen_U), rows_UD[chosen_U])
+                stack.store.replace(bucket, keys.take(chosen_U), rows_UD[chosen_U])
                 stack.versions[bucket] = (incarnation, sequence)
                 stack.unsettled.pop(bucket, None)
                 self.stale.discard((name, bucket))

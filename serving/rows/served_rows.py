@@ -1,0 +1,128 @@
+"""The rows of a serving process, wherever they are kept: what its other parts ask of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from param_server.replica.replica import Replica
+from param_server.replica.shared_files import SharedFolder
+from param_server.replica.shared_reader import SharedReader
+from roo.lookup import Lookup
+from roo.schema import Schema
+from runtime.clock import Clock
+from runtime.kafka.reader import KafkaReader
+from runtime.metrics import freshness
+from runtime.rpc_client import SocketTransport
+from serving.rows.config import FollowsRows, ServesRows
+from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
+
+LOOK_S = 0.2
+
+
+class ServedRows(Protocol):
+    """Methods from any thread, but `run`, which is one."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether rows have been here once."""
+
+    @property
+    def waiting_for(self) -> str:
+        """What they come from."""
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        """Stack → float32 [U, D]; a row that isn't there has its initial value."""
+
+    def age_s(self) -> float | None:
+        """Time since they were known to be current; None = they never were."""
+
+    def numbers(self) -> Mapping[str, float | None]:
+        """What metrics show, by name."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Keep them up to date until `stop`."""
+
+    def close(self) -> None:
+        """After `run` has ended."""
+
+
+class FollowedRows:
+    """Kept in this process, which follows the shards and the topic."""
+
+    waiting_for = "rows of the shards"
+
+    def __init__(self, follower: RowFollower) -> None:
+        self.follower, self.gather, self.age_s, self.run = follower, follower.replica.gather, follower.age_s, follower.run
+
+    @property
+    def ready(self) -> bool:
+        return self.follower.ready
+
+    def numbers(self) -> Mapping[str, float | None]:
+        return followed_numbers(self.follower)
+
+    def close(self) -> None:
+        self.follower.topic.close()
+        for shard in self.follower.shards:
+            shard.close()
+
+
+class SharedServedRows:
+    """Kept by a `serving-rows` program."""
+
+    waiting_for = "rows of serving-rows"
+
+    def __init__(self, reader: SharedReader, clock: Clock) -> None:
+        self.reader, self.clock, self.gather, self.age_s = reader, clock, reader.gather, reader.age_s
+
+    @property
+    def ready(self) -> bool:
+        return self.reader.ready
+
+    def numbers(self) -> Mapping[str, float | None]:
+        return {"replica_rows": self.reader.num_rows, "rows_age_s": self.reader.age_s(), "rows_again": self.reader.num_again}
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            self.reader.look()
+            self.clock.sleep(LOOK_S, stop)
+
+    def close(self) -> None:
+        """Nothing of it is this process'."""
+
+
+def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
+    """A follower's figures, by the names of metrics."""
+    return {
+        "replica_rows": follower.replica.num_rows,
+        "replica_lag": follower.lag(),
+        "replica_applied": follower.num_applied,
+        "replica_refused": follower.num_refused,
+        "replica_bootstraps": follower.num_bootstraps,
+        "replica_mended": follower.num_mended,
+        "rows_age_s": follower.age_s(),
+    }
+
+
+def open_follower(
+    config: FollowsRows,
+    replica: RowReplica,
+    clock: Clock,
+    stepped: Callable[[RowFollower], object] = lambda follower: None,
+) -> RowFollower:
+    """Over the deployment's Kafka and shards, which may be away."""
+    topic = KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions))
+    return RowFollower(replica, topic, [SocketTransport(a) for a in config.shards], freshness().observe, clock, stepped)
+
+
+def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:
+    """As the settings say; waits for nobody."""
+    if config.rows == "shared":
+        folder = SharedFolder(Path(config.rows_home), schema, seed)
+        return SharedServedRows(SharedReader(folder, schema, seed, clock), clock)
+    return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))

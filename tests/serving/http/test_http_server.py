@@ -1,0 +1,25 @@
+"""Where serving listens: alone, or with other processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from roo.errors import SetupError
+from serving.http import http_server
+
+
+def test_a_port_is_one_process_unless_all_of_them_share_it() -> None:
+    with contextlib.closing(http_server.bind("127.0.0.1:0", reuse_port=True)) as first:
+        at = "{}:{}".format(*first.getsockname())
+        with contextlib.closing(http_server.bind(at, reuse_port=True)) as second:
+            assert second.getsockname() == first.getsockname()
+            second.listen()
+            first.listen()
+            with pytest.raises(SetupError, match="stop what uses it or choose another listen"):
+                http_server.bind(at)
+    with contextlib.closing(http_server.bind("127.0.0.1:0")) as alone:
+        alone.listen()
+        with pytest.raises(SetupError):
+            http_server.bind("{}:{}".format(*alone.getsockname()), reuse_port=True)
