@@ -18,6 +18,7 @@ from click.core import ParameterSource
 
 from command.checkpoint.checkpoint_command import checkpoint
 from command.inspect_command import inspect
+from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
@@ -281,7 +282,7 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item):
+for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item, keys):
     cli.add_command(_group)
 
 

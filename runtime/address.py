@@ -1,4 +1,4 @@
-"""host:port, and which of them may be listened on: nothing of ours asks a caller who it is."""
+"""host:port, and which of them may be listened on: few of our ports can ask a caller who it is."""
 
 from __future__ import annotations
 
@@ -62,12 +62,14 @@ def check_redis(key: str, url: str) -> None:
         raise refusal(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
-def check_listen(key: str, address: str, *, insecure: bool) -> None:
-    """The rule for every port of every program.
+def check_listen(key: str, address: str, *, insecure: bool, authenticated: bool | None = None) -> None:
+    """The rule for every port of every program. `authenticated`: whether it asks who calls, over a line that nobody reads; None:
+    it has no way to.
 
     Raises:
         ConfigError: it isn't host:port, or others would reach it and nobody has said that they may.
     """
     check_addresses(key, address)
-    if not (insecure or is_loopback(parse_address(address)[0])):
-        raise refusal(key, "a loopback address such as 127.0.0.1", address, "to let others reach it, set insecure = true")
+    if not (insecure or authenticated or is_loopback(parse_address(address)[0])):
+        way = "" if authenticated is None else "give it tls_certificate and keys_file, or "
+        raise refusal(key, "a loopback address such as 127.0.0.1", address, f"to let others reach it, {way}set insecure = true")

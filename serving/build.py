@@ -27,6 +27,8 @@ from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
 from runtime.manifest import Manifest
+from serving.access.key_file import Keyring
+from serving.access.tls import Tls
 from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
@@ -87,6 +89,8 @@ class Parts:
     metrics: ServingMetrics
     executor: Executor  # one thread: scoring
     waiting_for: Callable[[], list[str]]
+    keys: Keyring | None = None  # None = everybody may do everything
+    tls: Tls | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,6 +145,8 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
         waiting_for=lambda: [] if rows.ready else [rows.waiting_for],
+        keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
+        tls=Tls(config.tls) if config.tls else None,
     )
 
     versions.changed = lambda held: metrics.show_version(held.version.name, held.committed_ms)

@@ -7,6 +7,7 @@ from roo.errors import CheckpointError, RoostreamError
 CODES = {
     400: "bad_request",
     401: "unauthorized",
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
     408: "body_timeout",

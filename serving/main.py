@@ -16,8 +16,9 @@ from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.topics import EVENTS, ROWS
 from serving import heartbeat
+from serving.access.key_file import Keyring
 from serving.admin import admin_server
-from serving.admin.admin_token import read_token
+from serving.admin.admin_token import AdminToken, read_token
 from serving.admin.desk import ROOT, AdminDesk
 from serving.build import Process, build_process, warm
 from serving.config import ServingConfig
@@ -87,6 +88,10 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
     crew.start("rows", process.rows.run, halt)
     crew.start("dense", process.dense.run, process.clock, halt)
     crew.start("shadow", process.shadow.run, halt)
+    if parts.keys is not None:
+        crew.start("keys", parts.keys.run, halt)
+    if parts.tls is not None:
+        crew.start("tls", parts.tls.run, halt)
 
 
 def _start_admin(crew: Crew, process: Process, halt: threading.Event, resources: contextlib.ExitStack) -> None:
@@ -95,10 +100,16 @@ def _start_admin(crew: Crew, process: Process, halt: threading.Event, resources:
     if not config.admin_listen:
         return
     desk = AdminDesk(service.versions, process.recent, process.shadow, service.credits, process.clock.now_ms)
-    app = admin_server.AdminInterface(desk, read_token(config.admin_token_file))
+    app = admin_server.AdminInterface(desk, _admin_token(process))
     bound = resources.enter_context(contextlib.closing(http_server.bind(config.admin_listen, "admin_listen")))
     log.info("admin interface on http://%s:%d%s", *bound.getsockname()[:2], ROOT)
     crew.start("admin", admin_server.run, app, bound, halt)
+
+
+def _admin_token(process: Process) -> AdminToken | Keyring:
+    """The token's file, where there is one; else keys with scope admin."""
+    file, keys = process.parts.config.admin_token_file, process.parts.keys
+    return read_token(file) if file or keys is None else keys
 
 
 def _end(process: Process, crew: Crew, halt: threading.Event, budget: StopBudget) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from serving.access.key_file import Keyring
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
 from serving.errors import RequestError
@@ -28,7 +29,7 @@ _LOOK_S = 0.2  # for the stop
 class AdminInterface:
     """The ASGI application."""
 
-    def __init__(self, desk: AdminDesk, token: AdminToken) -> None:
+    def __init__(self, desk: AdminDesk, token: AdminToken | Keyring) -> None:
         self.desk, self.token = desk, token
         self.intake = Intake(MAX_BODY_BYTES, MOST_CONNECTIONS * MAX_BODY_BYTES)
 

@@ -18,6 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from roo.errors import nearest
 from runtime.exports import Exports
 from runtime.program import CURRENT_CALL
+from serving.access.doors import needed
+from serving.access.key_file import Keyring
 from serving.build import Parts
 from serving.errors import RequestError, shown
 from serving.http.body import JSON, Intake, refuse
@@ -28,7 +30,7 @@ from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
 from serving.http.tracing import Spanning, open_tracing
-from serving.oip.endpoints import InferenceProtocol
+from serving.oip.endpoints import InferenceProtocol, refuse_inference
 
 LINKS = {
     "rank": "/v1/rank",
@@ -55,10 +57,13 @@ class HttpInterface:
         self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
         self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
+        self._open_files: frozenset[str] = frozenset()
         self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
         helps = {
             "in_flight": "rank requests in work",
             "reading_bytes": "of bodies that are on their way",
+            "keys": "bearer keys in force, expired ones too",
+            "keys_file_refused": "1 = the file of keys as it is now can't be taken: the keys of before are in force",
             "service_time_s": "of recent rank requests, from when the one before was done",
         }
         Exports(
@@ -67,6 +72,8 @@ class HttpInterface:
                 "in_flight": rank.gate.in_flight,
                 "reading_bytes": self.intake.num_bytes,
                 "service_time_s": rank.gate.service_s,
+                "keys": None if parts.keys is None else len(parts.keys.keys),
+                "keys_file_refused": None if parts.keys is None else int(bool(parts.keys.refused)),
             },
             {},
             helps=helps,
@@ -95,7 +102,12 @@ class HttpInterface:
             CURRENT_CALL.reset(token)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Traffic goes past the framework."""
+        """Who may not is refused before anything is read; traffic goes past the framework."""
+        if self.parts.keys is not None and (refusal := self._refusal(self.parts.keys, scope)) is not None:
+            self.parts.metrics.answered("access", refusal.status, 0.0)
+            tell = refuse_inference if scope["path"].startswith("/v2") else refuse
+            await tell(send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {}))
+            return
         endpoint = self._traffic.get(scope["path"])
         if endpoint is None:
             others = self._inference if scope["path"].startswith("/v2") else self._others
@@ -104,6 +116,16 @@ class HttpInterface:
             await endpoint(scope, receive, send)
         else:
             await refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+
+    def _refusal(self, keys: Keyring, scope: Scope) -> RequestError | None:
+        wanted = needed(scope["path"], self._open_files)
+        if wanted is None:
+            return None
+        try:
+            keys.check(next((value for name, value in scope["headers"] if name == b"authorization"), b""), wanted)
+        except RequestError as error:
+            return error
+        return None
 
     async def _traced(self, spanning: Spanning, scope: Scope, receive: Receive, send: Send) -> None:
         with spanning(scope) as answered:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from roo.errors import SetupError
 from runtime.address import parse_address
 from runtime.crew import StopBudget
+from serving.access.tls import Tls
 from serving.http.app import HttpInterface
 from serving.http.connection import LimitedProtocol, limited_to
 
@@ -35,7 +36,9 @@ class _OwnServer(_PlainServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or []:
-            log.info("serving on http://%s:%d, /docs for its interface", *bound.getsockname()[:2])
+            log.info(
+                "serving on http%s://%s:%d, /docs for its interface", "s" if self.config.ssl else "", *bound.getsockname()[:2]
+            )
 
 
 def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
@@ -63,7 +66,7 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     """Serve until `budget.stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at
     most half of `budget`. `turned` is called from the event loop, over and over, until then."""
     limits = limited_to(app.parts.config.max_connections, app.refuses)
-    config = _settings(app, limits, max(int(budget.seconds / 2), 1))
+    config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.parts.tls)
 
     def begin_stop() -> None:
         budget.left_s()  # counts from here
@@ -78,7 +81,7 @@ def plain_server(app: ASGIApp, max_connections: int) -> uvicorn.Server:
     return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1))
 
 
-def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int) -> uvicorn.Config:
+def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,
@@ -91,6 +94,7 @@ def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int) ->
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=graceful_s,
+        ssl_context_factory=None if tls is None else lambda config, default: tls.context,
     )
 
 

@@ -21,6 +21,8 @@ from serving.http.version_header import HEADER
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "a bad field; `path` names it",
+    401: "keys are asked for, and this has none in force; see the scheme `bearer`",
+    403: "the key may not do this",
     404: "the model version that was asked for isn't held; ask without one",
     408: "the body was not there within the deadline; send it again",
     413: "too many bytes (also inflated), candidates, list entries or engagements",
@@ -110,7 +112,8 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
             "/metrics": {"get": _get("metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}}))},
             "/": {"get": _get("about", "Who answers here; a page where text/html is accepted", _ok(_about()))},
         },
-        "components": {"schemas": components},
+        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"bearer": []}],
     }
 
 

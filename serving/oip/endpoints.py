@@ -53,14 +53,14 @@ class InferenceProtocol:
         found = _MODEL.fullmatch(scope["path"])
         if found is not None and found["what"] == "/infer":
             if scope["method"] != "POST":
-                await _refuse(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
+                await refuse_inference(send, RequestError(405, f"expected POST, got {shown(scope['method'])}"), allow="POST")
             else:
                 await self.infer(scope, receive, send)
             return
         try:
             status, answer = self._told(scope, found)
         except RequestError as error:
-            await _refuse(send, error)
+            await refuse_inference(send, error)
         else:
             body = msgspec.json.encode(answer)
             await respond(send, status, b"" if scope["method"] == "HEAD" else body, JSON, {})
@@ -165,5 +165,6 @@ def _fault(error: RequestError) -> dict[str, str]:
     return {"error": f"{error} (at {error.path})" if error.path else str(error)}
 
 
-async def _refuse(send: Send, error: RequestError, **headers: str) -> None:
+async def refuse_inference(send: Send, error: RequestError, **headers: str) -> None:
+    """In the protocol's words."""
     await respond(send, error.status, msgspec.json.encode(_fault(error)), JSON, {**error.headers(), **headers})

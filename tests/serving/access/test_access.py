@@ -1,0 +1,213 @@
+"""What keys and certificates open, over the interface and over real sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import ipaddress
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from live_serving import serving_live
+from serving_cases import BODY, SCHEMA, Built, build, config_of
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from roo.errors import ConfigError
+from serving.access.bearer_keys import new_key
+from serving.access.key_file import Keyring, write_keys
+from serving.access.tls import Tls, TlsFiles
+from serving.client import Client, RetryPolicy, ServingError
+from serving.http.app import HttpInterface
+
+CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
+PATIENT = RetryPolicy(deadline_ms=60_000)
+
+
+def with_parts(built: Built, **parts: Any) -> Built:
+    return Built(dataclasses.replace(built.parts, **parts), built.waiting_for)
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
+    """(client, key by scope, what was built)."""
+    made = {scope: new_key(scope, [scope], 0) for scope in ("rank", "engage", "metrics", "admin")}
+    write_keys(tmp_path / "keys.json", [key for _, key in made.values()])
+    built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
+    yield TestClient(HttpInterface(built.parts)), {scope: text for scope, (text, _) in made.items()}, built
+    built.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "opens"),
+    [
+        ("POST", "/v1/rank", {"rank"}),
+        ("POST", "/v2/models/default/infer", {"rank"}),
+        ("POST", "/v1/engagements", {"engage"}),
+        ("GET", "/metrics", {"metrics"}),
+        ("GET", "/openapi.json", {"rank", "engage", "metrics", "admin"}),
+        ("GET", "/v2/models/default", {"rank", "engage", "metrics", "admin"}),
+        ("GET", "/nowhere", {"rank", "engage", "metrics", "admin"}),
+    ],
+)
+def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: set[str]) -> None:
+    http, keys, built = keyed
+    bodies = {"/v1/engagements": CLICK, "/v1/rank": BODY}
+    body = bodies.get(path, {"inputs": [{"name": "item_id", "shape": [1], "datatype": "INT64", "data": [1]}]})
+    for scope, key in keys.items():
+        answer = http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
+        assert (answer.status_code in (200, 404)) == (scope in opens), (scope, answer.text)
+        assert scope in opens or answer.status_code == 403
+    refused = http.request(method, path, json=body)
+    assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer" and refused.headers["x-request-id"]
+    told = refused.json()["error"]
+    assert "authorization: Bearer KEY" in (told if path.startswith("/v2") else told["message"])
+    told = built.parts.metrics.registry.get_sample_value
+    assert told("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"])
+def test_probes_need_no_key(keyed: Any, path: str) -> None:
+    assert keyed[0].get(path).status_code == 200
+
+
+def test_nothing_of_a_refused_call_is_logged_or_scored(keyed: Any) -> None:
+    http, keys, built = keyed
+    assert http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {keys['engage']}"}).status_code == 403
+    assert built.records() == [] and built.parts.metrics.registry.get_sample_value("roostream_serving_keys") == 4
+
+
+def test_the_client_brings_its_key(tmp_path: Path) -> None:
+    text, key = new_key("web", ["rank"], 0)
+    write_keys(tmp_path / "keys.json", [key])
+    built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
+    with serving_live(built) as live:
+        with Client(live.url, key=text, policy=PATIENT) as client:
+            assert client.rank({"candidates": [{"item_id": 1}]}).items == [1]
+            with pytest.raises(ServingError) as forbidden:
+                client.engage(CLICK)  # type: ignore[arg-type]
+        with Client(live.url, policy=PATIENT) as client, pytest.raises(ServingError) as unknown:
+            client.rank({"candidates": [{"item_id": 1}]})
+    assert (forbidden.value.code, unknown.value.code) == ("forbidden", "unauthorized")
+
+
+class Authority:
+    """Signs certificates of tests."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
+        self.certificate = self._sign(name, self.key, is_authority=True)
+        self.pem = folder / f"{name}.pem"
+        self.pem.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str) -> tuple[str, str]:
+        """(certificate, key) as files; the same names are written over."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        files[0].write_bytes(self._sign(name, key).public_bytes(serialization.Encoding.PEM))
+        forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        files[1].write_bytes(key.private_bytes(*forms))
+        return str(files[0]), str(files[1])
+
+    def _sign(self, name: str, key: Any, is_authority: bool = False) -> x509.Certificate:
+        subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, self.name))
+        begin = datetime.datetime(2020, 1, 1)
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin)
+        builder = builder.not_valid_after(datetime.datetime(2120, 1, 1))
+        builder = builder.add_extension(x509.BasicConstraints(is_authority, None), True)
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        return builder.add_extension(names, False).sign(self.key, hashes.SHA256())
+
+
+def trusting(authority: Authority, *own: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.pem))
+    if own:
+        context.load_cert_chain(*own)
+    return context
+
+
+def asked(url: str, tls: ssl.SSLContext) -> list[Any]:
+    with Client(url.replace("http:", "https:"), policy=RetryPolicy(deadline_ms=60_000, retries=0), tls=tls) as client:
+        return client.rank({"candidates": [{"item_id": 1}]}).items
+
+
+def test_a_certificate_is_shown_and_a_new_one_is_taken_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    certificate, key = old.issue("serving")
+    tls = Tls(TlsFiles(certificate=certificate, key=key))
+    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
+        assert asked(live.url, trusting(old)) == [1]
+        with pytest.raises(ServingError, match="CERTIFICATE_VERIFY_FAILED"):
+            asked(live.url, trusting(new))
+        Path(key).write_bytes(Path(new.issue("other")[1]).read_bytes())
+        tls.poll()
+        assert asked(live.url, trusting(old)) == [1], "a key that doesn't fit changes nothing"
+        assert "the certificate of before stays in use" in caplog.text
+        new.issue("serving")
+        tls.poll()
+        assert asked(live.url, trusting(new)) == [1]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_client_certificates_are_asked_for_where_they_are_wanted(tmp_path: Path, required: bool) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = ours.issue("serving")
+    files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=required)
+    with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=Tls(files))) as live:
+        assert asked(live.url, trusting(ours, *theirs.issue("friend"))) == [1]
+        with pytest.raises(ServingError):
+            asked(live.url, trusting(ours, *ours.issue("stranger")))
+        if required:
+            with pytest.raises(ServingError):
+                asked(live.url, trusting(ours))
+        else:
+            assert asked(live.url, trusting(ours)) == [1]
+
+
+@pytest.mark.parametrize("changes", [{"certificate": "none.crt"}, {"client_ca": "none.pem"}, {"key": "swapped"}])
+def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str, str]) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, key = authority.issue("serving")
+    other = authority.issue("other")[1]
+    files = TlsFiles(
+        **{"certificate": certificate, "key": key, **{k: other if v == "swapped" else v for k, v in changes.items()}}
+    )
+    with pytest.raises(ConfigError, match="expected"):
+        Tls(files)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"listen": "0.0.0.0:80"}, "give it tls_certificate and keys_file, or set insecure = true"),
+        ({"listen": "0.0.0.0:80", "keys_file": "k"}, "set insecure = true"),
+        ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k"}, "set insecure = true"),
+        ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}, "set insecure = true"),
+        ({"listen": "0.0.0.0:80", "insecure": True}, ""),
+        ({"listen": "0.0.0.0:80", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, ""),
+        ({"listen": "0.0.0.0:80", "tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "tls_client_required": True}, ""),
+        ({"tls_certificate": "c"}, "expected tls_certificate with tls_key"),
+        ({"tls_key": "c"}, "expected tls_certificate with tls_key"),
+        ({"tls_client_ca": "c"}, "only beside them"),
+        ({"tls_client_required": True}, "who may sign"),
+        ({"admin_listen": "127.0.0.1:1"}, "admin_token_file"),
+        ({"admin_listen": "127.0.0.1:1", "keys_file": "f"}, ""),
+    ],
+)
+def test_others_reach_only_a_port_that_asks_and_that_nobody_reads(tmp_path: Path, settings: dict[str, Any], refused: str) -> None:
+    if not refused:
+        assert config_of(tmp_path, **settings).listen
+        return
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, **settings)
+    assert refused in str(caught.value)
