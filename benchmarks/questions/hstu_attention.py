@@ -20,7 +20,7 @@ def _on_device(dtype: str, backward: bool, shape: tuple[int, ...], of: str) -> R
 
     return Row(
         name=_named(dtype, backward, of),
-        unit="TFLOP",
+        unit="GFLOP",
         subjects=(
             Subject("our kernels", _OPENS, arguments("kernel")),
             Subject("the reference", _OPENS, arguments("reference"), "peer"),
@@ -39,7 +39,7 @@ def _blocks() -> Row:
     limit = Subject("fused softmax, causal, padded, no bias", _OPENS, ("causal", True, "bfloat16", "cuda", _LONG), "limit")
     return Row(
         name="our kernels by their blocks, bfloat16, forward and backward",
-        unit="TFLOP",
+        unit="GFLOP",
         subjects=(*(subject(block) for block in (_BLOCK, 16, 64, 128)), limit),
         skipped=no_device(),
     )
@@ -51,7 +51,7 @@ def _on_host(backward: bool) -> Row:
 
     return Row(
         name=_named("float32", backward, "on the host, one thread: 16 histories of at most 200, 5 targets"),
-        unit="TFLOP",
+        unit="GFLOP",
         clock="cpu",
         subjects=(
             Subject("the reference", _OPENS, arguments("reference")),
@@ -75,7 +75,7 @@ QUESTION = Question(
     slice_s=0.2,
     rounds=5,
     means="""\
-TFLOP are those of products of pairs that are seen, two forward and four more back, the same for everybody: what is padded, masked
+GFLOP are those of products of pairs that are seen, two forward and four more back, the same for everybody: what is padded, masked
 or computed again earns nothing. A step is a call and the wait for its end. Histories are as long as it comes, evenly spread; all
 have position and time biases, and all but the last subject compute them and their gradients. MiB are what a step needs at most
 beside its inputs.

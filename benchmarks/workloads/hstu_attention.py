@@ -52,11 +52,11 @@ class AttentionCase:
         self.x_SD3 = torch.randn(int(self.sequences.tokens_R.sum()), 3 * shape.heads * shape.width).to(device, dtype)
         self.x_SD3.requires_grad_(backward)
 
-    def tflop(self) -> float:
-        """Of the products of pairs that are seen, in 10¹²: two forward, four more back; what is computed again doesn't count."""
+    def gflop(self) -> float:
+        """Of the products of pairs that are seen, in 10⁹: two forward, four more back; what is computed again doesn't count."""
         h_R, m = self.length_R.astype(np.float64), self.shape.targets
         pairs = float((h_R * (h_R + 1) / 2 + m * (h_R + 1)).sum())
-        return pairs * self.shape.heads * self.shape.width * 2 * (6 if self.backward else 2) / 1e12
+        return pairs * self.shape.heads * self.shape.width * 2 * (6 if self.backward else 2) / 1e9
 
     def padded(self) -> list[Tensor]:
         """Queries, keys and values, [R, H, N, C] each."""
@@ -69,8 +69,13 @@ class AttentionCase:
 
 
 def reference(case: AttentionCase) -> Callable[[], Tensor]:
-    """Plain torch, in squares of sequences of like lengths."""
-    return lambda: pointwise_attention(case.x_SD3, *_rest(case))
+    """Plain torch, in squares of sequences of like lengths; bfloat16 by autocast, as in training."""
+
+    def run() -> Tensor:
+        with torch.autocast(case.device.partition(":")[0], torch.bfloat16, enabled=case.x_SD3.dtype == torch.bfloat16):
+            return pointwise_attention(case.x_SD3, *_rest(case))
+
+    return run
 
 
 def kernel(case: AttentionCase, block: int = 32) -> Callable[[], Tensor]:
@@ -124,12 +129,11 @@ WAYS = {"reference": reference, "kernel": kernel, "flex": flex, "causal": causal
 
 @contextlib.contextmanager
 def attention(way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0) -> Iterator[Work]:
-    """`way`: of WAYS; units are 10¹² FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in training."""
+    """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in training."""
     torch.set_num_threads(1)
     case = AttentionCase(Shape(*shape), DTYPES[dtype], device, backward=backward)
     run = kernel(case, block) if block else WAYS[way](case)
-    precision = torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=dtype == "bfloat16")
-    with torch.set_grad_enabled(backward), precision:
+    with torch.set_grad_enabled(backward):
         gradient = torch.ones_like(run())
     told: dict[str, float] = {}
     on_device = device != "cpu"
@@ -139,7 +143,7 @@ def attention(way: str, backward: bool, dtype: str, device: str, shape: Sequence
         if on_device:
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-        with torch.set_grad_enabled(backward), precision:
+        with torch.set_grad_enabled(backward):
             out = run()
         if backward:
             out.backward(gradient)  # type: ignore[no-untyped-call]
@@ -148,4 +152,4 @@ def attention(way: str, backward: bool, dtype: str, device: str, shape: Sequence
             told["MiB beside its inputs"] = (torch.cuda.max_memory_allocated() - held) / (1 << 20)
         told["ms"] = 1000 * (time.perf_counter() - began_s)
 
-    yield Work(step, case.tflop(), lambda: told)
+    yield Work(step, case.gflop(), lambda: told)

@@ -20,8 +20,8 @@ def test_units_are_the_products_of_pairs_that_are_seen() -> None:
     case = AttentionCase(SHAPE, torch.float32, "cpu")
     seen = sum(int(pairs.sees_GNN[g, :n, :n].sum()) for pairs in case.sequences.pairs for g, n in enumerate(_tokens(case)))
     assert len(case.sequences.pairs) == 1
-    assert case.tflop() == pytest.approx(seen * 2 * 4 * 2 * 2 / 1e12)
-    assert AttentionCase(SHAPE, torch.float32, "cpu", backward=True).tflop() == 3 * case.tflop()
+    assert case.gflop() == pytest.approx(seen * 2 * 4 * 2 * 2 / 1e9)
+    assert AttentionCase(SHAPE, torch.float32, "cpu", backward=True).gflop() == 3 * case.gflop()
 
 
 def _tokens(case: AttentionCase) -> list[int]:
