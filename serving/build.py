@@ -115,8 +115,10 @@ class Process:
         self.parts.executor.shutdown(wait=False, cancel_futures=True)
 
 
-def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY) -> Process:
-    """Waits for nobody: Kafka, Redis and shards may be away.
+def build_process(
+    config: ServingConfig, registry: CollectorRegistry = REGISTRY, is_stopping: Callable[[], bool] = lambda: False
+) -> Process:
+    """Waits for nobody: Kafka, Redis and shards may be away. One that `is_stopping` is not ready.
 
     Raises:
         ConfigError: schema, model or a setting is wrong.
@@ -144,7 +146,7 @@ def build_process(config: ServingConfig, registry: CollectorRegistry = REGISTRY)
         stamps=Stamps(clock),
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
-        waiting_for=lambda: [] if rows.ready else [rows.waiting_for],
+        waiting_for=lambda: [rows.waiting_for] * (not rows.ready) + ["another process: this one stops"] * is_stopping(),
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
         tls=Tls(config.tls) if config.tls else None,
     )

@@ -74,6 +74,9 @@ class ServingConfig(CachedInRedis, ServesRows):
     log_bytes: int = setting(256 << 20, "size of the feature log; when it is full, requests are answered 503", most=1 << 40)
     segment_bytes: int = setting(8 << 20, "size of one of its files", least=1 << 20, most=1 << 30)
     status_page: str = setting("", "URL of the controller's page, which the front page links to")
+    drain_ms: int = setting(
+        1000, "of a stop, how long open connections may take leave with their next answer", least=0, most=600_000
+    )
     stop_ms: int = setting(
         20_000, "time for a whole stop: requests in flight, threads, and the log's way to Kafka", least=0, most=600_000
     )

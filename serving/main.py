@@ -41,13 +41,14 @@ def run(config: ServingConfig) -> int:
 def serve(config: ServingConfig, stop: threading.Event) -> None:
     """Start, serve until `stop`, and end in this order:
 
-    1 accept nothing more; nobody waits for the rest of a body
+    0 say so: not ready, and every answer is its connection's last              (drain_ms)
+    1 accept nothing more (with reuse_port: from the beginning); nobody waits for the rest of a body
     2 finish the requests in flight
     3 heartbeats and followers end                     (JOIN_S)
     4 what the log holds goes to Kafka, while it takes something; the rest is sent at the next start
     5 close
 
-    All of it within `stop_ms`, of which 1 and 2 get a half at most, and 4 what is left.
+    All of it within `stop_ms`, of which 0 to 2 get a half at most, and 4 what is left.
 
     Raises:
         ConfigError, SetupError: a setting is wrong, or port, home or store can't be used. Kafka, Redis, shards and commits
@@ -58,7 +59,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     health = Health(config.stalled_after_ms / 1000)
     with contextlib.ExitStack() as resources:
         bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port)))
-        process = build_process(config)
+        process = build_process(config, is_stopping=stop.is_set)
         metrics.serve(config, health, process.parts.metrics.registry)
         halt, crew = threading.Event(), Crew(stop)
         warm(process.parts)  # what that scored, the first version that is loaded is tried with

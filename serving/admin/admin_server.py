@@ -35,6 +35,7 @@ class AdminInterface:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[str, str] = {}
+        answer: object
         try:
             status, answer = 200, await self._answer(scope, receive)
         except ClientGoneError:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -23,6 +23,7 @@ from serving.http.connection import LimitedProtocol, limited_to
 log = logging.getLogger("roostream.serving")
 
 STOP_POLL_S = 0.1
+_LEAVE_POLL_S = 0.02
 
 
 class _PlainServer(uvicorn.Server):
@@ -63,17 +64,22 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
 
 
 def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:
-    """Serve until `budget.stop` is set; then accept nothing more, wait for no more bodies, and finish what is in flight for at
-    most half of `budget`. `turned` is called from the event loop, over and over, until then."""
+    """Serve until `budget.stop` is set; then let open connections take leave (`_take_leave`), accept nothing more, wait for no
+    more bodies, and finish what is in flight: the last for at most half of `budget`. `turned` is called from the event loop, over
+    and over, until then."""
     limits = limited_to(app.parts.config.max_connections, app.refuses)
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.parts.tls)
 
-    def begin_stop() -> None:
-        budget.left_s()  # counts from here
+    server = _OwnServer(config)
+
+    async def end() -> None:
+        left_s = budget.left_s()  # counts from here
+        turned()
+        await _take_leave(server, bound, min(app.parts.config.drain_ms / 1000, left_s / 4), app.parts.config.reuse_port)
         app.stop()
 
     with _filtered(logging.getLogger("uvicorn.error"), app.log_filter):
-        uvloop.run(_serve(_OwnServer(config), bound, budget.stop, turned, begin_stop))
+        uvloop.run(_serve(server, bound, budget.stop, turned, end))
 
 
 def plain_server(app: ASGIApp, max_connections: int) -> uvicorn.Server:
@@ -112,13 +118,13 @@ async def _serve(
     bound: socket.socket,
     stop: threading.Event,
     turned: Callable[[], None],
-    begin_stop: Callable[[], None],
+    end: Callable[[], Awaitable[None]],
 ) -> None:
     async def watch() -> None:
         while not stop.is_set():
             turned()
             await asyncio.sleep(STOP_POLL_S)
-        begin_stop()
+        await end()
         server.should_exit = True
 
     watching = asyncio.create_task(watch())
@@ -126,3 +132,23 @@ async def _serve(
         await server.serve(sockets=[bound])
     finally:
         watching.cancel()
+
+
+async def _take_leave(server: uvicorn.Server, bound: socket.socket, most_s: float, has_successor: bool) -> None:
+    """Before open connections are closed: for at most so long every answer says that it is the connection's last, so that a
+    client which asks again and again never meets one that is being closed. Ends once no connection is open.
+
+    With a successor on the same port nobody new is taken from the beginning. Without one, whoever comes is answered, and learns
+    from `/readyz` to go elsewhere.
+    """
+    last = (b"connection", b"close")
+    server.config.encoded_headers.append(last)  # uvicorn makes the headers of all answers of these, once a second
+    server.server_state.default_headers = [*server.server_state.default_headers, last]
+    if has_successor:
+        for listener in server.servers:
+            listener.close()
+        bound.close()
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + most_s
+    while server.server_state.connections and loop.time() < until_s:
+        await asyncio.sleep(_LEAVE_POLL_S)

@@ -154,16 +154,23 @@ class Versions:
         with self._lock:
             self._become(self._state.held, dataclasses.replace(self._state.routing, activated=""))
 
-    def put(self, **splits: Split) -> None:
-        """Change `canary`, `shadow` or `interleave` of the routing. Raises RequestError 400, 404: no version is called that."""
+    def put(self, *, canary: Split | None = None, shadow: Split | None = None, interleave: Split | None = None) -> None:
+        """Change what is given of the routing. Raises RequestError 400, 404: no version is called that; nothing is changed."""
         with self._lock:
-            for split in splits.values():
+            for split in filter(None, (canary, shadow, interleave)):
                 if split.share and not is_reference(split.version):
                     message = f"expected newest, previous or '<incarnation>-<seq>', got {shown(split.version)!r}"
                     raise RequestError(400, message, "$.version")
                 if split.share and split.version not in (NEWEST, PREVIOUS):
                     self._known(split.version, "$.version")
-            self._become(self._state.held, dataclasses.replace(self._state.routing, **splits))
+            before = self._state.routing
+            routing = dataclasses.replace(
+                before,
+                canary=canary or before.canary,
+                shadow=shadow or before.shadow,
+                interleave=interleave or before.interleave,
+            )
+            self._become(self._state.held, routing)
 
     def named(self, name: str) -> Version:
         """The one that is served for `""`. Raises RequestError 400, 404."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -50,9 +51,7 @@ def write_config(home: Path, /, **changes: object) -> Path:
         **changes,
     }
     path = home / "serving.toml"
-    path.write_text(
-        "".join(f"{k} = {str(v).replace(chr(39), chr(34)) if isinstance(v, list) else repr(v)}\n" for k, v in own.items())
-    )
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
     return path
 
 
@@ -79,11 +78,14 @@ class Running:
         raise AssertionError("".join(self.lines))
 
     def end(self) -> int:
+        """Its exit code; again if it has ended."""
+        assert self.child.stderr is not None
+        if self.child.stderr.closed:
+            return self.child.wait()
         drain = threading.Thread(target=lambda: [None for _ in self])
         drain.start()
         code = self.child.wait(60)
         drain.join()
-        assert self.child.stderr is not None
         self.child.stderr.close()
         return code
 
