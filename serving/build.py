@@ -61,6 +61,12 @@ _HELPS = {
     "replica_applied": "row deltas and barriers applied",
     "replica_refused": "records of the rows topic that couldn't be applied",
     "rows_age_s": "time since the rows were known to be current: all of the topic applied, all shards there",
+    "rows_asked": "rows that requests asked a cache for",
+    "rows_missed": "of these, those that it lacked",
+    "rows_unread": "of these, those that took their initial value, since their shard gave none in time or wasn't waited for",
+    "rows_evicted": "keys that a cache forgot for others",
+    "rows_without": "keys that a cache knows to have no row",
+    "row_reads_failed": "calls of a shard for missing rows that failed",
     "rows_again": "rows that were read again, since they were being replaced in shared memory",
     "replica_bootstraps": "times that all rows were read from the shards",
     "version_swaps": "dense versions installed",
@@ -137,7 +143,7 @@ def build_process(
     hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
     service = RankService(schema, versions, rows, hydrator, policy)
     service.stages, service.scores = metrics.stages, metrics.scores
-    service.rows_ready = lambda: rows.ready
+    service.rows_ready = lambda: rows.ready and rows.complete
     parts = Parts(
         config=config,
         schema=schema,

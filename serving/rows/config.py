@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roo.config import MAX_SEED, Refusal, setting
+from roo.config import MAX_SEED, Refusal, refusal, setting
 from runtime.address import check_addresses
 from runtime.deployment import Deployment
 
@@ -27,14 +27,30 @@ class FollowsRows(Deployment):
 class ServesRows(FollowsRows):
     """A program that scores with them."""
 
-    rows: Literal["replica", "shared"] = setting(
-        "replica", "all of them in this process, or those that a `serving-rows` program keeps in rows_home"
+    rows: Literal["replica", "shared", "cache"] = setting(
+        "replica",
+        "all of them in this process, those that a `serving-rows` program keeps in rows_home, or those that requests ask for",
     )
+    rows_bytes: int = setting(256 << 20, "of memory for a cache's rows", least=1 << 16, most=1 << 40)
+    rows_missing: Literal["read", "initial"] = setting(
+        "read", "a row that a cache lacks: the request waits for its shard, or takes its initial value while it is read beside"
+    )
+    rows_read_ms: int = setting(
+        50,
+        "a request waits so long for rows that a cache lacks, then takes their initial values and is degraded",
+        least=1,
+        most=10_000,
+    )
+    rows_buckets: tuple[int, ...] = setting((), "buckets that are held whole beside a cache")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rows == "shared" and not self.rows_home:
             raise Refusal("rows_home", 'expected a directory with rows = "shared", got nothing; name that of serving-rows')
+        if self.rows == "cache" and not self.shards:
+            raise Refusal("shards", 'expected the shards with rows = "cache", got none; name them')
+        if self.rows_buckets and (self.rows != "cache" or not set(self.rows_buckets) <= set(range(self.buckets))):
+            raise refusal("rows_buckets", f'numbers below buckets = {self.buckets}, with rows = "cache"', self.rows_buckets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_reads import ShardReads
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
+from param_server.replica.some_buckets import SomeBuckets
 from roo.lookup import Lookup
 from roo.schema import Schema
 from runtime.clock import Clock
@@ -30,6 +33,10 @@ class ServedRows(Protocol):
     @property
     def ready(self) -> bool:
         """Whether rows have been here once."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether this thread's newest gather had in time what it waited for."""
 
     @property
     def waiting_for(self) -> str:
@@ -54,7 +61,7 @@ class ServedRows(Protocol):
 class FollowedRows:
     """Kept in this process, which follows the shards and the topic."""
 
-    waiting_for = "rows of the shards"
+    complete, waiting_for = True, "rows of the shards"
 
     def __init__(self, follower: RowFollower) -> None:
         self.follower, self.gather, self.age_s, self.run = follower, follower.replica.gather, follower.age_s, follower.run
@@ -72,10 +79,53 @@ class FollowedRows:
             shard.close()
 
 
+class CachedRows:
+    """Those that requests ask for, in this process, and some buckets whole."""
+
+    waiting_for = "the end of the rows topic"
+
+    def __init__(self, follower: RowFollower, cache: RowCache) -> None:
+        self.follower, self.cache = follower, cache
+        self.gather, self.age_s = follower.replica.gather, follower.age_s
+
+    @property
+    def ready(self) -> bool:
+        return self.follower.ready
+
+    @property
+    def complete(self) -> bool:
+        return self.cache.complete
+
+    def numbers(self) -> Mapping[str, float | None]:
+        cache = self.cache
+        return {
+            **followed_numbers(self.follower),
+            "rows_asked": cache.num_asked,
+            "rows_missed": cache.num_missed,
+            "rows_unread": cache.num_unread,
+            "rows_evicted": cache.num_evicted,
+            "rows_without": cache.num_without_row,
+            "row_reads_failed": cache.reads.num_failed,
+        }
+
+    def run(self, stop: threading.Event) -> None:
+        """What requests don't wait for is read in a thread beside."""
+        beside = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
+        beside.start()
+        self.follower.run(stop)
+        beside.join()
+
+    def close(self) -> None:
+        self.follower.topic.close()
+        self.cache.reads.close()
+        for shard in self.follower.shards:
+            shard.close()
+
+
 class SharedServedRows:
     """Kept by a `serving-rows` program."""
 
-    waiting_for = "rows of serving-rows"
+    complete, waiting_for = True, "rows of serving-rows"
 
     def __init__(self, reader: SharedReader, clock: Clock) -> None:
         self.reader, self.clock, self.gather, self.age_s = reader, clock, reader.gather, reader.age_s
@@ -125,4 +175,16 @@ def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> Se
     if config.rows == "shared":
         folder = SharedFolder(Path(config.rows_home), schema, seed)
         return SharedServedRows(SharedReader(folder, schema, seed, clock), clock)
+    if config.rows == "cache":
+        return _open_cache(config, schema, seed, clock)
     return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))
+
+
+def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> CachedRows:
+    shards = [SocketTransport(address) for address in config.shards]
+    policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
+    cache = RowCache(schema, seed, ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock), policy, config.buckets)
+    if not config.rows_buckets:
+        return CachedRows(open_follower(config, cache, clock), cache)
+    replica = Replica(schema, seed, num_buckets=config.buckets, buckets=config.rows_buckets)
+    return CachedRows(open_follower(config, SomeBuckets(replica, cache), clock), cache)

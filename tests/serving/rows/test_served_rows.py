@@ -6,22 +6,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving_cases import NOW_MS, SCHEMA
 from serving_fakes import FakeRowTopic
 
 from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_reads import ShardReads
 from param_server.replica.shared_files import SharedFolder
 from param_server.replica.shared_reader import SharedReader
 from param_server.replica.shared_rows import SharedOwner
+from param_server.replica.some_buckets import SomeBuckets
 from roo.config import Refusal
 from roo.errors import ConfigError
 from runtime.clock import FakeClock, SystemClock
-from runtime.transport import InMemoryTransport
+from runtime.transport import Answer, InMemoryTransport
 from serving.rows.config import RowsConfig
 from serving.rows.main import shown_by
 from serving.rows.row_follower import RowFollower
-from serving.rows.served_rows import FollowedRows, SharedServedRows, open_rows
+from serving.rows.served_rows import CachedRows, FollowedRows, SharedServedRows, open_rows
 from tests.serving.rows.test_row_follower import ITEM, Shard, barrier, delta, lookup_of
 
 
@@ -107,3 +111,85 @@ def test_the_setting_says_where_rows_are(tmp_path: Path) -> None:
         config_of(rows="shared")
     with pytest.raises(ConfigError, match="rows_home"):
         RowsConfig(bootstrap="127.0.0.1:9", schema="s.toml", shards=("127.0.0.1:9",))
+
+
+class CachedStage:
+    """A process with a cache over one shard of a real table."""
+
+    def __init__(self, waits: bool = True) -> None:
+        self.clock, self.topic, self.num_reads = FakeClock(NOW_MS), FakeRowTopic(), 0
+        self.transport = InMemoryTransport(self._shard)
+        reads = ShardReads([self.transport], 64, 0.05, self.clock)
+        self.cache = RowCache(SCHEMA, 0, reads, CachePolicy(max_bytes=1 << 20, waits=waits))
+        follower = RowFollower(self.cache, self.topic, [self.transport], lambda stage, ms: None, self.clock)
+        self.served = CachedRows(follower, self.cache)
+
+    def _shard(self, method: str, header: dict[str, Any], arrays: Any) -> Answer:
+        if method == "pull":
+            return {}, []
+        assert method == "read"
+        self.num_reads += 1
+        n = len(arrays[1])
+        return {"incarnation": 1}, [np.full((n, ITEM.dim), 0.5, np.float32), np.ones(n, np.uint8), np.ones(n, np.uint64)]
+
+    def value(self, item: int) -> float:
+        return float(self.served.gather(lookup_of(item))[ITEM.stack][0, 0])
+
+
+def test_a_cache_reads_what_it_lacks_and_follows_it() -> None:
+    stage = CachedStage()
+    assert not stage.served.ready and stage.served.waiting_for == "the end of the rows topic"
+    stage.served.follower.bootstrap()
+    assert stage.served.ready and stage.value(8) == 0.5 and stage.value(8) == 0.5 and stage.num_reads == 1
+    stage.topic.add(delta(8, 0.75, 2))
+    stage.served.follower.step()
+    assert stage.value(8) == 0.75 and stage.served.age_s() == 0 and stage.served.complete
+    numbers = stage.served.numbers()
+    assert (numbers["rows_asked"], numbers["rows_missed"], numbers["rows_unread"], numbers["replica_rows"]) == (3, 1, 0, 1)
+
+
+def test_a_cache_whose_shard_and_topic_are_away_answers_what_it_has_and_says_what_it_lacks() -> None:
+    stage = CachedStage()
+    stage.served.follower.bootstrap()
+    stage.value(8)
+    stage.served.follower.step()
+    stage.transport.down, stage.topic.away = True, True
+    stage.clock.advance(20)
+    stage.served.follower.step()
+    assert stage.value(8) == 0.5 and stage.served.complete
+    assert stage.value(9) != 0.5 and not stage.served.complete and stage.served.age_s() == 20
+    assert stage.served.numbers()["rows_unread"] == 1 and stage.served.numbers()["row_reads_failed"] == 1
+
+
+def test_a_cache_that_does_not_wait_reads_beside_until_the_process_stops() -> None:
+    stage, stop = CachedStage(waits=False), threading.Event()
+    stage.topic.on_poll = lambda: stop.set() if stage.cache.num_rows else stage.served.gather(lookup_of(8))
+    stage.served.run(stop)
+    assert stage.value(8) == 0.5 and stage.served.complete
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rows": "cache"}, "expected the shards"),
+        ({"rows_buckets": (1,), "shards": ("127.0.0.1:9",)}, 'with rows = "cache"'),
+        ({"rows": "cache", "shards": ("127.0.0.1:9",), "rows_buckets": (64,)}, "numbers below buckets = 64"),
+        ({"rows": "some"}, "rows"),
+    ],
+)
+def test_settings_of_rows_that_don_t_fit_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(Refusal, match=expected):
+        config_of(**settings)
+
+
+def test_a_cache_and_some_buckets_are_settings() -> None:
+    shards = ("127.0.0.1:9", "127.0.0.1:10")
+    cached = open_rows(config_of(rows="cache", shards=shards), SCHEMA, 0, SystemClock())
+    assert isinstance(cached, CachedRows) and cached.follower.replica is cached.cache and cached.cache.policy.waits
+    cached.close()
+    some = open_rows(
+        config_of(rows="cache", shards=shards, rows_buckets=(1, 2), rows_missing="initial"), SCHEMA, 0, SystemClock()
+    )
+    assert isinstance(some, CachedRows) and isinstance(some.follower.replica, SomeBuckets) and not some.cache.policy.waits
+    assert some.follower.replica.replica.buckets == {1, 2}
+    some.close()

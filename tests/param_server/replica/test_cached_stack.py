@@ -1,0 +1,95 @@
+"""How much a cache holds, and what goes first."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from param_server.initial import initial_rows
+from param_server.replica.cached_stack import CachedStack
+from tests.param_server.replica.shared_support import keys_of, rows_of
+from tests.param_server.shard_support import ADAGRAD, small_schema
+
+TABLES = small_schema().stacks[ADAGRAD]
+
+
+def stack_of(capacity: int = 64) -> CachedStack:
+    return CachedStack(TABLES, seed=0, num_buckets=64, capacity=capacity)
+
+
+def add(stack: CachedStack, ids: list[int], version: int = 1, there: bool = True) -> None:
+    keys = keys_of(*[i for i in ids if stack.held.index.find(keys_of(i))[0] < 0])
+    n = len(keys)
+    stack.add(keys, rows_of(keys.id_U, version), np.full(n, there), np.full(n, version, np.uint64))
+
+
+def held(stack: CachedStack, *ids: int) -> list[bool]:
+    return (stack.held.index.find(keys_of(*ids)) >= 0).tolist()
+
+
+def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -> None:
+    stack = stack_of()
+    add(stack, [1, 2])
+    add(stack, [3], there=False)
+    keys = keys_of(1, 2, 3, 4)
+    got, initial = stack.rows(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
+    assert got[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes() and got[2:].tobytes() == initial[2:].tobytes()
+    assert stack.num_keys == 3 and stack.num_without_row == 1
+
+
+def test_keys_that_are_asked_for_stay_and_others_go() -> None:
+    stack = stack_of(64)
+    add(stack, list(range(64)))
+    for start in range(100, 160, 10):
+        stack.find(keys_of(*range(20)))
+        add(stack, list(range(start, start + 10)))
+    assert all(held(stack, *range(20))) and stack.num_keys == 64 and stack.num_evicted == 60
+
+
+def test_keys_without_a_row_have_a_quarter_at_most() -> None:
+    stack = stack_of(64)
+    add(stack, list(range(1000, 1200)), there=False)
+    assert stack.num_keys == stack.num_without_row == 16 and all(held(stack, *range(1184, 1200)))
+    add(stack, list(range(64)))
+    assert stack.num_keys == 64 and stack.num_without_row <= 16
+
+
+def test_more_than_there_is_room_for_leaves_the_last() -> None:
+    stack = stack_of(64)
+    add(stack, list(range(500)))
+    assert stack.num_keys == 64 and all(held(stack, *range(436, 500)))
+
+
+def test_a_delta_changes_what_is_here_and_older_and_brings_nothing() -> None:
+    stack = stack_of()
+    add(stack, [1, 2], version=5)
+    add(stack, [3], version=7)
+    add(stack, [4], version=5, there=False)
+    stack.change(keys_of(1, 3, 4, 9, 2), rows_of(np.array([1, 3, 4, 9]), 6), 6)
+    keys = keys_of(1, 2, 3, 4)
+    got = stack.rows(keys, stack.find(keys))
+    assert got[[0, 2, 3], 1].tolist() == [6, 7, 6] and got[1].tobytes() == stack.rows(keys_of(2), np.array([-1]))[0].tobytes()
+    assert held(stack, 9) == [False] and stack.num_without_row == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "none", "find", "gone", "live", "drop"]), st.integers(0, 150)), max_size=40))
+def test_the_bounds_hold_and_the_count_of_keys_without_a_row_is_true(steps: list[tuple[str, int]]) -> None:
+    stack = stack_of(64)
+    for version, (what, first) in enumerate(steps, 2):
+        ids = list(range(first, first + 25))
+        match what:
+            case "add" | "none":
+                add(stack, ids, version, there=what == "add")
+            case "find":
+                stack.find(keys_of(*ids))
+            case "gone":
+                stack.change(keys_of(*ids), np.zeros((0, 4), np.float32), version)
+            case "live":
+                stack.change(keys_of(*ids), rows_of(np.array(ids), version), version)
+            case "drop":
+                stack.drop(first % 64, version)
+        flags_N = stack.held.index.flags_N
+        assert stack.num_keys <= 64 and len(flags_N) <= 256
+        assert stack.num_without_row == int(((flags_N & 32 != 0) & (flags_N & 1 != 0)).sum())

@@ -1,0 +1,322 @@
+"""A cache of rows: what is missed is read, nothing is created, no change is missed, nothing goes back."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from param_server.initial import initial_rows
+from param_server.publish import Publisher
+from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_reads import ShardReads
+from param_server.replica.some_buckets import SomeBuckets
+from param_server.rows_topic import InMemoryRows
+from param_server.server import Shard
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.errors import SchemaError
+from roo.ids import bucket_of
+from runtime.clock import FakeClock
+from tests.param_server.reader_support import GO, Loop
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    MemoryStore,
+    begun,
+    lookup_of,
+    make_shard,
+    small_schema,
+    table_id,
+    transport_to,
+)
+
+BIG = 1 << 20
+
+
+class Cached:
+    """A shard that trains and publishes, and a cache that reads and follows it."""
+
+    def __init__(self, shard: Shard | None = None, max_bytes: int = BIG, waits: bool = True) -> None:
+        self.loop = Loop(shard or begun())
+        self.clock, self.transport, self.at = FakeClock(), transport_to(self.loop.shard), [0] * 4
+        self.reads = ShardReads([self.transport], 64, 0.05, self.clock)
+        self.cache = RowCache(small_schema(), 0, self.reads, CachePolicy(max_bytes=max_bytes, waits=waits))
+        self.begin()
+
+    def begin(self) -> None:
+        self.at = [len(values) for values in self.loop.topic.values]
+        self.cache.bootstrap([])
+
+    def follow(self, most: int = 1 << 30) -> None:
+        for partition, values in enumerate(self.loop.topic.values):
+            for value in values[self.at[partition] : self.at[partition] + most]:
+                self.cache.apply(wire.decode(value)[1])  # type: ignore[arg-type]
+                self.at[partition] += 1
+
+    def rows(self, *ids: int) -> np.ndarray:
+        return self.cache.gather(lookup_of({ITEM: ids}))[ADAGRAD]
+
+
+def initial(*ids: int) -> np.ndarray:
+    return initial_rows(0, np.full(len(ids), table_id(ITEM), np.uint32), np.array(ids, np.int64), 4, 0.05)
+
+
+def test_a_missed_row_is_read_once_and_then_kept_up_by_deltas() -> None:
+    cached = Cached()
+    cached.loop.push(1, 2)
+    cached.loop.turn()
+    assert cached.rows(1, 2).tobytes() == cached.loop.rows(1, 2).tobytes()
+    cached.follow()
+    cached.loop.push(1, value=3.0)
+    before = cached.rows(1)
+    cached.loop.turn()
+    cached.follow()
+    cached.transport.down = True
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != before.tobytes()
+    assert (cached.cache.num_asked, cached.cache.num_missed, cached.cache.num_unread) == (4, 2, 0) and cached.cache.complete
+
+
+def test_reading_creates_nothing_and_a_key_without_a_row_is_remembered_as_such() -> None:
+    cached = Cached()
+    assert cached.rows(7, 8).tobytes() == initial(7, 8).tobytes()
+    assert cached.loop.shard.tables[ADAGRAD].num_rows == 0 and cached.cache.num_without_row == 2 and cached.cache.num_rows == 0
+    cached.transport.down = True
+    assert cached.rows(7, 8).tobytes() == initial(7, 8).tobytes() and cached.cache.complete
+    cached.loop.push(7)
+    cached.loop.turn()
+    cached.follow()
+    assert cached.rows(7).tobytes() == cached.loop.rows(7).tobytes() and cached.cache.num_rows == 1
+
+
+def test_a_shard_that_is_away_costs_one_wait_and_its_rows_are_initial_and_said_to_be() -> None:
+    cached = Cached()
+    cached.loop.push(1)
+    cached.transport.down = True
+    for _ in range(3):
+        assert cached.rows(1).tobytes() == initial(1).tobytes() and not cached.cache.complete
+    assert cached.reads.num_failed == 1 and cached.cache.num_unread == 3 and cached.cache.num_rows == 0
+    cached.transport.down = False
+    cached.clock.advance(1)
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() and cached.cache.complete
+
+
+def test_one_shard_away_leaves_the_rows_of_the_others() -> None:
+    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    transports = [transport_to(shard) for shard in shards]
+    reads = ShardReads(transports, 64, 0.05, FakeClock())
+    cache = RowCache(small_schema(), 0, reads, CachePolicy(max_bytes=BIG))
+    cache.bootstrap([])
+    transports[1].down = True
+    cache.gather(lookup_of({ITEM: range(50)}))
+    of_first = sum(bucket_of(i, table_id(ITEM), 64) % 2 == 0 for i in range(50))
+    assert not cache.complete and cache.num_without_row == of_first and cache.num_unread == 50 - of_first
+    reads.close()
+    assert transports[0].down
+
+
+def test_without_waiting_a_missed_row_is_initial_and_there_the_next_time() -> None:
+    cached = Cached(waits=False)
+    cached.loop.push(1)
+    assert cached.rows(1).tobytes() == initial(1).tobytes() and cached.cache.complete and cached.cache.num_unread == 1
+    cached.cache.read_waiting()
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() and cached.cache.num_missed == 1
+
+
+def test_what_is_not_waited_for_is_read_by_a_thread_that_ends() -> None:
+    cached, stop = Cached(waits=False), threading.Event()
+    cached.loop.push(1)
+    thread = threading.Thread(target=cached.cache.run, args=(stop,))
+    thread.start()
+    cached.rows(1)
+    for _ in range(500):
+        if cached.cache.num_rows:
+            break
+        stop.wait(0.01)
+    stop.set()
+    thread.join(10)
+    assert cached.cache.num_rows == 1 and not thread.is_alive()
+
+
+def test_memory_is_bounded() -> None:
+    cached = Cached(max_bytes=100 * 160)
+    for start in range(0, 2000, 100):
+        cached.rows(*range(start, start + 100))
+    assert cached.cache.num_rows + cached.cache.num_without_row <= 128 and cached.cache.num_evicted > 0
+
+
+# No change is missed
+
+
+def delta_of(loop: Loop, id_: int) -> pb.RowDelta:
+    bucket = bucket_of(id_, table_id(ITEM), 64)
+    found = [wire.decode(value)[1] for values in loop.topic.values for value in values]
+    return next(m for m in reversed(found) if isinstance(m, pb.RowDelta) and m.bucket == bucket)
+
+
+def test_a_row_that_was_read_while_a_delta_was_applied_is_used_once_and_not_kept() -> None:
+    cached = Cached()
+    cached.loop.push(1)
+    cached.loop.turn()
+    cached.follow()
+    real = cached.transport.handler
+
+    def slow(method: str, header: dict[str, object], arrays: object) -> object:
+        answer = real(method, header, arrays)  # type: ignore[arg-type]
+        cached.loop.push(1, value=5.0)
+        cached.loop.turn()
+        cached.follow()
+        return answer
+
+    cached.transport.handler = slow  # type: ignore[assignment]
+    older = cached.rows(1)
+    cached.transport.handler = real
+    assert cached.cache.num_passed == 1 and cached.cache.num_rows == 0
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
+
+
+def test_g4_a_delta_that_is_older_than_the_row_changes_nothing() -> None:
+    cached = Cached()
+    cached.loop.push(1)
+    cached.loop.turn()
+    cached.loop.push(1, value=5.0)
+    cached.loop.turn()
+    newest = cached.rows(1)  # read, before the topic's two deltas are
+    for _ in range(2):
+        cached.follow(1)
+        assert cached.rows(1).tobytes() == newest.tobytes()
+    assert cached.cache.num_missed == 1
+
+
+def test_a_number_that_was_left_out_forgets_what_may_have_missed_it() -> None:
+    cached = Cached()
+    cached.loop.push(1)
+    cached.loop.turn()
+    cached.follow()
+    cached.rows(1)
+    for value in (2.0, 3.0):
+        cached.loop.push(1, value=value)
+        cached.loop.turn()
+    newest = delta_of(cached.loop, 1)
+    newest.ids[:] = []
+    del newest.rows[:]
+    assert cached.cache.apply(newest) and cached.cache.num_rows == 0, "the delta before it is lost"
+    assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes()
+
+
+def test_a_barrier_forgets_rows_of_older_incarnations_and_a_dead_shard_is_not_believed() -> None:
+    store, topic = MemoryStore(), InMemoryRows()
+    cached = Cached(begun(store=store))
+    cached.loop.topic = cached.loop.publisher.topic = topic  # type: ignore[misc]
+    cached.loop.push(1)
+    cached.loop.turn()
+    cached.follow()
+    old = cached.rows(1)
+    again = make_shard(store=store)
+    again.restore(2, "")
+    Publisher(again, topic, FakeClock()).turn(GO)
+    cached.follow()
+    assert cached.cache.num_rows == 0
+    assert cached.rows(1).tobytes() == initial(1).tobytes() != old.tobytes() and not cached.cache.complete
+    cached.clock.advance(1)
+    cached.transport.handler = transport_to(again).handler
+    assert cached.rows(1).tobytes() == initial(1).tobytes() and cached.cache.complete
+
+
+def test_a_record_that_was_refused_forgets_its_bucket_and_an_unknown_one_everything() -> None:
+    cached = Cached()
+    cached.loop.push(1, 2, 3)
+    cached.rows(1, 2, 3)
+    cached.cache.doubt(bucket_of(1, table_id(ITEM), 64))
+    assert cached.cache.num_rows == 2 and not cached.cache.needs_bootstrap
+    cached.cache.doubt(64)
+    assert cached.cache.needs_bootstrap
+    cached.begin()
+    assert cached.cache.num_rows == 0 and not cached.cache.needs_bootstrap and not cached.cache.stale
+    cached.cache.mend([])
+
+
+def test_before_the_topic_is_followed_rows_are_used_and_not_kept() -> None:
+    shard = begun()
+    cache = RowCache(small_schema(), 0, ShardReads([transport_to(shard)], 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG))
+    Loop(shard).push(1)
+    assert cache.gather(lookup_of({ITEM: [1]}))[ADAGRAD].tobytes() != initial(1).tobytes()
+    assert cache.num_rows == 0 and cache.needs_bootstrap
+
+
+def test_a_message_of_another_schema_is_refused() -> None:
+    with pytest.raises(SchemaError):
+        Cached().cache.apply(pb.RowDelta(stack="d9-x", bucket=1, incarnation=1, sequence=1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> None:
+    generator = random.Random(seed)
+    cached = Cached(max_bytes=64 * 160)
+    for step in range(200):
+        some = generator.sample(range(90), generator.randint(1, 12))
+        match generator.choice(("push", "push", "turn", "follow", "one", "read", "read", "doubt", "away")):
+            case "push":
+                cached.loop.push(*some, value=float(step))
+            case "turn":
+                cached.loop.turn()
+            case "follow":
+                cached.follow()
+            case "one":
+                cached.follow(1)
+            case "read":
+                cached.rows(*some)
+            case "doubt":
+                cached.cache.doubt(generator.randrange(64))
+            case "away":
+                cached.transport.down = not cached.transport.down
+                cached.clock.advance(1)
+    cached.loop.turn()
+    cached.follow()
+    cached.transport.down = False
+    cached.clock.advance(5)
+    for start in range(0, 90, 10):
+        assert cached.rows(*range(start, start + 10)).tobytes() == cached.loop.rows(*range(start, start + 10)).tobytes()
+
+
+# Some buckets whole
+
+
+def test_some_buckets_are_held_and_the_others_are_read() -> None:
+    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    loops = [Loop(shard) for shard in shards]
+    transports = [transport_to(shard) for shard in shards]
+    ids = list(range(200))
+    for number, loop in enumerate(loops):
+        loop.push(*[i for i in ids if bucket_of(i, table_id(ITEM), 64) % 2 == number])
+        loop.turn()
+    replica = Replica(small_schema(), 0, buckets=range(0, 16))
+    cache = RowCache(small_schema(), 0, ShardReads(transports, 64, 0.05, FakeClock()), CachePolicy(max_bytes=BIG))
+    rows = SomeBuckets(replica, cache)
+    assert rows.needs_bootstrap
+    rows.bootstrap(transports)
+    inside = [i for i in ids if bucket_of(i, table_id(ITEM), 64) < 16]
+    assert rows.num_rows == replica.num_rows == len(inside) and not rows.needs_bootstrap
+    got = rows.gather(lookup_of({ITEM: ids}))[ADAGRAD]
+    for number, loop in enumerate(loops):
+        its = [i for i in ids if bucket_of(i, table_id(ITEM), 64) % 2 == number]
+        assert got[its].tobytes() == loop.rows(*its).tobytes()
+    assert cache.num_missed == len(ids) - len(inside)
+    one_in, one_out = inside[0], next(i for i in ids if i not in inside)
+    for id_ in (one_in, one_out):
+        loop = loops[bucket_of(id_, table_id(ITEM), 64) % 2]
+        loop.push(id_, value=4.0)
+        loop.turn()
+        assert rows.apply(delta_of(loop, id_))
+        assert rows.gather(lookup_of({ITEM: [id_]}))[ADAGRAD].tobytes() == loop.rows(id_).tobytes()
+    rows.doubt(bucket_of(one_in, table_id(ITEM), 64))
+    before = cache.num_rows
+    rows.doubt(bucket_of(one_out, table_id(ITEM), 64))
+    assert {b for _, b in rows.stale} == {bucket_of(one_in, table_id(ITEM), 64)} and cache.num_rows < before  # type: ignore[misc]
+    rows.mend(transports)
+    assert not rows.stale
+    rows.doubt(64)
+    assert rows.needs_bootstrap
