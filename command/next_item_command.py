@@ -17,7 +17,7 @@ _COLUMNS = ("HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR")
 
 
 def run(config: NextItemConfig) -> dict[str, Any]:
-    """Train, print a line an evaluation, write the report, give it back.
+    """Train, print two lines an evaluation and write the report anew; give it back.
 
     Raises:
         RoostreamError: files, settings or a device that can't be used.
@@ -32,11 +32,16 @@ def run(config: NextItemConfig) -> dict[str, Any]:
     sequences = by_user(rated.user_N, rated.movie_N, rated.corpus_I)
     click.echo(f"{sequences.num_users} users, {len(rated.movie_N)} interactions, {len(rated.corpus_I)} items")
     click.echo(f"{'epoch':>5} {'loss':>7}  {'':10} " + " ".join(f"{name:>8}" for name in _COLUMNS))
-    report = {"settings": dataclasses.asdict(config), **run_next_item(config, sequences, len(rated.corpus_I), _say)}
+    settings = {"settings": dataclasses.asdict(config)}
+
+    def say(report: Mapping[str, Any]) -> None:
+        _say(report["evaluations"][-1])
+        if config.report:
+            write_report(config.report, settings | dict(report))  # what is known, should the rest never come
+
+    report = settings | run_next_item(config, sequences, len(rated.corpus_I), say)
     click.echo("\nwhere validation was best:")
     _say(report["best"])
-    if config.report:
-        write_report(config.report, report)
     return report
 
 

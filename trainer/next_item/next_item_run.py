@@ -111,9 +111,12 @@ class NextItemRun:
 
 
 def run_next_item(
-    config: NextItemConfig, sequences: UserSequences, num_items: int, say: Callable[[dict[str, Any]], object] = lambda told: None
+    config: NextItemConfig,
+    sequences: UserSequences,
+    num_items: int,
+    say: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Train and evaluate; what the report has, `say` is told each evaluation's part when it is known.
+    """Train and evaluate; what the report has. `say` is told the report so far at each evaluation.
 
     Raises:
         ConfigError: a device that isn't there. RoostreamError: the loss is no number any more.
@@ -123,14 +126,14 @@ def run_next_item(
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     run = NextItemRun(config, sequences, num_items)
-    evaluations: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"users": sequences.num_users, "items": num_items, "evaluations": []}
     began_s = time.process_time()
     for epoch in range(1, config.epochs + 1):
         loss = run.epoch()
-        if epoch % config.evaluate_every == 0 or epoch == config.epochs:
-            cpu_s = time.process_time() - began_s
-            told = {"epoch": epoch, "loss": loss, "training_and_evaluation_cpu_s": round(cpu_s, 1)}
-            evaluations.append(told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)})
-            say(evaluations[-1])
-    best = max(evaluations, key=lambda each: float(each["validation"][BEST_BY]))
-    return {"users": sequences.num_users, "items": num_items, "evaluations": evaluations, "best": best}
+        if epoch % config.evaluate_every and epoch < config.epochs:
+            continue
+        told = {"epoch": epoch, "loss": loss, "cpu_s": round(time.process_time() - began_s, 1)}
+        report["evaluations"].append(told | {"validation": run.evaluate(VALIDATION), "test": run.evaluate(TEST)})
+        report["best"] = max(report["evaluations"], key=lambda each: float(each["validation"][BEST_BY]))
+        say(report)
+    return report

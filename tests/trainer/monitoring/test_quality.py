@@ -128,7 +128,8 @@ def test_ndcg_looks_at_ten_ranks_only() -> None:
 def test_many_requests_in_one_update_equal_one_update_each() -> None:
     score, label, weight, index, time = draw(8, requests=60)
     split = [
-        (score[index == r], label[index == r], weight[index == r], index[index == r] * 0, time[r : r + 1]) for r in range(len(time))
+        (score[index == r], label[index == r], weight[index == r], index[index == r] * 0, time[r : r + 1])
+        for r in range(len(time))
     ]
     whole, parts = counted((score, label, weight, index, time)).report(), counted(*split).report()
     for key in ("requests", "candidates", "auc", "request_auc", "mrr", "ndcg@10", "ne", "calibration", "first_ms", "last_ms"):
