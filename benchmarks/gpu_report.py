@@ -20,6 +20,7 @@ from benchmarks.peers import ROOT
 from benchmarks.report import commit_of, table
 from benchmarks.run import question_named, run
 from roo.errors import RoostreamError, SetupError
+from traffic.report import write_whole
 
 REPORT = Path("build/gpu/report.md")
 QUESTIONS = ("hstu-attention", "device-step")
@@ -39,23 +40,41 @@ class Ran(NamedTuple):
         return bool(self.passed) and not self.failed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device."""
+class Parts(NamedTuple):
+    """What the page is made of, in their order; each may raise a RoostreamError."""
+
+    device: Callable[[], dict[str, str]]
+    tests: Callable[[], Ran]
+    question: Callable[[str, int], dict[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
+    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device, or no page could be made."""
     parser = argparse.ArgumentParser(prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page.")
     parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT}")
     parser.add_argument("--runs", type=int, default=LEAST_RUNS, help=f"of each question, at least {LEAST_RUNS}")
     given = parser.parse_args(arguments)
+    parts = parts or Parts(device_of, run_tests, ask)
     try:
-        device = device_of()
-        tests = run_tests(ROOT / _TESTS)
-        asked = {name: ask(name, given.runs) for name in QUESTIONS}
-        given.report.parent.mkdir(parents=True, exist_ok=True)
-        given.report.write_text(page(device, tests, asked), encoding="utf-8")
+        device, tests = parts.device(), parts.tests()
+        asked = {name: parts.question(name, given.runs) for name in QUESTIONS}
+        write_whole(_made(given.report), page(device, tests, asked))
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{given.report}: {tests.passed} tests passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped")
     return 0 if tests.fine and not any("failed" in result for result in asked.values()) else 1
+
+
+def _made(path: Path) -> Path:
+    """Its folder is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"{path.parent}: expected a folder for the report, got {error.strerror}; choose another --report"
+        ) from None
+    return path
 
 
 def device_of() -> dict[str, str]:
@@ -87,15 +106,14 @@ def _imported(name: str) -> Any:
         return None
 
 
-def run_tests(report: Path) -> Ran:
-    """Every test marked gpu, in a process of its own.
+def run_tests(report: Path = ROOT / _TESTS, places: Sequence[str] = ()) -> Ran:
+    """Every test marked gpu, in a process of its own. `places`: files of tests; () = all.
 
     Raises:
         SetupError: pytest said nothing.
     """
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report)]
+    _made(report).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report), *places]
     subprocess.run(command, cwd=ROOT, check=False)
     if not report.is_file():
         raise SetupError("expected pytest to tell what it ran, got nothing; its own words are above")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.device import ABSENT, no_device
-from benchmarks.gpu_report import QUESTIONS, Ran, ask, main, page, told
+from benchmarks.gpu_report import QUESTIONS, Parts, Ran, ask, main, page, run_tests, told
 from benchmarks.peers import ROOT
 from benchmarks.run import question_named
 from roo.errors import SetupError
@@ -69,6 +69,41 @@ def test_a_question_that_fails_is_told_beside_the_others() -> None:
     assert "- device: 1 × A device" in text and "1 passed, 2 failed, 1 skipped." in text
     assert "- failed: tests.b::test_z: assert 1 == 2" in text
     assert "Not asked: no memory." in text and "## device-step" in text
+
+
+@pytest.mark.parametrize(
+    ("ran", "result", "code"),
+    [
+        (Ran(3, [], []), {"rows": []}, 0),
+        (Ran(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
+        (Ran(3, [], []), {"failed": "no memory"}, 1),
+    ],
+)
+def test_a_page_is_written_whatever_was_found(tmp_path: Path, ran: Ran, result: dict[str, object], code: int) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def question(name: str, runs: int) -> dict[str, object]:
+        asked.append((name, runs))
+        return result
+
+    target = tmp_path / "new" / "gpu.md"
+    assert main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, question)) == code
+    assert asked == [(name, 5) for name in QUESTIONS]
+    assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()
+
+
+def test_a_page_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    parts = Parts(lambda: DEVICE, lambda: Ran(1, [], []), lambda name, runs: {"rows": []})
+    assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2
+    assert "expected a folder for the report" in capsys.readouterr().err
+
+
+@needs_none
+def test_pytest_s_own_words_are_understood(tmp_path: Path) -> None:
+    ran = run_tests(tmp_path / "tests.xml", ["tests/trainer/device/test_hstu_attention.py"])
+    assert ran.passed == 0 and not ran.failed and not ran.fine
+    assert set(ran.skipped) == {ABSENT}
 
 
 def test_an_argument_that_is_none_is_refused() -> None:
