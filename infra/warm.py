@@ -15,6 +15,8 @@ MODULES = (
     "param_server.replica.shared_reader",
     "models.gather",
     "models.attention",
+    "models.fused.forward",
+    "serving.request_batch",
 )
 
 

@@ -25,6 +25,7 @@ Begins = tuple[int, int, int]
 """At which column of those each begins."""
 Starts = tuple[np.ndarray, np.ndarray]
 """starts_Q, starts_N: int64 [R + 1]."""
+_TOGETHER = 32  # queries of a segment: their p stays near the processor, however long a list is
 
 
 @kernel
@@ -32,18 +33,20 @@ def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray,
     """Writes what each query attends to, 0 where its segment has no entry, and the logarithms; D = H · C."""
     heads = log_QH.shape[1]
     width = out_QD.shape[1] // heads
-    p, turned = _rooms(out_QD, starts, width)
+    p, turned = _rooms(out_QD, starts, width, _TOGETHER)
     for r in range(len(starts[0]) - 1):
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
-        p_IJ, turned_CJ = p[: (b - a) * (d - c)].reshape(b - a, d - c), turned[: width * (d - c)].reshape(width, d - c)
+        turned_CJ = turned[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
-            q_IC = _head(of[0][a:b], begins[0], h, width)
             k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
             _turn(k_JC, turned_CJ)
-            product(q_IC, turned_CJ, p_IJ)
-            if c < d:
-                _softmax(p_IJ, 1 / math.sqrt(width), log_QH[a:b, h])
-            product(p_IJ, v_JC, _head(out_QD[a:b], 0, h, width))
+            for i in range(a, b, _TOGETHER):
+                end = min(i + _TOGETHER, b)
+                p_IJ = p[: (end - i) * (d - c)].reshape(end - i, d - c)
+                product(_head(of[0][i:end], begins[0], h, width), turned_CJ, p_IJ)
+                if c < d:
+                    _softmax(p_IJ, 1 / math.sqrt(width), log_QH[i:end, h])
+                product(p_IJ, v_JC, _head(out_QD[i:end], 0, h, width))
 
 
 @kernel
@@ -51,8 +54,8 @@ def attend_ragged_back(of: Three, begins: Begins, starts: Starts, log_QH: np.nda
     """The way back of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
     heads = log_QH.shape[1]
     width = gradient_QD.shape[1] // heads
-    p, turned = _rooms(gradient_QD, starts, width)
-    s, _ = _rooms(gradient_QD, starts, width)
+    p, turned = _rooms(gradient_QD, starts, width, len(gradient_QD))
+    s, _ = _rooms(gradient_QD, starts, width, len(gradient_QD))
     for r in range(len(starts[0]) - 1):
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
         p_IJ, s_IJ = p[: (b - a) * (d - c)].reshape(b - a, d - c), s[: (b - a) * (d - c)].reshape(b - a, d - c)
@@ -78,12 +81,12 @@ def _head(x: np.ndarray, begin: int, h: int, width: int) -> Any:
 
 
 @kernel
-def _rooms(like: np.ndarray, starts: Starts, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """For p, and for keys turned, of the largest segments."""
+def _rooms(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple[np.ndarray, np.ndarray]:
+    """For p of so many queries, and for keys turned, of the largest segments."""
     most, longest = 0, 0
     for r in range(len(starts[0]) - 1):
         num_entries = starts[1][r + 1] - starts[1][r]
-        most = max(most, (starts[0][r + 1] - starts[0][r]) * num_entries)
+        most = max(most, min(starts[0][r + 1] - starts[0][r], together) * num_entries)
         longest = max(longest, num_entries)
     return np.empty(most, like.dtype), np.empty(width * longest, like.dtype)
 

@@ -56,8 +56,8 @@ class Batch:
         assert int(self.num_candidates_R.sum()) == b == len(self.request_index_B)
         for name in ("label_BT", "label_before_BT", "weight_BT", "served_score_BT"):
             assert getattr(self, name).shape == (b, t), name
-        for name, value in vars(self).items():
-            assert not isinstance(value, np.ndarray) or len(value) == (r if name.endswith(_BY_REQUEST) else b), name
+        for name, by_request in _ARRAYS.items():
+            assert len(getattr(self, name)) == (r if by_request else b), name
 
     @property
     def num_requests(self) -> int:
@@ -93,3 +93,7 @@ class Batch:
         changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
         changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+_ARRAYS = {f.name: f.name.endswith(_BY_REQUEST) for f in dataclasses.fields(Batch) if f.type == "np.ndarray"}
+"""Which have a row for each request."""

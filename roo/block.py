@@ -13,11 +13,12 @@ bytes are those that protobuf writes (tests compare). Plain numpy: the joiner ru
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from roo.columns import Columns, Side, check_columns, columns_of, missing_bits, pack
+from roo.columns import NO_COLUMNS, Columns, Side, check_columns, columns_of, missing_bits, pack
 from roo.errors import WireError, nearest
 from roo.ids import LOWEST_ID, MASK64, item_id
 from roo.schema import Feature, Limits, Schema
@@ -35,6 +36,11 @@ def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
         WireError: `bad_shape`: an unknown name, a value of another kind, or columns of unequal length; `oversized`,
             `non_finite` or `bad_number`: what `check_block` would refuse.
     """
+    return pack(ro_columns(schema, values))
+
+
+def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
+    """The same as arrays, before they are bytes: `columns_of` gives equal ones. Raises as `encode_ro`."""
     _known(schema, "ro", values)
     floats = _float32(np.array([_float(f, values.get(f.name)) for f in schema.floats("ro")], dtype=np.float64))
     return _build(schema, floats, [_entry(f, values.get(f.name)) for f in schema.lists("ro")])
@@ -49,6 +55,11 @@ def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> byt
     Raises:
         WireError: `bad_shape`: an unknown name, a column of another length than `num_rows`, or as `encode_ro`.
     """
+    return pack(nro_columns(schema, columns, num_rows))
+
+
+def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Columns:
+    """The same as arrays, before they are bytes: `columns_of` gives equal ones. Raises as `encode_nro`."""
     _known(schema, "nro", columns)
     if num_rows > schema.limits.max_candidates:
         raise WireError("oversized", f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}")
@@ -94,15 +105,17 @@ def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict
     return present | {f.name: out[f.name][0] for f in lists if out[f.name][0] is not None}
 
 
-def check_block(schema: Schema, side: Side, data: bytes, num_rows: int, limits: Limits) -> None:
-    """Accepts what `roo.decode` accepts.
+def check_block(schema: Schema, side: Side, data: bytes, num_rows: int, limits: Limits) -> Columns:
+    """The block's arrays; accepts what `roo.decode` accepts.
 
     Raises:
         WireError: `undecodable`, `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized`
             (rows or a list beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`),
             `bad_number` (a weight beyond `wire.MAX_WEIGHT`).
     """
-    check_columns(schema, side, columns_of(data), num_rows, limits)
+    columns = columns_of(data)
+    check_columns(schema, side, columns, num_rows, limits)
+    return columns
 
 
 class _Taker:
@@ -180,8 +193,8 @@ def _expected(f: Feature) -> str:
 
 def _ids(f: Feature, values: Any) -> list[int]:
     try:
-        if {int}.issuperset(map(type, values)) and (not values or (min(values) >= LOWEST_ID and max(values) <= MASK64)):
-            return [v & MASK64 for v in values]
+        if {int}.issuperset(map(type, values)) and (not values or ((low := min(values)) >= LOWEST_ID and max(values) <= MASK64)):
+            return [v & MASK64 for v in values] if values and low < 0 else list(values)
         return [item_id(v if isinstance(v, str) else _index(v)) for v in values]
     except TypeError:
         raise _bad(f, "ids (integers or strings)", repr(values)) from None
@@ -194,7 +207,7 @@ def _integers(f: Feature, values: Any) -> list[int]:
         out = list(values) if {int}.issuperset(map(type, values)) else [_index(v) for v in values]
     except TypeError:
         raise _bad(f, "times in ms (integers)", repr(values)) from None
-    if any(not -(1 << 63) <= v < 1 << 63 for v in out):
+    if out and not (min(out) >= -(1 << 63) and max(out) < 1 << 63):
         raise _bad(f, "times in ms (64-bit integers)", repr(values))
     return out
 
@@ -233,6 +246,8 @@ def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
+    if not values.size:
+        return values.astype(np.float32)
     with np.errstate(over="ignore"):
         out = values.astype(np.float32)
     if np.isinf(out).any():
@@ -251,37 +266,51 @@ def _flat_ids(f: Feature, column: Any) -> np.ndarray | None:
     return np.array([v & MASK64 for v in column], dtype=np.uint64).view(np.int64)
 
 
-def _build_flat(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> bytes:
+def _build_flat(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns:
     """Every list column gives each row exactly one id, or is missing (None)."""
     given = [ids for ids in flat if ids is not None]
     if not given and np.isnan(floats_BF).all():
-        return b""
-    missing_BK = np.broadcast_to(np.array([ids is None for ids in flat], dtype=np.bool_), (len(floats_BF), len(flat)))
-    bits = np.packbits(missing_BK.ravel(), bitorder="little")
-    ids_BK = np.stack(given, axis=1) if given else np.zeros(0, dtype=np.int64)
-    return pack(floats_BF, (~missing_BK).astype("<u4"), ids_BK, missing=np.trim_zeros(bits, "b"))
+        return NO_COLUMNS
+    columns = NO_COLUMNS._replace(floats=floats_BF.ravel(), lengths=np.ones(len(floats_BF) * len(flat), dtype="<u4"))
+    if given:
+        columns = columns._replace(ids=np.array(given).T.ravel())
+    if len(given) == len(flat):
+        return columns
+    missing = np.tile(np.array([ids is None for ids in flat], dtype=np.bool_), len(floats_BF))
+    columns.lengths[missing] = 0
+    return columns._replace(missing=_trimmed(np.packbits(missing, bitorder="little")))
 
 
-def _build(schema: Schema, floats_NF: np.ndarray, entries: list[_Entry]) -> bytes:
+def _trimmed(bits: np.ndarray) -> np.ndarray:
+    """Without the zero bytes at its end."""
+    given = np.flatnonzero(bits)
+    return bits[: given[-1] + 1 if len(given) else 0]
+
+
+def _build(schema: Schema, floats_NF: np.ndarray, entries: list[_Entry]) -> Columns:
     """Entries row-major over (row, list feature)."""
     if all(e.length < 0 for e in entries) and np.isnan(floats_NF).all():
-        return b""
+        return NO_COLUMNS
     longest = max((e.length for e in entries), default=0)
     if longest > schema.limits.max_list:
         raise WireError("oversized", f"expected lists of at most {schema.limits.max_list} entries, got {longest}")
     lengths = np.array([max(e.length, 0) for e in entries], dtype="<u4")
-    ids = np.array([v for e in entries for column in e.ids for v in column], dtype=np.uint64)
+    ids = np.array([*chain.from_iterable(chain.from_iterable(e.ids for e in entries))], dtype=np.uint64)
     weights = _float32(np.array([v for e in entries for v in e.weights], dtype=np.float64))
-    times = np.array([v for e in entries for column in e.times for v in column], dtype="<i8")
+    times = np.array([*chain.from_iterable(chain.from_iterable(e.times for e in entries))], dtype="<i8")
     bits = np.packbits(np.array([e.length < 0 for e in entries], dtype=np.bool_), bitorder="little")
-    return pack(floats_NF, lengths, ids, weights, times, np.trim_zeros(bits, "b"))
+    return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, _trimmed(bits))
 
 
 def _known(schema: Schema, side: Side, values: Mapping[str, object]) -> None:
-    names = [f.name for f in getattr(schema, side)]
+    names = schema.derived(_names)[side]
     for name in values:
         if name not in names:
             raise WireError("bad_shape", f"unknown {side} feature {name!r}{nearest(name, names)}")
+
+
+def _names(schema: Schema) -> dict[Side, dict[str, None]]:
+    return {"ro": dict.fromkeys(f.name for f in schema.ro), "nro": dict.fromkeys(f.name for f in schema.nro)}
 
 
 def _bad(f: Feature, expected: str, got: str) -> WireError:

@@ -81,7 +81,7 @@ def canonical(data: bytes) -> bytes:
     Raises:
         WireError: `undecodable`.
     """
-    return data if _spans(data) is not None else pack(*_columns_by_protobuf(data))
+    return data if _spans(data) is not None else pack(_columns_by_protobuf(data))
 
 
 def _columns_by_protobuf(data: bytes) -> Columns:
@@ -148,19 +148,12 @@ def missing_bits(columns: Columns, count: int) -> np.ndarray:
     return bits
 
 
-_NO_FLOATS, _NO_TIMES, _NO_BYTES = np.zeros(0, "<f4"), np.zeros(0, "<i8"), np.zeros(0, "u1")
+NO_COLUMNS = Columns._make(np.zeros(0, dtype) for dtype in _DTYPES)
+"""A block in which everything is missing."""
 
 
-def pack(
-    floats: np.ndarray,
-    lengths: np.ndarray,
-    ids: np.ndarray,
-    weights: np.ndarray = _NO_FLOATS,
-    times: np.ndarray = _NO_TIMES,
-    missing: np.ndarray = _NO_BYTES,
-) -> bytes:
+def pack(columns: Columns) -> bytes:
     """The columns as packed fields in order; empty ones are left out."""
-    columns = (floats, lengths, ids, weights, times, missing)
     return fields_of((number, c.tobytes() if c.size else None) for number, c in zip(BLOCK, columns, strict=True))
 
 
@@ -169,13 +162,11 @@ def fields_of(contents: Iterable[tuple[int, bytes | None]]) -> bytes:
     out = bytearray()
     for number, content in contents:
         if content is not None:
-            out += bytes((number << 3 | BYTES,)) + varint_bytes(len(content)) + content
+            out.append(number << 3 | BYTES)
+            size = len(content)
+            while size >= 0x80:
+                out.append(size & 0x7F | 0x80)
+                size >>= 7
+            out.append(size)
+            out += content
     return bytes(out)
-
-
-def varint_bytes(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*out, value))

@@ -32,10 +32,12 @@ class Jagged:
         assert self.lengths_KN.dtype == np.int32 and self.lengths_KN.ndim == 2 and len(self.keys) == self.lengths_KN.shape[0]
         assert self.values.dtype == np.int64 and self.values.ndim == 1
         assert self.present_KN.dtype == np.bool_ and self.present_KN.shape == self.lengths_KN.shape
-        assert int(self.lengths_KN.sum()) == len(self.values), (int(self.lengths_KN.sum()), len(self.values))
+        starts = self.starts_K1.tolist()
+        assert starts[-1] == len(self.values), (starts[-1], len(self.values))
         assert self.weights is None or (self.weights.dtype == np.float32 and len(self.weights) == len(self.values))
         for name, column in self.columns.items():
-            assert len(column) == self.total_of(name.split(".", 1)[0]), name
+            k = self.index(name.split(".", 1)[0])
+            assert len(column) == starts[k + 1] - starts[k], name
 
     @property
     def num_rows(self) -> int:
@@ -52,7 +54,8 @@ class Jagged:
         return self.keys.index(key)
 
     def total_of(self, key: str) -> int:
-        return int(self.lengths_KN[self.index(key)].sum())
+        k = self.index(key)
+        return int(self.starts_K1[k + 1] - self.starts_K1[k])
 
     def values_of(self, key: str) -> np.ndarray:
         """int64 view of feature `key`'s ids."""

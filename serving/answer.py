@@ -6,6 +6,8 @@ Letters: n candidates in the request's order, T tasks.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,13 +28,16 @@ class RankAnswer:
     order: list[int]  # candidates' indices, first slot first
     degraded: bool  # Redis or the rows were away
     ranked: Sequence[int | str] | None = None  # ids as the client wrote them, first slot first; None = it didn't ask
+    top: Sequence[int | str] | None = None  # those of the first slots, which are all that it asked for; None = it didn't
 
     def json(self) -> bytes:
         """See `/docs`. Scores are the shortest decimals that are those float32."""
+        if self.top is not None:
+            return msgspec.json.encode(self._top(self.top))
         answer: dict[str, Any] = {
             "request_id": self.request_id,
             "model_version": self.model_version,
-            "scores": [dict(zip(self.tasks, row, strict=True)) for row in shortest(self.scores_nT).tolist()],
+            "scores": self._scores(self.scores_nT),
             "order": self.order,
             "degraded": self.degraded,
         }
@@ -40,16 +45,35 @@ class RankAnswer:
             answer["ranked"] = self.ranked
         return msgspec.json.encode(answer)
 
+    def _top(self, ids: Sequence[int | str]) -> dict[str, Any]:
+        rows = self._scores(self.scores_nT[self.order[: len(ids)]])
+        return {
+            "request_id": self.request_id,
+            "model_version": self.model_version,
+            "top": [{"item_id": item_id, "scores": scores} for item_id, scores in zip(ids, rows, strict=True)],
+            "degraded": self.degraded,
+        }
+
+    def _scores(self, scores_nT: np.ndarray) -> list[msgspec.Struct]:
+        return list(itertools.starmap(_scores_type(self.tasks), shortest(scores_nT).tolist()))
+
     def protobuf(self) -> bytes:
-        """A `roo.RankAnswer`; it has no ids."""
+        """A `roo.RankAnswer`; it has no ids. Of what was asked for by `top`, `order` has so many slots; `scores` has all."""
         return pb.RankAnswer(
             request_id=self.request_id,
             model_version=self.model_version,
             tasks=self.tasks,
             scores=self.scores_nT.ravel().tolist(),
-            order=self.order,
+            order=self.order if self.top is None else self.order[: len(self.top)],
             degraded=self.degraded,
         ).SerializeToString(deterministic=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _scores_type(tasks: tuple[str, ...]) -> type[msgspec.Struct]:
+    """A candidate's scores by their names: made and written faster than a dictionary is."""
+    names = [f"t{i}" for i in range(len(tasks))]
+    return msgspec.defstruct("Scores", [(name, float) for name in names], rename=dict(zip(names, tasks, strict=True)), gc=False)
 
 
 def shortest(values: np.ndarray) -> np.ndarray:

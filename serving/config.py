@@ -47,6 +47,8 @@ class ServingConfig(CachedInRedis, ServesRows):
     max_in_flight: int = setting(
         64, "requests in work at once; more, and those that can't keep the deadline, are answered 429", least=1, most=100_000
     )
+    pass_requests: int = setting(16, "requests that waited together and are scored in one pass", least=1, most=1024)
+    pass_candidates: int = setting(2048, "candidates of such a pass; a request with more goes alone", least=1, most=1 << 20)
     deadline_ms: int = setting(
         1000,
         "a request whose body isn't there by then is answered 408, one that isn't scored 504; neither is logged",

@@ -79,12 +79,12 @@ class RankTimes:
         self.parse = self.seconds.cell("parse")  # event loop
         self.hydrate = self.seconds.cell("hydrate")  # scoring thread, as the next two
         self.encode = self.seconds.cell("encode")
-        self.score = self.seconds.cell("score")
+        self.score = self.seconds.cell("score")  # a request's share of the pass that it was scored in
         self.log = self.seconds.cell("log")  # event loop
         self.queue_seconds = Histogram(
             "roostream_serving_queue_seconds", "a parsed rank waits for the scoring thread", (), STAGE_S
         )
-        self.queue = self.queue_seconds.cell()
+        self.queue = self.queue_seconds.cell()  # event loop
         self.redis_seconds = Histogram("roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S)
         self.redis_ok, self.redis_failed = self.redis_seconds.cell("ok"), self.redis_seconds.cell("failed")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from roo.block import decode_block, encode_nro, encode_ro
-from roo.columns import Side, columns_of, missing_bits
+from roo.block import decode_block, nro_columns, ro_columns
+from roo.columns import Columns, Side, missing_bits, pack
 from roo.counters import OF_THE_REQUEST, of_request, sources_of
 from roo.errors import WireError
 from roo.schema import Schema
 from serving.errors import RequestError
-from serving.request import RankRequest
+from serving.request import RankRequest, RequestBlocks
 
 
 class Filler:
@@ -35,11 +35,10 @@ class Filler:
         """Give the request values in place of blocks where a block lacks something that can be filled in."""
         if request.blocks is None:
             return
-        n = len(request.item_ids)
-        ro, nro = request.blocks
-        if self._lacks("ro", ro, 1) or self._lacks("nro", nro, n):
-            request.ro = decode_block(self.schema, "ro", ro or b"", 1)
-            columns = decode_block(self.schema, "nro", nro, n)
+        n, blocks = len(request.item_ids), request.blocks
+        if self._lacks("ro", blocks.ro_columns, 1) or self._lacks("nro", blocks.nro_columns, n):
+            request.ro = decode_block(self.schema, "ro", blocks.ro, 1)
+            columns = decode_block(self.schema, "nro", blocks.nro, n)
             request.nro = {k: v for k, v in columns.items() if not _all_missing(v)}
             request.blocks = None
 
@@ -53,22 +52,23 @@ class Filler:
 
     def encode(
         self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
-    ) -> tuple[bytes, bytes]:
-        """(RO block, NRO block), to score and to log.
+    ) -> RequestBlocks:
+        """What is logged and what is scored.
 
         Raises:
             RequestError: 400 or 413 for what the blocks can't hold.
         """
         if request.blocks is not None:
-            return request.blocks[0] or b"", request.blocks[1]
+            return request.blocks
         n = len(request.item_ids)
         own_ro, own_nro = of_request(request.item_ids, time_ms, request.first_position)
         ro = self._complete("ro", request.ro, {**ro_online, **own_ro})
         nro = self._complete("nro", request.nro, {**nro_online, **own_nro})
         try:
-            return encode_ro(self.schema, ro), encode_nro(self.schema, nro, n)
+            ro_arrays, nro_arrays = ro_columns(self.schema, ro), nro_columns(self.schema, nro, n)
         except WireError as error:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
+        return RequestBlocks(pack(ro_arrays), pack(nro_arrays), ro_arrays, nro_arrays)
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
         """What was given, with the gaps that `online` can fill; of an NRO column only the rows that miss it."""
@@ -81,14 +81,14 @@ class Filler:
                 out[name] = _merged(out[name], fresh)
         return out
 
-    def _lacks(self, side: Side, block: bytes | None, num_rows: int) -> bool:
+    def _lacks(self, side: Side, columns: Columns, num_rows: int) -> bool:
         """Whether a feature that can be filled in is missing in some row."""
         wanted = self._sources[side]
         if not wanted or num_rows == 0:
             return False
-        if not block:
+        if not any(map(len, columns)):
             return True
-        columns, floats, lists = columns_of(block), self.schema.floats(side), self.schema.lists(side)
+        floats, lists = self.schema.floats(side), self.schema.lists(side)
         at = [i for i, f in enumerate(floats) if f.name in wanted]
         if at and (not len(columns.floats) or np.isnan(columns.floats.reshape(num_rows, -1)[:, at]).any()):
             return True

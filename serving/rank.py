@@ -1,8 +1,8 @@
 """From a parsed request to its answer and the impression that records it.
 
 1 complete: what the client left out is hydrated or computed (serving/fill.py)
-2 encode: these bytes are scored, and these bytes are logged
-3 score: one version for the whole request, rows from the replica
+2 encode: these bytes are logged; the arrays that were packed into them are scored
+3 score: one version for the whole request, rows from the replica; requests that came together in one forward pass
 4 order: by the first task, a share of it explored; or drafted with another version (serving/versions/interleave.py)
 5 impression: features as scored, scores and places as served, propensities
 
@@ -16,8 +16,8 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,8 +34,9 @@ from serving.explore import best_order, draw_of, explore
 from serving.exports import RankTimes, ScoreSpread
 from serving.feature_log.format import LogRecord
 from serving.fill import Filler
-from serving.request import RankRequest
-from serving.scorer import RowReader, Version, probabilities
+from serving.request import RankRequest, RequestBlocks
+from serving.request_batch import RequestColumns
+from serving.scorer import RowReader, probabilities
 from serving.versions.credits import Credits, Pair
 from serving.versions.held import Choice, Versions
 from serving.versions.interleave import Draft, team_draft
@@ -68,8 +69,22 @@ class Ranked:
     record: LogRecord
 
 
+class _CompleteRequest(NamedTuple):
+    """A request as it is scored and logged, and with which versions."""
+
+    choice: Choice
+    request: RankRequest
+    time_ms: int
+    blocks: RequestBlocks
+    degraded: bool
+    took_s: tuple[float, float, float]  # to be opened, hydrated and encoded
+
+    def columns(self) -> RequestColumns:
+        return RequestColumns(self.blocks.ro_columns, self.blocks.nro_columns, self.request.item_ids, self.time_ms)
+
+
 class RankService:
-    """`rank` runs in one thread at a time: the decoder's and Redis' client's."""
+    """`rank` and `rank_all` run in one thread at a time: Redis' client's."""
 
     def __init__(
         self, schema: Schema, versions: Versions, rows: RowReader, hydrator: Hydration | None = None, policy: Policy | None = None
@@ -83,49 +98,101 @@ class RankService:
         self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, in the scoring thread
 
     def rank(self, request: RankRequest, time_ms: int) -> Ranked:
-        """Raises RequestError; nothing is logged then."""
+        """One alone. Raises RequestError; nothing is logged then."""
+        (outcome,) = self.rank_all([(request, time_ms)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        """Of each request with its time what `rank` would give or raise; those of a version go through one forward pass.
+
+        What is wrong with one costs that one: where a pass of several fails, each is scored alone.
+        """
+        outcomes: dict[int, Ranked | Exception] = {}
+        by_version: dict[int, list[tuple[int, _CompleteRequest]]] = {}
+        for i, (request, time_ms) in enumerate(asked):
+            try:
+                complete = self._completed(request, time_ms)
+                by_version.setdefault(id(complete.choice.version), []).append((i, complete))
+            except Exception as error:
+                outcomes[i] = error
+        for group in by_version.values():
+            outcomes.update(self._scored(group))
+        return [outcomes[i] for i in range(len(asked))]
+
+    def _completed(self, request: RankRequest, time_ms: int) -> _CompleteRequest:
+        """Steps 1 and 2."""
         begin_s = time.perf_counter()
         choice = self.versions.for_request(request)
         self.filler.open(request)
         opened_s = time.perf_counter()
         ro_online, nro_online, degraded = self._hydrate(request, time_ms)
         hydrated_s = time.perf_counter()
-        ro, nro = self.filler.encode(request, time_ms, ro_online, nro_online)
-        encoded_s = time.perf_counter()
+        blocks = self.filler.encode(request, time_ms, ro_online, nro_online)
+        took_s = opened_s - begin_s, hydrated_s - opened_s, time.perf_counter() - hydrated_s
+        return _CompleteRequest(choice, request, time_ms, blocks, degraded, took_s)
 
-        def score(version: Version) -> np.ndarray:
-            return probabilities(version.score(self.rows, ro, nro, request.item_ids, time_ms))
+    def _scored(self, group: list[tuple[int, _CompleteRequest]]) -> Iterator[tuple[int, Ranked | Exception]]:
+        """Steps 3 to 5 of requests of one version."""
+        begin_s = time.perf_counter()
+        try:
+            logits = group[0][1].choice.version.score_all(self.rows, [complete.columns() for _, complete in group])
+        except Exception as error:
+            if len(group) == 1:
+                yield group[0][0], error
+            else:
+                for alone in group:
+                    yield from self._scored([alone])
+            return
+        share_s = (time.perf_counter() - begin_s) / len(group)
+        for (i, complete), logits_nT in zip(group, logits, strict=True):
+            try:
+                yield i, self._ranked(complete, logits_nT, share_s)
+            except Exception as error:
+                yield i, error
 
-        scores_nT = score(choice.version)
-        self.stages.hydrate.observe(hydrated_s - opened_s)
-        self.stages.encode.observe(encoded_s - hydrated_s)
-        self.stages.score.observe(time.perf_counter() - encoded_s)
+    def _ranked(self, complete: _CompleteRequest, logits_nT: np.ndarray, share_s: float) -> Ranked:
+        """Steps 4 and 5; `share_s`: its share of the pass. Raises RequestError 413, 500."""
+        begin_s = time.perf_counter()
+        request, version = complete.request, complete.choice.version
+        scores_nT = probabilities(version.finite(logits_nT))
+        for stage, seconds in zip(
+            (self.stages.hydrate, self.stages.encode, self.stages.score), (*complete.took_s[1:], share_s), strict=True
+        ):
+            stage.observe(seconds)
         self.scores.add(scores_nT)
-        order, propensities = self._order(request, scores_nT, self._draft(request, choice, scores_nT, score))
+        order, propensities = self._order(request, scores_nT, self._draft(complete, scores_nT))
         answer = RankAnswer(
             request_id=request.request_id,
-            model_version=choice.version.name,
+            model_version=version.name,
             tasks=self.schema.tasks,
             scores_nT=scores_nT,
             order=order,
-            degraded=degraded,
+            degraded=complete.degraded,
             ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
+            top=[request.given_ids[i] for i in order[: request.top]] if request.top else None,
         )
-        value = self._impression(request, time_ms, (ro, nro), answer, propensities)
+        value = self._impression(complete, answer, propensities)
+        took_s = sum(complete.took_s) + share_s + time.perf_counter() - begin_s
+        self._tell(complete, scores_nT, took_s)
+        return Ranked(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
+
+    def _tell(self, complete: _CompleteRequest, scores_nT: np.ndarray, took_s: float) -> None:
+        request = complete.request
         self.scored(
             ScoredRequest(
                 request_id=request.request_id,
                 key=request.key,
-                model_version=choice.version.name,
-                ro=ro,
-                nro=nro,
+                model_version=complete.choice.version.name,
+                ro=complete.blocks.ro,
+                nro=complete.blocks.nro,
                 item_ids=request.item_ids,
-                time_ms=time_ms,
+                time_ms=complete.time_ms,
                 scores_nT=scores_nT,
-                took_s=time.perf_counter() - begin_s,
+                took_s=took_s,
             )
         )
-        return Ranked(answer, LogRecord(IMPRESSIONS, -1, time_ms, request.key, value))
 
     def _hydrate(self, request: RankRequest, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         """(RO, NRO, degraded); without Redis the features stay missing."""
@@ -148,14 +215,13 @@ class RankService:
         best = best_order(scores_nT[:, self.policy.task])
         return explore(best, self.policy.exploration, self._draw(request)) if self.policy.exploration else (best, [])
 
-    def _draft(
-        self, request: RankRequest, choice: Choice, scores_nT: np.ndarray, score: Callable[[Version], np.ndarray]
-    ) -> Draft | None:
+    def _draft(self, complete: _CompleteRequest, scores_nT: np.ndarray) -> Draft | None:
         """With the rival's order, where the request has a rival and that can score it."""
+        choice, request = complete.choice, complete.request
         if choice.rival is None:
             return None
         try:
-            rival_nT = score(choice.rival)
+            rival_nT = probabilities(choice.rival.score(self.rows, complete.columns()))
         except RequestError:
             self.credits.failed()
             return None
@@ -169,16 +235,15 @@ class RankService:
         """What chance decides in a request; the same when it is repeated."""
         return draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
 
-    def _impression(
-        self, request: RankRequest, time_ms: int, blocks: tuple[bytes, bytes], answer: RankAnswer, propensities: list[float]
-    ) -> bytes:
+    def _impression(self, complete: _CompleteRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
         """The record, with the arrays in it as they are. Raises RequestError 413."""
+        request, blocks = complete.request, complete.blocks
         header = pb.Header(
             request_id=request.request_id,
             user_id=request.user_id,
             session_id=request.session_id,
             surface=request.surface,
-            time_ms=time_ms,
+            time_ms=complete.time_ms,
             schema=self.schema.fingerprint,
             model_version=answer.model_version,
         )
@@ -187,9 +252,9 @@ class RankService:
         position_n[answer.order] = np.arange(request.first_position, request.first_position + n)
         fields = (
             (IMPRESSION.header, header.SerializeToString(deterministic=True)),
-            (IMPRESSION.ro, None if request.append else blocks[0]),
+            (IMPRESSION.ro, None if request.append else blocks.ro),
             (IMPRESSION.item_ids, request.item_ids.astype("<i8").tobytes() or None),
-            (IMPRESSION.nro, blocks[1] or None),
+            (IMPRESSION.nro, blocks.nro or None),
             (IMPRESSION.scores, answer.scores_nT.astype("<f4").tobytes() or None),
             (IMPRESSION.positions, position_n.tobytes() or None),
             (IMPRESSION.propensities, np.array(propensities, dtype="<f4").tobytes() or None),

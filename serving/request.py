@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from roo.columns import Columns
 from roo.ids import LOWEST_ID, MASK64, item_id, key_bytes
 from serving.errors import RequestError
 
 MAX_TEXT_BYTES = 64
+
+
+class RequestBlocks(NamedTuple):
+    """A request's features as they are logged, and the same as arrays, which are scored; checked."""
+
+    ro: bytes
+    nro: bytes
+    ro_columns: Columns
+    nro_columns: Columns
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -31,7 +41,8 @@ class RankRequest:
     first_position: int  # place of the first slot of this answer
     model_version: str  # "" = the newest
     wants_ranked: bool = False  # the answer names the items in their order
-    blocks: tuple[bytes | None, bytes] | None = None  # RO and NRO as the client encoded them; then `ro` and `nro` are empty
+    top: int = 0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
+    blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
 
     @property
     def key(self) -> bytes:

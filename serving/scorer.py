@@ -1,6 +1,6 @@
-"""One forward pass over a request's candidates, and the versions that it runs with.
+"""One forward pass over the candidates of a request, or of several, and the versions that it runs with.
 
-A `Version` is everything that must not be mixed (G4): schema, dense weights, decoder. A request takes one at its start and
+A `Version` is everything that must not be mixed (G4): schema and dense weights. A request takes one at its start and
 uses nothing else; following a new one is a single assignment. Rows come from the replica at the time of the request.
 
 Letters: n candidates, T tasks.
@@ -9,7 +9,9 @@ Letters: n candidates, T tasks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,17 +19,18 @@ import torch
 
 from models.build import build_model
 from models.config import ModelConfig
-from models.inputs import build_inputs
+from models.fused.forward import Forward, forward_of
 from models.model import Model
-from roo.decode import Decoder
-from roo.errors import ConfigError, WireError
+from roo.errors import ConfigError
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
 from serving.errors import RequestError
+from serving.request_batch import RequestColumns, batch_of
 
 log = logging.getLogger("roostream.serving")
 
 FIRST = "0-0"
+_MOST = np.float32(88)  # whose exponential is a float32
 
 
 class RowReader(Protocol):
@@ -39,34 +42,43 @@ class RowReader(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """Immutable once built; its decoder is used by one thread at a time."""
+    """Immutable once built; thread-safe, unless a user's own model isn't."""
 
     name: str  # "<incarnation>-<seq>"
     schema: Schema
     model: Model
-    decoder: Decoder
 
-    def score(self, rows: RowReader, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> np.ndarray:
-        """float32 logits [n, T]; the same bits as training gives for this request alone (G9).
+    @functools.cached_property
+    def forward(self) -> Forward:
+        """Made when it is first asked for; the model's parameters are not changed after that."""
+        return forward_of(self.model, self.schema)
+
+    def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
+        """float32 logits [n, T]: those that training gives for this request alone, to 1e-5 (G9).
 
         Raises:
-            RequestError: 400 or 413: the blocks are not what the schema says; 500: not finite, or a user's own model failed.
+            RequestError: 500: not finite, or a user's own model failed.
         """
-        try:
-            batch = self.decoder.decode_request(ro, nro, item_ids, time_ms)
-        except WireError as error:
-            raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
+        (logits_nT,) = self.score_all(rows, [request])
+        return self.finite(logits_nT)
+
+    def score_all(self, rows: RowReader, requests: Sequence[RequestColumns]) -> list[np.ndarray]:
+        """Of each request, in one pass; not all may be finite. Raises RequestError 500: a user's own model failed."""
+        batch = batch_of(self.schema, requests)
         lookup = build_lookup(batch)
-        inputs = build_inputs(batch, lookup, rows.gather(lookup))
+        gathered = rows.gather(lookup)
         try:
-            with torch.inference_mode():
-                logits = self.model(inputs).numpy()
+            logits_BT = self.forward(batch, lookup, gathered)
         except ConfigError as error:  # a user's own code; where it lies isn't for strangers
             log.error("model version %s: %s", self.name, error)
             raise RequestError(500, f"the code of model version {self.name} failed; serving's log says where") from None
-        if not np.isfinite(logits).all():
+        return np.split(logits_BT, np.cumsum(batch.num_candidates_R)[:-1]) if len(requests) > 1 else [logits_BT]
+
+    def finite(self, logits_nT: np.ndarray) -> np.ndarray:
+        """The same. Raises RequestError 500 where there is anything else than numbers."""
+        if not np.isfinite(logits_nT).all():
             raise RequestError(500, f"model version {self.name} gave a score that is not finite for this request")
-        return logits
+        return logits_nT
 
 
 def first_version(schema: Schema, config: ModelConfig, seed: int) -> Version:
@@ -84,11 +96,10 @@ def build_version(name: str, schema: Schema, config: ModelConfig, seed: int, wei
     if weights:
         model.load_state_dict(weights, strict=True)
     model.eval().requires_grad_(False)
-    return Version(
-        name, schema, model, Decoder(schema, lambda fingerprint: schema if fingerprint == schema.fingerprint else None)
-    )
+    return Version(name, schema, model)
 
 
 def probabilities(logits_nT: np.ndarray) -> np.ndarray:
-    """Sigmoid, float32 [n, T]."""
-    return torch.sigmoid(torch.from_numpy(logits_nT)).numpy()
+    """Sigmoid, float32 [n, T]; of what lies below -88 that of -88."""
+    scores_nT: np.ndarray = 1 / (1 + np.exp(np.minimum(-logits_nT, _MOST)))
+    return scores_nT

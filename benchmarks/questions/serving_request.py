@@ -17,7 +17,7 @@ def _request(candidates: int) -> Row:
             Subject("through the endpoint, with the log", f"{_HERE}:endpoint", (candidates,), "stage"),
             Subject("parse", _STAGE, ("parse", candidates), "stage"),
             Subject("parse, fill, encode blocks", _STAGE, ("parse_and_encode", candidates), "stage"),
-            Subject("blocks to batch", _STAGE, ("decode", candidates), "stage"),
+            Subject("values to batch", _STAGE, ("to_batch", candidates), "stage"),
             Subject("look up keys", _STAGE, ("look_up", candidates), "stage"),
             Subject("gather rows", _STAGE, ("gather", candidates), "stage"),
             Subject("gather, tensors", _STAGE, ("to_tensors", candidates), "stage"),
@@ -29,7 +29,7 @@ def _request(candidates: int) -> Row:
 QUESTION = Question(
     name="serving-request",
     asks="Where does the time of one rank request go, in process?",
-    rows=(_request(20), _request(200)),
+    rows=tuple(_request(n) for n in (20, 50, 200, 1000)),
     means="""\
 The model's forward pass is the largest part and grows least with candidates; completing and encoding the blocks comes next, since
 they are logged. Reading those blocks back into a batch costs a third of what it did when a sample was made of them first.

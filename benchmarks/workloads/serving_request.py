@@ -32,6 +32,8 @@ from serving.feature_log.log import FeatureLog
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
 from serving.rank import RankService
+from serving.request import RequestBlocks
+from serving.request_batch import RequestColumns, batch_of
 from serving.scorer import first_version
 from serving.stamps import Stamps
 from serving.versions.held import Versions
@@ -76,15 +78,16 @@ class Case:
         self.parser = JsonParser(self.schema)
         self.body = body_of(self.schema, candidates)
         request = self.parser.parse(self.body)
-        self.blocks = self._blocks()
-        self.batch = self.version.decoder.decode_request(*self.blocks, request.item_ids, NOW_MS)
+        self.online = Online(self.schema, candidates)
+        self.request = RequestColumns(*self._blocks()[2:], request.item_ids, NOW_MS)
+        self.batch = batch_of(self.schema, [self.request])
         self.lookup = build_lookup(self.batch)
         fill(self.replica, self.schema, self.lookup)
         self.inputs = build_inputs(self.batch, self.lookup, self.replica.gather(self.lookup))
 
-    def _blocks(self) -> tuple[bytes, bytes]:
+    def _blocks(self) -> RequestBlocks:
         request = self.parser.parse(self.body)
-        hydrated = Online(self.schema, len(request.item_ids)).read(0, request.item_ids, NOW_MS)
+        hydrated = self.online.read(0, request.item_ids, NOW_MS)
         self.service.filler.open(request)
         return self.service.filler.encode(request, NOW_MS, *hydrated)
 
@@ -99,8 +102,8 @@ class Case:
     def parse_and_encode(self) -> None:
         self._blocks()
 
-    def decode(self) -> None:
-        self.version.decoder.decode_request(*self.blocks, self.batch.item_B, NOW_MS)
+    def to_batch(self) -> None:
+        batch_of(self.schema, [self.request])
 
     def look_up(self) -> None:
         build_lookup(self.batch)

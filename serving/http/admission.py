@@ -13,8 +13,8 @@ _SMOOTH = 0.1  # weight of the newest request in the recent service time
 
 
 class Gate:
-    """Requests wait for one scoring thread: a new one waits for those before it, each of about the recent service time. Used by
-    one event loop."""
+    """Requests wait for one scoring thread: a new one waits for those before it, each of about the recent service time, which is
+    that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop."""
 
     def __init__(self, max_in_flight: int, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight, self.now_s = max_in_flight, now_s
@@ -40,15 +40,19 @@ class Gate:
 
     @contextmanager
     def admit(self, left_s: float) -> Iterator[None]:
-        """Raises as `check`. A body that ends well is measured."""
+        """Raises as `check`."""
         self.check(left_s)
-        begin_s = self.now_s()
         self.in_flight += 1
         try:
             yield
-            now_s = self.now_s()
-            took_s = now_s - max(begin_s, self._done_s)
-            self.service_s += (took_s - self.service_s) * (_SMOOTH if self.service_s else 1.0)
-            self._done_s = now_s
         finally:
             self.in_flight -= 1
+
+    def scored(self, num_answered: int, since_s: float) -> None:
+        """A pass gave so many answers, the first of which was waited for since `since_s`. What gave none says nothing."""
+        now_s = self.now_s()
+        if num_answered:
+            took_s = (now_s - max(since_s, self._done_s)) / num_answered
+            weight = 1 - (1 - _SMOOTH) ** num_answered if self.service_s else 1.0
+            self.service_s += (took_s - self.service_s) * weight
+        self._done_s = now_s

@@ -9,12 +9,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from roo import roo_pb2 as pb
-from roo.block import check_block
+from roo.columns import Columns, Side
 from roo.errors import WireError
 from roo.schema import Schema
 from serving.errors import RequestError
 from serving.http.parse import check_number, check_once
-from serving.request import RankRequest, request_id_of, text_of
+from serving.request import RankRequest, RequestBlocks, request_id_of, text_of
+from serving.request_batch import checked
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
@@ -34,10 +35,8 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     check_number(schema, n, "$.item_ids")
     item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
     check_once(item_ids, "$.item_ids[{}]")
-    ro = message.ro if message.HasField("ro") else None
-    if ro is not None:
-        _check(schema, "ro", ro, 1)
-    _check(schema, "nro", message.nro, n)
+    ro, nro = message.ro, message.nro
+    blocks = RequestBlocks(ro, nro, _checked(schema, "ro", ro, 1), _checked(schema, "nro", nro, n))
     return RankRequest(
         request_id=request_id_of(header.request_id, "$.header.request_id"),
         user_id=header.user_id,
@@ -50,12 +49,12 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
         append=False,
         first_position=0,
         model_version=header.model_version,
-        blocks=(ro, message.nro),
+        blocks=blocks,
     )
 
 
-def _check(schema: Schema, side: str, block: bytes, num_rows: int) -> None:
+def _checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
     try:
-        check_block(schema, "ro" if side == "ro" else "nro", block, num_rows, schema.limits)
+        return checked(schema, side, block, num_rows)
     except WireError as error:
         raise RequestError(413 if error.reason == "oversized" else 400, str(error), f"$.{side}") from None

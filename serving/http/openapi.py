@@ -35,6 +35,14 @@ _ERRORS = {
 }
 _RETRY = {"Retry-After": {"description": "seconds", "schema": {"type": "integer", "minimum": 1}, "required": True}}
 _WITH_RETRY = (429, 503, 504)
+_FLAG = {"type": "boolean", "default": False}
+_OWN_DEADLINE = {
+    "name": "X-Deadline-Ms",
+    "in": "header",
+    "description": "the client's own deadline in ms from now on, at most the process's",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 1},
+}
 
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,7 +126,7 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
 
 
 def _components(schema: Schema) -> dict[str, Any]:
-    types = (build_types(schema).rank, EngagementBody, _answer_type(schema), Accepted, ErrorAnswer, Readiness, Alive, About)
+    types = (build_types(schema).rank, EngagementBody, *_answer_types(schema), Accepted, ErrorAnswer, Readiness, Alive, About)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     named = {_NAMES.get(name, name): component for name, component in components.items()}
     for name, component in named.items():
@@ -133,11 +141,15 @@ def _rank(schema: Schema) -> dict[str, Any]:
         PROTOBUF: {"schema": {**binary, "description": "a roo.Impression without scores"}},
     }
     answer = {
-        JSON: {"schema": {"$ref": _REF.format(name="RankAnswer")}, "example": examples.answer_example(schema)},
+        JSON: {
+            "schema": {"anyOf": [{"$ref": _REF.format(name=name)} for name in ("RankAnswer", "TopAnswer")]},
+            "example": examples.answer_example(schema),
+        },
         PROTOBUF: {"schema": {**binary, "description": "a roo.RankAnswer, for a client that accepts it"}},
     }
-    asked = [
-        {"name": name, "in": "query", "description": text, "required": False, "schema": {"type": "boolean", "default": False}}
+    kinds: dict[str, Any] = {"top": {"type": "integer", "minimum": 1}}
+    asked: list[Any] = [
+        {"name": name, "in": "query", "description": text, "required": False, "schema": kinds.get(name, _FLAG)}
         for name, text in RANK_QUERY.items()
     ] + [
         {"name": HEADER, "in": "header", "description": "as `model_version` in the body", "schema": {"type": "string"}},
@@ -146,7 +158,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
         "operationId": "rank",
         "tags": ["traffic"],
         "summary": "Rank the candidates of a request",
-        "parameters": asked + DOCUMENTED,
+        "parameters": [*asked, _OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": body},
         "responses": _ok(answer, "scored, and logged") | _errors(*_ERRORS),
     }
@@ -160,7 +172,7 @@ def _engage(schema: Schema) -> dict[str, Any]:
         "operationId": "engage",
         "tags": ["traffic"],
         "summary": "Tell what users did",
-        "parameters": DOCUMENTED,
+        "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}}},
         "responses": _ok(answer, "logged") | _errors(*(status for status in _ERRORS if status not in (404, 504))),
     }
@@ -202,18 +214,23 @@ def _errors(*statuses: int, unless: dict[str, Any] | None = None) -> dict[str, A
     }
 
 
-def _answer_type(schema: Schema) -> type[msgspec.Struct]:
-    """`RankAnswer.json` (serving/answer.py) as a type."""
+def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.Struct]]:
+    """`RankAnswer.json` (serving/answer.py) as types: of all candidates, and of the first slots."""
     names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
     score = Annotated[float, limits(minimum=0, maximum=1)]
     scores = msgspec.defstruct("Scores", [(name, score) for name in names], rename=names, forbid_unknown_fields=True)
     index = Annotated[int, limits(minimum=0)]
+    degraded = ("degraded", Annotated[bool, Meta(description="Redis or the rows were away")])
+    versions = [("request_id", str), ("model_version", str)]
     fields: list[Any] = [
-        ("request_id", str),
-        ("model_version", str),
+        *versions,
         ("scores", Annotated[list[scores], Meta(description="by candidate, in the request's order")]),  # type: ignore[valid-type]
         ("order", Annotated[list[index], Meta(description="candidates' indices, first slot first")]),
-        ("degraded", Annotated[bool, Meta(description="Redis or the rows were away")]),
+        degraded,
         ("ranked", Annotated[list[PlainId], Meta(description="with ?ranked=true: item ids, first slot first")], []),
     ]
-    return msgspec.defstruct("RankAnswer", fields, forbid_unknown_fields=True)
+    slot = msgspec.defstruct("Slot", [("item_id", PlainId), ("scores", scores)], forbid_unknown_fields=True)
+    slots = Annotated[list[slot], Meta(description="with ?top=…: the first slots, first slot first")]  # type: ignore[valid-type]
+    top = [*versions, ("top", slots), degraded]
+    whole = msgspec.defstruct("RankAnswer", fields, forbid_unknown_fields=True)
+    return whole, msgspec.defstruct("TopAnswer", top, forbid_unknown_fields=True)

@@ -45,12 +45,14 @@ def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
 
 
 def _spelt(parameter: Mapping[str, Any]) -> str:
-    return f"?{parameter['name']}=true" if parameter["in"] == "query" else f"{parameter['name']}: …"
+    value = "true" if parameter["schema"]["type"] == "boolean" else "10"
+    return f"?{parameter['name']}={value}" if parameter["in"] == "query" else f"{parameter['name']}: …"
 
 
 def _types(answer: Mapping[str, Any]) -> str:
     """Links to what an answer holds."""
-    names = [content["schema"].get("$ref", "").rpartition("/")[2] for content in answer.get("content", {}).values()]
+    schemas = [content["schema"] for content in answer.get("content", {}).values()]
+    names = [one.get("$ref", "").rpartition("/")[2] for schema in schemas for one in schema.get("anyOf", [schema])]
     return "".join(f" <a href='#{escape(name)}'>{escape(name)}</a>" for name in names if name)
 
 

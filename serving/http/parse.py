@@ -172,10 +172,11 @@ def check_number(schema: Schema, count: int, path: str = "$.candidates") -> None
 
 def check_once(item_ids_n: np.ndarray, path: str) -> None:
     """Raises RequestError 400 with both places of an item that is given twice; `path` has a place for the index."""
-    if len(np.unique(item_ids_n)) == len(item_ids_n):
+    items = item_ids_n.tolist()
+    if len(set(items)) == len(items):
         return
     first: dict[int, int] = {}
-    for i, item in enumerate(item_ids_n.tolist()):
+    for i, item in enumerate(items):
         if first.setdefault(item, i) != i:
             message = f"expected each candidate once, got that of {path.format(first[item])} again"
             raise RequestError(400, message, path.format(i))

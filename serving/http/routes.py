@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -21,10 +20,10 @@ from serving.http.binary import parse_impression
 from serving.http.body import JSON, PROTOBUF, ClientGoneError, Intake, accepts_protobuf, encoded, media_of, respond, stopping
 from serving.http.engage import EngagementParser
 from serving.http.parse import JsonParser
-from serving.http.query import options_of
+from serving.http.query import RankOptions, deadline_ms_of, options_of
+from serving.http.scoring_queue import ScoringQueue
 from serving.http.seldom import Seldom, kind_of
 from serving.http.version_header import take_version
-from serving.rank import Ranked
 from serving.request import RankRequest
 
 log = logging.getLogger("roostream.serving")
@@ -43,8 +42,9 @@ class _Endpoint:
         begin_s = time.perf_counter()
         headers: dict[str, str] = {}
         answer: object
-        until_s = asyncio.get_running_loop().time() + self.parts.config.deadline_ms / 1000
+        begun_s = asyncio.get_running_loop().time()
         try:
+            until_s = begun_s + deadline_ms_of(scope, self.parts.config.deadline_ms) / 1000
             status, answer = 200, await self.answer(scope, receive, until_s)
         except ClientGoneError:
             return
@@ -105,6 +105,8 @@ class RankEndpoint(_Endpoint):
         super().__init__(parts, intake, seldom)
         self.gate = Gate(parts.config.max_in_flight)
         self.json = JsonParser(parts.schema)
+        most = (parts.config.pass_requests, parts.config.pass_candidates)
+        self.queue = ScoringQueue(parts.executor, parts.service.rank_all, self.gate, most, parts.metrics.stages.queue.observe)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Once the log has its impression.
@@ -139,24 +141,24 @@ class RankEndpoint(_Endpoint):
         stamp_ms = self.parts.stamps.open()
         try:
             async with asyncio.timeout_at(until_s):
-                ranked = await self._score(request, stamp_ms)
+                ranked = await self.queue.score(request, stamp_ms)
             begin_s = time.perf_counter()
             self.append([ranked.record])
             self.parts.metrics.stages.log.observe(time.perf_counter() - begin_s)
             return ranked.answer
         except TimeoutError:
-            message = f"not scored within {self.parts.config.deadline_ms} ms; nothing was logged"
+            message = "not scored within its deadline; nothing was logged"
             raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
         finally:
             self.parts.stamps.close(stamp_ms)
 
-    def _parse(self, body: bytes, media: str, options: dict[str, bool]) -> RankRequest:
+    def _parse(self, body: bytes, media: str, options: RankOptions) -> RankRequest:
         if media == PROTOBUF:
             request = parse_impression(self.parts.schema, body)
         else:
             request = self.json.parse(body)
-        request.append |= options.get("append", False)
-        request.wants_ranked = options.get("ranked", False)
+        request.append |= options.append
+        request.wants_ranked, request.top = options.ranked, options.top
         return request
 
     def _check_room(self, num_bytes: int) -> None:
@@ -164,15 +166,6 @@ class RankEndpoint(_Endpoint):
         if not self.parts.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not taken its records; try again"
             raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
-
-    def _score(self, request: RankRequest, stamp_ms: int) -> Awaitable[Ranked]:
-        """Cancelling it (the deadline) takes it out of the queue if it hasn't begun."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self.parts.executor, self._rank, request, stamp_ms, time.perf_counter())
-
-    def _rank(self, request: RankRequest, stamp_ms: int, since_s: float) -> Ranked:
-        self.parts.metrics.stages.queue.observe(time.perf_counter() - since_s)
-        return self.parts.service.rank(request, stamp_ms)
 
     def left_s(self, until_s: float) -> float:
         return until_s - asyncio.get_running_loop().time()

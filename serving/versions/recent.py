@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from roo.decode import Decoder
+from serving.request_batch import read_request
 from serving.scorer import RowReader, Version
 
 MOST_BYTES = 4 << 20
@@ -37,17 +37,11 @@ class ScoredRequest:
 
     def score_with(self, version: Version, rows: RowReader) -> np.ndarray:
         """float32 logits [n, T]. Raises as `Version.score`."""
-        return version.score(rows, self.ro, self.nro, self.item_ids, self.time_ms)
+        return version.score(rows, read_request(version.schema, self.ro, self.nro, self.item_ids, self.time_ms))
 
     @property
     def num_bytes(self) -> int:
         return len(self.ro) + len(self.nro) + self.item_ids.nbytes + self.scores_nT.nbytes + _OVERHEAD_BYTES
-
-
-def twin_of(version: Version) -> Version:
-    """The same for another thread: weights are shared, a decoder isn't."""
-    schema = version.schema
-    return dataclasses.replace(version, decoder=Decoder(schema, {schema.fingerprint: schema}.get))
 
 
 class RecentRequests:

@@ -20,7 +20,7 @@ from serving.scorer import RowReader, Version, probabilities
 from serving.versions.differences import Differences, differences
 from serving.versions.held import Versions
 from serving.versions.quiet import Quiet
-from serving.versions.recent import ScoredRequest, twin_of
+from serving.versions.recent import ScoredRequest
 
 MOST_WAITING = 64
 PATIENCE_S = 0.5  # for a moment without requests
@@ -42,8 +42,6 @@ class ShadowScoring(Collector):
         self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet
         self.num_scored = self.num_dropped = self.num_failed = 0
         self._waiting: queue.Queue[_Waiting] = queue.Queue(MOST_WAITING)
-        self._twin: Version | None = None  # this thread's, of the shadow that scored last
-        self._shadow: Version | None = None
         name = "roostream_serving_shadow"
         self._histograms = (
             Histogram(f"{name}_difference", "mean absolute difference of a request's scores, served and shadow", (), _APART),
@@ -86,10 +84,8 @@ class ShadowScoring(Collector):
 
     def _compare(self, waiting: _Waiting) -> None:
         request, shadow = waiting
-        if self._twin is None or self._shadow is not shadow:
-            self._shadow, self._twin = shadow, twin_of(shadow)
         try:
-            scores_nT = probabilities(request.score_with(self._twin, self.rows))
+            scores_nT = probabilities(request.score_with(shadow, self.rows))
         except RoostreamError:
             self.num_failed += 1
             return

@@ -15,7 +15,7 @@ from roo.errors import told
 from serving.errors import RequestError, VersionRefusedError
 from serving.scorer import RowReader, Version
 from serving.versions.quiet import Quiet
-from serving.versions.recent import RecentRequests, ScoredRequest, twin_of
+from serving.versions.recent import RecentRequests, ScoredRequest
 
 log = logging.getLogger("roostream.serving.versions")
 
@@ -39,7 +39,7 @@ class WarmUp:
         for request in self.recent.to_try(self.most_requests):
             self.quiet.wait(PATIENCE_S, stop)
             failure = self._failure(version, request)
-            if failure and not self._failure(twin_of(self.served()), request):
+            if failure and not self._failure(self.served(), request):
                 raise VersionRefusedError(
                     "warm_up", f"{version.name}: expected a score for request {request.request_id}: {failure}"
                 )

@@ -14,6 +14,7 @@ from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import dense_name, store_file
 from serving.errors import RequestError
+from serving.request_batch import read_request
 from serving.scorer import first_version
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
@@ -56,7 +57,7 @@ def test_what_its_code_raises_is_an_answer_without_paths_and_a_line_in_the_log(
     config = load_model_config(written(tmp_path, CODE.replace("return z_BT", "return z_BT.no_such_thing")))
     ro, nro, item_n = as_served(SCHEMA, 3, seed=1)
     with pytest.raises(RequestError, match="the code of model version 0-0 failed; serving's log says where") as told:
-        first_version(SCHEMA, config, 0).score(NoRows(), ro, nro, item_n, 1_700_000_000_000)
+        first_version(SCHEMA, config, 0).score(NoRows(), read_request(SCHEMA, ro, nro, item_n, 1_700_000_000_000))
     assert told.value.status == 500 and "shop.py:15: AttributeError" in caplog.text
 
 

@@ -15,17 +15,20 @@ from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeHydrator, FakeRows
 
 from models.build import build_model
-from models.inputs import build_inputs
+from models.inputs import Inputs, build_inputs
+from models.model import Model, Targets
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import decode_block
 from roo.decode import Decoder
+from roo.errors import ConfigError
 from roo.ids import hash64, key_bytes
 from roo.lookup import build_lookup
 from roo.wire import Record
 from serving.errors import RequestError
 from serving.http.parse import JsonParser
 from serving.rank import Policy, Ranked, RankService
+from serving.request_batch import read_request
 from serving.scorer import build_version, first_version, probabilities
 from serving.versions.held import Versions
 
@@ -79,7 +82,7 @@ def test_the_answer_and_the_impression_say_the_same(built: Built) -> None:
     assert ranked.record[:4] == ("impressions", -1, NOW_MS, key_bytes(17, 4, "r-1"))
 
 
-def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same_bits(built: Built) -> None:
+def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built: Built) -> None:
     for changes in ({}, {"ro": {}}, {"candidates": BODY["candidates"][:1]}, {"user_id": 0}):
         _, _, impression = rank(built.service, **changes)
         batch, rejects = Decoder(SCHEMA, lambda _: SCHEMA).decode([sample_of(impression)])
@@ -90,11 +93,13 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same_bits(b
         model.load_state_dict(perturbed(1))
         logits = model(build_inputs(batch, lookup, rows, train=True)).detach().numpy()
         served = np.array(impression.scores, np.float32).reshape(-1, 2)
-        np.testing.assert_array_equal(probabilities(logits), served)
+        np.testing.assert_allclose(served, probabilities(logits), rtol=0, atol=1e-5)
         version = built.service.versions.newest
         items = np.array(impression.item_ids, np.uint64).view(np.int64)
-        scored = version.score(built.service.rows, impression.ro, impression.nro, items, NOW_MS)
-        np.testing.assert_array_equal(scored, logits)
+        logged = read_request(SCHEMA, impression.ro, impression.nro, items, NOW_MS)
+        scored = version.score(built.service.rows, logged)
+        np.testing.assert_allclose(scored, logits, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(probabilities(scored), served, "of the logged bytes, the bits that were served")
 
 
 def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:
@@ -182,11 +187,37 @@ def test_a_score_that_is_not_finite_is_never_answered(built: Built) -> None:
     assert caught.value.status == 500
 
 
-def test_blocks_of_another_shape_are_refused_by_the_decoder(built: Built) -> None:
-    version = first_version(SCHEMA, MODEL, 0)
-    with pytest.raises(RequestError) as caught:
-        version.score(built.service.rows, b"", pb.Block(floats=[1.0]).SerializeToString(), np.zeros(1, np.int64), NOW_MS)
-    assert caught.value.status == 400
+class FailsOnTwo(Model):
+    """A user's own: it raises where item 2 is, and gives no number for item 31."""
+
+    def __init__(self, inner: Model) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        if 2 in inputs.item_B:
+            raise ConfigError("own.py:3: no twos")
+        logits_BT: torch.Tensor = self.inner(inputs)
+        return logits_BT.masked_fill((inputs.item_B == 31)[:, None], float("nan"))
+
+    def loss(self, inputs: Inputs, logits_BT: torch.Tensor, targets: Targets) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_what_is_wrong_with_one_request_costs_that_one(built: Built) -> None:
+    version = built.service.versions.newest
+    bodies = [{**BODY, "candidates": {"item_id": [i, 30 + i]}} for i in range(4)]
+    asked = [(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS) for body in bodies]
+    alone = [built.service.rank(*each).answer.scores_nT for each in asked]
+
+    built.service.versions.install(dataclasses.replace(version, model=FailsOnTwo(version.model)))
+    outcomes = built.service.rank_all(asked)
+    said = [str(o) if isinstance(o, RequestError) else "" for o in outcomes]
+    assert "code of model version 1-7 failed" in said[2] and "not finite for this request" in said[1] and not said[0] + said[3]
+    for i in (0, 3):
+        ranked = outcomes[i]
+        assert isinstance(ranked, Ranked)
+        np.testing.assert_allclose(ranked.answer.scores_nT, alone[i], rtol=0, atol=1e-5)
 
 
 def test_a_version_wants_the_weights_of_its_model() -> None:

@@ -12,6 +12,7 @@ from roo import wire
 from roo.decode import Decoder
 from roo.lookup import Lookup
 from roo.wire import Record
+from serving.request_batch import read_request
 from serving.scorer import build_version
 from tests.trainer.visits import SCHEMA
 from trainer.loop import TrainLoop
@@ -44,5 +45,6 @@ def assert_serving_scores_as(loop: TrainLoop, config: ModelConfig, records: Iter
         _, sample = wire.decode(record.value)
         assert isinstance(sample, pb.Sample)
         items = np.array(sample.item_ids, np.uint64).view(np.int64)
-        logits = version.score(RowsOf(loop), sample.ro, sample.parts[0].nro, items, sample.header.time_ms)
+        request = read_request(SCHEMA, sample.ro, sample.parts[0].nro, items, sample.header.time_ms)
+        logits = version.score(RowsOf(loop), request)
         np.testing.assert_allclose(1 / (1 + np.exp(-logits)), loop.scores(batch), rtol=0, atol=1e-5)

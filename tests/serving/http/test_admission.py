@@ -37,6 +37,7 @@ class Line:
     def _advance(self, to_s: float) -> None:
         while self._ends and self._ends[0][0] <= to_s:
             self.now_s, came_s = heapq.heappop(self._ends)
+            self.gate.scored(1, came_s)
             self._open.pop(came_s).__exit__(None, None, None)  # type: ignore[attr-defined]
             if self.now_s - came_s <= self.deadline_s:
                 self.in_time += 1
@@ -93,4 +94,25 @@ def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> Non
     gate = Gate(2)
     with pytest.raises(ZeroDivisionError), gate.admit(1.0):
         raise ZeroDivisionError
+    gate.scored(0, 0.0)
     assert gate.service_s == 0.0 and gate.in_flight == 0
+
+
+@pytest.mark.parametrize("together", [1, 4, 64])
+def test_the_service_time_is_a_pass_over_its_requests(together: int) -> None:
+    now_s = [0.0]
+    gate = Gate(1000, lambda: now_s[0])
+    gate.service_s = 5.0
+    for _ in range(400):
+        begun_s, now_s[0] = now_s[0], now_s[0] + 0.01 * together
+        gate.scored(together, begun_s)
+    assert gate.service_s == pytest.approx(0.01)
+
+
+def test_a_pass_that_was_waited_for_counts_from_when_the_one_before_was_done() -> None:
+    now_s = [1.0]
+    gate = Gate(1000, lambda: now_s[0])
+    gate.scored(1, 0.0)
+    now_s[0] = 1.2
+    gate.scored(2, 0.5)
+    assert gate.service_s == pytest.approx(1.0 + (0.1 - 1.0) * (1 - 0.9**2))

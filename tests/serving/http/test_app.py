@@ -124,9 +124,35 @@ def test_an_answer_names_the_items_in_their_order_on_request(client: Client) -> 
     assert set(binary["ranked"]) == {MASK64, 5}
 
 
+def test_an_answer_has_only_the_first_slots_on_request(client: Client) -> None:
+    http, built = client()
+    whole = http.post("/v1/rank?ranked=true", json=BODY).json()
+    for top in (1, 2, 3, 50):
+        answer = http.post(f"/v1/rank?top={top}&ranked=true", json=BODY).json()
+        slots = [{"item_id": i, "scores": whole["scores"][at]} for i, at in zip(whole["ranked"], whole["order"], strict=True)]
+        assert answer == {**{n: whole[n] for n in ("request_id", "model_version", "degraded")}, "top": slots[:top]}
+    binary = http.post("/v1/rank?top=2", json=BODY, headers={"accept": "application/x-protobuf"})
+    said = pb.RankAnswer.FromString(binary.content)
+    assert list(said.order) == whole["order"][:2] and len(said.scores) == 6
+    logged = wire.decode(built.records()[1].value)[1]
+    assert len(logged.item_ids) == 3, "all that were scored are logged, with their places"
+
+
+def test_a_client_may_have_less_time_than_the_process(client: Client) -> None:
+    http, _ = client(deadline_ms=30_000)
+    for stated in ("1000", " 30000", "9" * 20):
+        assert http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": stated}).is_success, stated
+    for stated in ("0", "-5", "1.5", "soon", "9" * 21, "²"):
+        for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
+            answer = http.post(path, json=body, headers={"X-Deadline-Ms": stated.encode("latin-1")})
+            assert answer.status_code == 400 and "whole milliseconds from 1 on" in answer.json()["error"]["message"], stated
+
+
 def test_options_are_checked_as_fields_are(client: Client) -> None:
     http, built = client()
-    for query, text in (("appendd=true", "did you mean 'append'"), ("append=1", "expected true or false"), ("ranked", "got ''")):
+    bad = [("appendd=true", "did you mean 'append'"), ("append=1", "expected true or false"), ("ranked", "got ''")]
+    bad += [(f"top={value}", "expected a number of slots from 1 on") for value in ("0", "-1", "x", "", "true", "1.0")]
+    for query, text in bad:
         answer = http.post(f"/v1/rank?{query}", json=BODY)
         assert answer.status_code == 400 and text in answer.json()["error"]["message"]
     assert http.post("/v1/rank?append=true", json=BODY).is_success

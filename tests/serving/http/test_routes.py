@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from serving.heartbeat import beat
 from serving.http.app import HttpInterface
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
+from serving.request_batch import RequestColumns
 from serving.scorer import build_version, probabilities
 
 Client = Callable[..., tuple[TestClient, Built]]
@@ -53,10 +54,10 @@ class Waiting(RankService):
         super().__init__(*args)
         self.go, self.begun = threading.Event(), threading.Semaphore(0)
 
-    def rank(self, request: RankRequest, time_ms: int) -> Ranked:
+    def rank_all(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
         self.begun.release()
         assert self.go.wait(30)
-        return super().rank(request, time_ms)
+        return super().rank_all(asked)
 
 
 def error_of(answer: Any) -> dict[str, str]:
@@ -226,6 +227,7 @@ def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client
     features = schemas["CandidateFeatures"]["properties"]
     assert list(features) == [f.name for f in SCHEMA.nro]
     assert features["clicks"]["description"] == "hydrated when missing: clicks_1h"
+    assert schemas["TopAnswer"]["required"] == ["request_id", "model_version", "top", "degraded"]
     assert {"item_id", *features} == set(schemas["CandidateColumns"]["properties"])
     assert {"item_id", "nro", *features} == set(schemas["CandidateRow"]["properties"])
     assert http.get("/docs").status_code == 200
@@ -293,6 +295,28 @@ def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: P
     built.close()
 
 
+def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=30_000)
+    service, app = built.service, HttpInterface(built.parts)
+    assert isinstance(service, Waiting)
+
+    async def go() -> None:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://serving") as http:
+            patient = asyncio.create_task(http.post("/v1/rank", json=BODY))
+            await asyncio.to_thread(service.begun.acquire)
+            late = await http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": "20"})
+            assert late.status_code == 504 and late.headers["retry-after"] == "1"
+            app.gate.service_s = 1.0
+            refused = await http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": "500"})
+            assert refused.status_code == 429 and "within its deadline" in error_of(refused)["message"]
+            service.go.set()
+            assert (await patient).status_code == 200
+
+    asyncio.run(go())
+    assert len(built.records()) == 1
+    built.close()
+
+
 def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting)
     service, clock = built.service, built.parts.stamps.clock
@@ -356,8 +380,9 @@ def test_g4_no_answer_mixes_versions_while_they_are_swapped(tmp_path: Path) -> N
 
 
 def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float]]:
-    ro, nro = built.service.filler.encode(request, NOW_MS, {}, {})
-    return probabilities(version.score(built.service.rows, ro, nro, request.item_ids, NOW_MS)).tolist()
+    blocks = built.service.filler.encode(request, NOW_MS, {}, {})
+    logits = version.score(built.service.rows, RequestColumns(*blocks[2:], request.item_ids, NOW_MS))
+    return probabilities(logits).tolist()
 
 
 def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:

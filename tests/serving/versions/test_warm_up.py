@@ -14,7 +14,8 @@ from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
 from models.build import build_model
-from models.inputs import Inputs
+from models.fused.forward import Rows
+from roo.batch import Batch
 from roo.lookup import Lookup
 from runtime.clock import FakeClock
 from serving.errors import VersionRefusedError
@@ -82,10 +83,10 @@ def test_a_version_whose_code_fails_is_refused_whatever_it_raises(tried: Tried) 
     tried.ask()
     version = good()
 
-    def fail(inputs: Inputs) -> torch.Tensor:
+    def fail(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         raise ZeroDivisionError("by zero")
 
-    version.model.forward = fail  # type: ignore[method-assign,assignment]
+    vars(version)["forward"] = fail
     with pytest.raises(VersionRefusedError, match="ZeroDivisionError: by zero"):
         tried.warm_up(version)
 

@@ -1,0 +1,119 @@
+"""A batch's logits, for serving: by a tape where the model has one, else by its modules.
+
+Both are the trainer's forward pass to 1e-5 (G9, docs/decisions/0051): sums are in another order, nothing else differs.
+
+Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width, L entries of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from models.fused import machine
+from models.fused.tape import LaidSequence, Tape, places, tape_of
+from models.inputs import build_inputs, time_buckets
+from models.lanes import COMPILED
+from models.model import Model
+from models.ranker import Ranker
+from roo.batch import Batch
+from roo.jagged import Jagged
+from roo.lookup import Lookup
+from roo.schema import Schema
+from roo.transform import apply
+
+Rows = Mapping[str, np.ndarray]
+"""Stack → float32 [U, D], aligned with the batch's lookup."""
+Forward = Callable[[Batch, Lookup, Rows], np.ndarray]
+"""→ float32 logits [B, T]."""
+_NONE = np.zeros(0, np.float32)
+
+
+def forward_of(model: Model, schema: Schema) -> Forward:
+    """For parameters as they are now: a tape keeps copies. A user's own model goes through its modules, as does every part of
+    ours that a tape doesn't know."""
+    tape = tape_of(model, schema) if COMPILED and type(model) is Ranker else None
+    return _by_modules(model) if tape is None else TapeForward(tape)
+
+
+def _by_modules(model: Model) -> Forward:
+    def forward(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
+        with torch.inference_mode():
+            logits_BT: np.ndarray = model(build_inputs(batch, lookup, rows)).numpy()
+        return logits_BT
+
+    return forward
+
+
+class TapeForward:
+    """Thread-safe: what a call writes to is its own."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __call__(self, batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
+        tape, r = self.tape, batch.num_requests
+        start_SR1 = np.zeros((1 + len(tape.sequences), r + 1), np.int64)  # of candidates, and of each sequence's entries
+        np.cumsum(batch.num_candidates_R, out=start_SR1[0, 1:])
+        for s, sequence in enumerate(tape.sequences, 1):
+            lists = batch.ro_lists
+            np.cumsum(lists.lengths_KN[lists.index(sequence.name)], out=start_SR1[s, 1:])
+        where_G3 = places(tape.kind_G, tape.width_G, np.array((r, *start_SR1[:, -1]), np.int64))
+        where = where_G3.tolist()
+        x = np.empty(where[-1][0] + where[-1][1] * where[-1][2], np.float32)
+
+        def register(number: int) -> np.ndarray:
+            begin, num_rows, width = where[number]
+            return x[begin : begin + num_rows * width].reshape(num_rows, width)
+
+        floats = dict(zip(("ro", "nro"), apply(batch), strict=True))
+        sides = {"ro": (batch.ro_present_RF, batch.ro_lists), "nro": (batch.nro_present_BF, batch.nro_lists)}
+        for laid in tape.floats:
+            present_NF, lists = sides[laid.side]
+            machine.lay_floats(
+                np.arcsinh(floats[laid.side]), present_NF, lists.present_KN, register(laid.to.register), laid.to.column
+            )
+        for one in tape.lists:
+            lists = sides[one.side][1]
+            index_L = lookup.stacks[one.stack].index[one.name]
+            weight_L = _weights(lists, one.name) if one.weighted else _NONE
+            length_N = lists.lengths_KN[lists.index(one.name)]
+            machine.lay_pooled(rows[one.stack], index_L, length_N, weight_L, register(one.to.register), one.to.column)
+        for sequence in tape.sequences:
+            _lay_entries(sequence, batch, lookup, rows, register(sequence.to))
+        belong = machine.Belonging(start_SR1[0], start_SR1[1:], batch.request_index_B)
+        machine.run_tape(tape.ops_O, tape.weights, where_G3, belong, x)
+        return register(-1)
+
+
+def _weights(lists: Jagged, name: str) -> np.ndarray:
+    """As models/inputs.py has them."""
+    weight_L = lists.weights_of(name)
+    return np.ones(lists.total_of(name), np.float32) if weight_L is None else np.arcsinh(weight_L)
+
+
+def _lay_entries(sequence: LaidSequence, batch: Batch, lookup: Lookup, rows: Rows, out_LW: np.ndarray) -> None:
+    """As `HistoryAttention` puts them together."""
+    lists, column = batch.ro_lists, 0
+    for name, stack in sequence.stacks.items():
+        key = f"{sequence.name}.{name}" if name else sequence.name
+        machine.lay_rows(rows[stack], lookup.stacks[stack].index[key], out_LW, column)
+        column += rows[stack].shape[1]
+    length_R = lists.lengths_KN[lists.index(sequence.name)]
+    for name, table in sequence.times.items():
+        gap_ms_L = np.repeat(batch.time_ms_R, length_R) - lists.columns[f"{sequence.name}.{name}"]
+        machine.lay_rows(table, np.minimum(time_buckets(gap_ms_L), len(table) - 1), out_LW, column)
+        column += table.shape[1]
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    x = np.zeros((1, 2), np.float32)
+    none = np.zeros(1, np.int64)
+    machine.lay_floats(x, np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.bool_), np.zeros((1, 4), np.float32), 0)
+    machine.lay_pooled(x, none, np.ones(1, np.int32), _NONE, x, 0)
+    machine.lay_rows(x, none, x, 0)
+    one_request = machine.Belonging(np.array([0, 1]), np.zeros((0, 2), np.int64), none)
+    machine.run_tape(np.zeros((0, 11), np.int64), _NONE, np.zeros((1, 3), np.int64), one_request, _NONE)

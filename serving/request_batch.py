@@ -1,0 +1,231 @@
+"""Requests' columns → one batch without labels, without reading the bytes that were made of them.
+
+What is logged are the bytes; `roo.decode` reads them in training. These are the same arrays, which tests/serving holds: of a
+request alone bit for bit those of `Decoder.decode_request`, of several those of their samples.
+
+Letters: R requests, B candidates, N rows of a side (R or B), F floats, K lists, C columns of lists, T labels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from roo.batch import TEXT, Batch
+from roo.block import check_block
+from roo.columns import NO_COLUMNS, Columns, Side, missing_bits
+from roo.decode_fill import Layout, layout_of
+from roo.jagged import Jagged
+from roo.schema import Feature, Label, Schema
+
+
+class RequestColumns(NamedTuple):
+    """What a request's candidates are scored by; both blocks are checked."""
+
+    ro: Columns
+    nro: Columns
+    item_ids: np.ndarray  # int64 [n]
+    time_ms: int
+
+
+class _SideReading(NamedTuple):
+    """How a side's columns become arrays."""
+
+    layout: Layout
+    most_K: np.ndarray  # int64: longest list in use
+    streams_K3: np.ndarray  # int64: arrays of a list's length in ids, weights and times
+
+
+def batch_of(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
+    """Labels 0, weights 1, no offset (-1), as `Decoder.decode_request` gives one; at least one request."""
+    counts_R = np.array([len(r.item_ids) for r in requests], dtype=np.int32)
+    readings = schema.derived(_readings)
+    return Batch(
+        schema=schema,
+        **_side("ro", readings["ro"], [(r.ro, 1) for r in requests]),
+        **_side("nro", readings["nro"], [(r.nro, len(r.item_ids)) for r in requests]),
+        num_candidates_R=counts_R,
+        request_index_B=np.repeat(np.arange(len(requests)), counts_R),
+        item_B=requests[0].item_ids if len(requests) == 1 else np.concatenate([r.item_ids for r in requests]),
+        time_ms_R=np.array([r.time_ms for r in requests], dtype=np.int64),
+        **_unlabelled(len(requests), int(counts_R.sum()), len(schema.labels)),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _unlabelled(r: int, b: int, t: int) -> dict[str, Any]:
+    """What serving knows nothing of; shared by batches, read only."""
+    unknown_BT, none_R = np.full((b, t), np.nan, dtype=np.float32), np.zeros(r, dtype=np.int64)
+    arrays: dict[str, np.ndarray] = {
+        "label_BT": np.zeros((b, t), dtype=np.float32),
+        "label_before_BT": unknown_BT,
+        "weight_BT": np.ones((b, t), dtype=np.float32),
+        "position_B": np.full(b, -1, dtype=np.int32),
+        "propensity_B": np.ones(b, dtype=np.float32),
+        "served_score_BT": unknown_BT,
+        "close_ms_R": none_R,
+        "oldest_engagement_ms_R": none_R,
+        "sample_id_R": none_R,
+        "surface_R": np.zeros(r, dtype=TEXT),
+        "correction_R": np.zeros(r, dtype=np.bool_),
+        "partition_R": np.zeros(r, dtype=np.int32),
+        "offset_R": np.full(r, -1),
+    }
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
+
+
+def _readings(schema: Schema) -> dict[Side, _SideReading]:
+    sides: tuple[Side, ...] = ("ro", "nro")
+    return {side: _reading(schema, side) for side in sides}
+
+
+def _reading(schema: Schema, side: Side) -> _SideReading:
+    lists = schema.lists(side)
+    streams = [(1 + len(f.id_columns), int(f.kind == "weighted_ids"), len(f.time_columns)) for f in lists]
+    return _SideReading(
+        layout=layout_of(schema, side),
+        most_K=np.array([f.max_len or schema.limits.max_list for f in lists], dtype=np.int64),
+        streams_K3=np.array(streams, dtype=np.int64).reshape(-1, 3),
+    )
+
+
+def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -> dict[str, Any]:
+    """A side's fields of Batch; `given`: columns and rows of each request."""
+    layout = reading.layout
+    num_floats, num_lists, num_rows = len(layout.default_F), len(layout.keys), sum(rows for _, rows in given)
+    columns, missing = _joined(given, num_floats, num_lists)
+    float_NF, present_NF = np.empty((num_rows, num_floats), np.float32), np.empty((num_rows, num_floats), np.bool_)
+    fill_floats(columns.floats.reshape(num_rows, num_floats), layout.default_F, float_NF, present_NF)
+    lengths_KN, present_KN = np.empty((num_lists, num_rows), np.int32), np.empty((num_lists, num_rows), np.bool_)
+    values = np.empty(len(columns.ids), np.int64)
+    weights = np.ones(len(columns.ids) if layout.is_weighted else 0, np.float32)
+    entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
+    ends_C1 = np.zeros(len(layout.columns) + 1, np.int64)
+    total = split_lists(
+        columns.lengths.reshape(num_rows, num_lists),
+        missing.reshape(num_rows, num_lists),
+        reading.most_K,
+        reading.streams_K3,
+        (columns.ids, columns.weights, columns.times),
+        (lengths_KN, present_KN),
+        (values, weights, entries),
+        ends_C1,
+    )
+    ends = ends_C1.tolist()
+    letter = "R" if side == "ro" else "B"
+    lists = Jagged(
+        keys=layout.keys,
+        lengths_KN=lengths_KN,
+        values=values[:total],
+        present_KN=present_KN,
+        weights=weights[:total] if layout.is_weighted else None,
+        columns={name: entries[ends[c] : ends[c + 1]] for c, name in enumerate(layout.columns)},
+    )
+    return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
+
+
+def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -> tuple[Columns, np.ndarray]:
+    """All requests' columns behind each other, and which lists are missing, bool [N x K]."""
+    whole = [_whole(columns, rows, num_floats, num_lists) for columns, rows in given]
+    if len(whole) == 1:
+        return whole[0]
+    joined = (np.concatenate(parts) for parts in zip(*(columns for columns, _ in whole), strict=True))
+    return Columns(*joined), np.concatenate([missing for _, missing in whole])
+
+
+def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> tuple[Columns, np.ndarray]:
+    """A block of nothing says that all is missing."""
+    if any(map(len, columns)):
+        return columns, missing_bits(columns, rows * num_lists)
+    floats, lengths = np.full(rows * num_floats, np.nan, np.float32), np.zeros(rows * num_lists, np.uint32)
+    return columns._replace(floats=floats, lengths=lengths), np.ones(rows * num_lists, np.bool_)
+
+
+@njit(cache=True, nogil=True)
+def fill_floats(given_NF: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, present_NF: np.ndarray) -> None:
+    """NaN is missing."""
+    for n in range(given_NF.shape[0]):
+        for f in range(given_NF.shape[1]):
+            x = given_NF[n, f]
+            present_NF[n, f] = x == x
+            out_NF[n, f] = x if x == x else default_F[f]
+
+
+@njit(cache=True, nogil=True)
+def split_lists(
+    given_NK: np.ndarray,
+    missing_NK: np.ndarray,
+    most_K: np.ndarray,
+    streams_K3: np.ndarray,
+    streams: tuple[np.ndarray, np.ndarray, np.ndarray],
+    shape: tuple[np.ndarray, np.ndarray],
+    out: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ends_C1: np.ndarray,
+) -> int:
+    """Lists from row-major to feature-major, the first `most_K` entries of each; how many ids there are.
+
+    `streams`: ids, weights, times as a block has them. `out`: values, weights (filled with 1; may be empty) and the entries of
+    all columns, column c between ends_C1[c] and ends_C1[c + 1].
+    """
+    lengths_KN, present_KN = shape
+    values, weights, entries = out
+    rows, lists = given_NK.shape
+    start_K = np.zeros(lists + 1, np.int64)
+    place_K = np.zeros(lists, np.int64)
+    c = 0
+    for k in range(lists):
+        total = 0
+        for n in range(rows):
+            kept = min(np.int64(given_NK[n, k]), most_K[k])
+            lengths_KN[k, n] = kept
+            present_KN[k, n] = not missing_NK[n, k]
+            total += kept
+        start_K[k + 1] = start_K[k] + total
+        place_K[k] = c
+        for _ in range(streams_K3[k, 0] - 1 + streams_K3[k, 2]):
+            ends_C1[c + 1] = ends_C1[c] + total
+            c += 1
+    done_K = np.zeros(lists, np.int64)
+    at_ids, at_weights, at_times = 0, 0, 0
+    for n in range(rows):
+        for k in range(lists):
+            length, kept, done = np.int64(given_NK[n, k]), lengths_KN[k, n], done_K[k]
+            for i in range(kept):
+                values[start_K[k] + done + i] = streams[0][at_ids + i]
+            for s in range(1, streams_K3[k, 0]):
+                to = ends_C1[place_K[k] + s - 1] + done
+                for i in range(kept):
+                    entries[to + i] = streams[0][at_ids + s * length + i]
+            for i in range(kept if streams_K3[k, 1] else 0):
+                weights[start_K[k] + done + i] = streams[1][at_weights + i]
+            for s in range(streams_K3[k, 2]):
+                to = ends_C1[place_K[k] + streams_K3[k, 0] - 1 + s] + done
+                for i in range(kept):
+                    entries[to + i] = streams[2][at_times + s * length + i]
+            done_K[k] += kept
+            at_ids += length * streams_K3[k, 0]
+            at_weights += length * streams_K3[k, 1]
+            at_times += length * streams_K3[k, 2]
+    return int(start_K[lists])
+
+
+def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
+    """What a block from outside holds; copies, since its columns may begin at any byte. Raises WireError as `check_block`."""
+    return Columns._make(np.array(c) for c in check_block(schema, side, block, num_rows, schema.limits))
+
+
+def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, time_ms: int) -> RequestColumns:
+    """Of blocks, as an impression has them. Raises WireError as `check_block`."""
+    return RequestColumns(checked(schema, "ro", ro, 1), checked(schema, "nro", nro, len(item_ids)), item_ids, time_ms)
+
+
+def warm() -> None:
+    """Compile the kernels into numba's cache."""
+    schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
+    batch_of(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.zeros(1, np.int64), 0)])

@@ -1,0 +1,140 @@
+"""A tape gives what the modules give, to 1e-5, for every schema and setting that it knows; the rest goes through its modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.build import build_model
+from models.config import HstuConfig, RankerConfig, TwoTowerConfig
+from models.fused import forward, machine
+from models.fused.forward import Rows, TapeForward, forward_of
+from models.inputs import build_inputs
+from models.model import Model
+from roo.batch import Batch
+from roo.lookup import Lookup, build_lookup
+from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.models.model_checks import COUNTS, SMALL, trained_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small": {},
+    "full cross": {"cross_rank": 0},
+    "no cross": {"cross_layers": 0},
+    "no list attention": {"list_layers": 0},
+    "two list attentions of one head": {"list_layers": 2, "list_heads": 1},
+    "no layers": {"request_layers": (), "deep_layers": (), "task_layers": ()},
+    "no history attention": {"history_attention": False},
+    "few time buckets": {"time_buckets": 3},
+    "wide and odd": {
+        "request_layers": (37, 5),
+        "history_width": 21,
+        "history_heads": 3,
+        "width": 33,
+        "list_heads": 3,
+        "deep_layers": (17, 40),
+        "task_layers": (19, 3),
+    },
+}
+
+
+def asked(batch: Batch) -> tuple[Batch, Lookup, Rows]:
+    lookup = build_lookup(batch)
+    return batch, lookup, make_rows(batch.schema, lookup)
+
+
+def by_modules(model: Model, batch: Batch) -> np.ndarray:
+    with torch.inference_mode():
+        logits_BT: np.ndarray = model(build_inputs(*asked(batch))).numpy()
+    return logits_BT
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("counts", [[1], [5], [40], [0], COUNTS, [0, 3, 0]], ids=str)
+def test_g9_a_tape_is_the_modules_for_every_schema(case: str, counts: list[int]) -> None:
+    schema = make_schema(case)
+    model = trained_model(schema).eval().requires_grad_(False)
+    run, batch = forward_of(model, schema), make_batch(schema, counts, seed=len(counts))
+    assert isinstance(run, TapeForward)
+    np.testing.assert_allclose(run(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", SETTINGS.values(), ids=list(SETTINGS))
+def test_g9_a_tape_is_the_modules_for_every_setting(changes: dict[str, Any]) -> None:
+    schema = make_schema("everything", labels=1)
+    model = trained_model(schema, dataclasses.replace(SMALL, **changes)).eval().requires_grad_(False)
+    run, batch = forward_of(model, schema), make_batch(schema, [7, 33, 0, 1], seed=3)
+    assert isinstance(run, TapeForward)
+    expected = by_modules(model, batch)
+    assert np.ptp(expected) > 0.01, "weights that have a say"
+    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+
+
+def test_a_request_has_the_same_bits_whatever_is_scored_beside_it() -> None:
+    schema = make_schema("everything")
+    run = forward_of(trained_model(schema), schema)
+    batch = make_batch(schema, COUNTS, seed=5)
+    together, first = run(*asked(batch)), 0
+    for r, count in enumerate(COUNTS):
+        alone = run(*asked(batch.take_requests(np.array([r]))))
+        assert alone.tobytes() == together[first : first + count].tobytes()
+        first += count
+
+
+def test_a_list_longer_than_what_is_kept_near_is_attended_to_whole() -> None:
+    schema = make_schema("plain history")
+    model = trained_model(schema).eval().requires_grad_(False)
+    batch = make_batch(schema, [150], seed=1, longest=90)
+    np.testing.assert_allclose(forward_of(model, schema)(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
+
+
+def test_weights_that_are_not_finite_give_scores_that_are_not_finite() -> None:
+    schema = make_schema("everything")
+    for value in (float("nan"), float("inf")):
+        model = trained_model(schema)
+        with torch.no_grad():
+            model.get_parameter("dense.layers.0.weight").fill_(value)
+        assert not np.isfinite(forward_of(model, schema)(*asked(make_batch(schema, [4])))).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HstuConfig(),
+        RankerConfig(interaction="dhen"),
+        RankerConfig(request_side="userarch"),
+        RankerConfig(request_side="both"),
+        TwoTowerConfig(stage="ranking"),
+    ],
+    ids=["hstu", "dhen", "userarch", "both sides", "two towers"],
+)
+def test_what_a_tape_does_not_know_goes_through_its_modules(config: Any) -> None:
+    schema = make_schema("everything")
+    model = build_model(schema, config, 1).eval().requires_grad_(False)
+    run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
+    assert not isinstance(run, TapeForward)
+    assert run(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
+
+
+def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = make_schema("everything")
+    model = trained_model(schema)
+    monkeypatch.setattr(forward, "COMPILED", False)
+    assert not isinstance(forward_of(model, schema), TapeForward), "without numba's compiler"
+    monkeypatch.undo()
+    model.__class__ = type("Mine", (type(model),), {"forward": lambda self, inputs: inputs.nro_float_BG[:, :2]})
+    batch = make_batch(schema, [3])
+    assert forward_of(model, schema)(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
+
+
+def test_warming_compiles_for_every_model() -> None:
+    forward.warm()
+    kernels = (machine.run_tape, machine.lay_rows, machine.lay_pooled, machine.lay_floats)
+    before = [len(kernel.nopython_signatures) for kernel in kernels]
+    for case in CASES:
+        schema = make_schema(case)
+        forward_of(trained_model(schema), schema)(*asked(make_batch(schema, COUNTS)))
+    assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -1,0 +1,146 @@
+"""Requests that waited together are scored in one pass, in their order; each has its own answer, error and deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from serving_cases import BODY, MODEL, SCHEMA, build
+from serving_fakes import FakeRows
+
+from roo import wire
+from serving.errors import RequestError
+from serving.http.admission import Gate
+from serving.http.app import HttpInterface
+from serving.http.parse import JsonParser
+from serving.http.scoring_queue import ScoringQueue
+from serving.rank import Ranked, RankService
+from serving.request import RankRequest
+from serving.scorer import first_version
+from serving.versions.held import Versions
+
+SERVICE = RankService(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA))
+PARSER = JsonParser(SCHEMA)
+
+
+def request(name: str, candidates: int = 2) -> RankRequest:
+    body = {"request_id": name, "candidates": {"item_id": list(range(candidates))}}
+    return PARSER.parse(json.dumps(body).encode())
+
+
+class Passes:
+    """A service that notes what came together; the first pass waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.seen: list[list[str]] = []
+
+    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        self.seen.append([r.request_id for r, _ in asked])
+        self.begun.set()
+        assert self.go.wait(30)
+        return [ZeroDivisionError(r.request_id) if r.request_id == "bad" else SERVICE.rank(r, t) for r, t in asked]
+
+
+def run(asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int] = (3, 100)) -> tuple[list[Any], Passes, Gate]:
+    """Outcomes of `asked`, of which the first is being scored while the others come; `gone` are cancelled before it is done."""
+    passes, gate = Passes(), Gate(100)
+
+    async def go() -> list[Any]:
+        queue = ScoringQueue(executor, passes, gate, most)
+        first = asyncio.create_task(queue.score(asked[0], 0))
+        await asyncio.to_thread(passes.begun.wait)
+        tasks = [first, *(asyncio.create_task(queue.score(r, 0)) for r in asked[1:])]
+        await asyncio.sleep(0)
+        for task, r in zip(tasks, asked, strict=True):
+            if r.request_id in gone:
+                task.cancel()
+        passes.go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with ThreadPoolExecutor(1) as executor:
+        return asyncio.run(go()), passes, gate
+
+
+def names(outcomes: list[Any]) -> list[str]:
+    return [o.answer.request_id if isinstance(o, Ranked) else type(o).__name__ for o in outcomes]
+
+
+def test_whoever_waits_when_the_thread_gets_free_is_scored_together_in_order_of_arrival() -> None:
+    outcomes, passes, gate = run([request(n) for n in "abcdef"])
+    assert passes.seen == [["a"], ["b", "c", "d"], ["e", "f"]], "the first waits for nobody; three are the most of a pass"
+    assert names(outcomes) == list("abcdef") and gate.service_s > 0
+
+
+def test_a_pass_is_bounded_in_candidates_and_a_large_request_goes_alone() -> None:
+    asked = [request("a"), request("b", 6), request("c", 5), request("d", 20), request("e")]
+    outcomes, passes, _ = run(asked, most=(16, 10))
+    assert passes.seen == [["a"], ["b"], ["c"], ["d"], ["e"]] and names(outcomes) == list("abcde")
+
+
+def test_what_fails_in_the_middle_costs_itself() -> None:
+    outcomes, passes, _ = run([request(n) for n in ("a", "b", "bad", "c")])
+    assert passes.seen[1] == ["b", "bad", "c"] and names(outcomes) == ["a", "b", "ZeroDivisionError", "c"]
+
+
+def test_whose_deadline_passes_while_it_waits_is_not_scored_and_while_it_is_scored_not_answered() -> None:
+    outcomes, passes, _ = run([request(n) for n in "abcd"], gone="ac")
+    assert passes.seen == [["a"], ["b", "d"]]
+    assert names(outcomes) == ["CancelledError", "b", "CancelledError", "d"]
+
+
+def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begins() -> None:
+    calls: list[int] = []
+
+    def broken(asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        calls.append(len(asked))
+        raise RequestError(500, "no")
+
+    async def go() -> list[Any]:
+        queue = ScoringQueue(executor, broken, Gate(9), (2, 100))
+        return await asyncio.gather(*(queue.score(request(n), 0) for n in "abc"), return_exceptions=True)
+
+    with ThreadPoolExecutor(1) as executor:
+        assert names(asyncio.run(go())) == ["RequestError"] * 3
+    assert calls == [1, 2]
+
+
+def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alone(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA), pass_requests=4)
+    bodies = [{**BODY, "request_id": f"r{i}", "candidates": BODY["candidates"][: 1 + i % 3]} for i in range(9)]
+    bodies[4] = {**bodies[4], "model_version": "9-9"}
+
+    async def go() -> list[Any]:
+        transport = httpx2.ASGITransport(HttpInterface(built.parts))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://serving") as http:
+            return list(await asyncio.gather(*(http.post("/v1/rank", json=body) for body in bodies)))
+
+    answers = asyncio.run(go())
+    assert [a.status_code for a in answers] == [200] * 4 + [404] + [200] * 4
+    for body, answer in zip(bodies, answers, strict=True):
+        if answer.status_code == 404:
+            continue
+        alone = SERVICE.rank(PARSER.parse(json.dumps(body).encode()), 0).answer
+        for mine, other in zip(answer.json()["scores"], json.loads(alone.json())["scores"], strict=True):
+            assert mine == pytest.approx(other, abs=1e-5)
+    logged = [wire.decode(r.value)[1].header.request_id for r in built.records()]  # type: ignore[attr-defined]
+    assert sorted(logged) == [f"r{i}" for i in range(9) if i != 4]
+    built.close()
+
+
+def test_only_requests_of_one_version_share_a_pass() -> None:
+    versions = Versions(first_version(SCHEMA, MODEL, 0))
+    versions.install(dataclasses.replace(first_version(SCHEMA, MODEL, 1), name="1-1"))
+    service = RankService(SCHEMA, versions, FakeRows(SCHEMA))
+    asked = [dataclasses.replace(request(n), model_version=v) for n, v in (("a", "0-0"), ("b", ""), ("c", "0-0"), ("d", "7-7"))]
+    outcomes = service.rank_all([(r, 0) for r in asked])
+    assert [o.answer.model_version for o in outcomes if isinstance(o, Ranked)] == ["0-0", "1-1", "0-0"]
+    assert isinstance(outcomes[3], RequestError) and outcomes[3].status == 404

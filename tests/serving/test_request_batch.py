@@ -1,0 +1,153 @@
+"""What is scored are the arrays that were packed into the bytes that are logged: those that training reads out of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.batch import Batch
+from roo.block import nro_columns, ro_columns
+from roo.columns import NO_COLUMNS, columns_of, pack
+from roo.decode import Decoder
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
+from roo.wire import Record
+from serving import request_batch
+from serving.request_batch import RequestColumns, batch_of, read_request, warm
+from tests.roo.conftest import RICH
+
+NOW_MS = 1_700_000_000_000
+KINDS = {
+    "float": "",
+    "ids": 'kind = "ids"\ntable = "t"',
+    "weighted_ids": 'kind = "weighted_ids"\ntable = "t"',
+    "sequence": 'kind = "sequence"\ntable = "t"\ncolumns = { a = "ids", b = "time_ms", c = "time_ms" }',
+}
+ID = st.integers(-(1 << 63), (1 << 64) - 1)
+FLOAT = st.none() | st.floats(allow_nan=True, allow_infinity=False, width=32)
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> Schema:
+    """Any features of any kinds on both sides, some of their lists cut, some floats with a default."""
+    text = '[limits]\nmax_list = 6\n[tables.t]\ndim = 2\n[[label]]\nname = "y"\naction = "y"\n'
+    for side in ("ro", "nro"):
+        for i, kind in enumerate(draw(st.lists(st.sampled_from(list(KINDS)), max_size=4))):
+            text += f'[[{side}]]\nname = "{side}{i}"\n{KINDS[kind]}\n'
+            if kind == "float":
+                text += f"default = {draw(st.sampled_from([0.0, -2.5]))}\n"
+            elif draw(st.booleans()):
+                text += "max_len = 2\n"
+    return schema_from_dict(tomllib.loads(text))
+
+
+@st.composite
+def values(draw: st.DrawFn, kind: str) -> Any:
+    if kind == "float":
+        return draw(FLOAT)
+    if draw(st.booleans()):
+        return None
+    n = draw(st.integers(0, 6))
+    ids = st.lists(ID, min_size=n, max_size=n)
+    if kind == "ids":
+        return draw(ids)
+    if kind == "weighted_ids":
+        return {"ids": draw(ids), "weights": draw(st.lists(st.floats(-100, 100, width=32), min_size=n, max_size=n))}
+    times = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=n, max_size=n)
+    return {"t": draw(ids), "a": draw(ids), "b": draw(times), "c": draw(times)}
+
+
+@st.composite
+def requests(draw: st.DrawFn, schema: Schema) -> RequestColumns:
+    n = draw(st.integers(1, 4))
+    ro = {f.name: draw(values(f.kind)) for f in schema.ro}
+    nro = {f.name: [draw(values(f.kind)) for _ in range(n)] for f in schema.nro}
+    flat = [f.name for f in schema.nro if f.kind == "ids"] if draw(st.booleans()) else []
+    nro |= {name: np.arange(n) for name in flat}
+    item_ids = np.array(draw(st.lists(st.integers(0, 99), min_size=n, max_size=n)), dtype=np.int64)
+    return RequestColumns(ro_columns(schema, ro), nro_columns(schema, nro, n), item_ids, NOW_MS)
+
+
+def as_record(schema: Schema, request: RequestColumns, at: int) -> Record:
+    """The sample that the joiner makes of it."""
+    n = len(request.item_ids)
+    sample = pb.Sample(
+        header=pb.Header(request_id=f"r{at}", time_ms=request.time_ms, schema=schema.fingerprint),
+        close_ms=NOW_MS,
+        ro=pack(request.ro),
+        item_ids=request.item_ids.tolist(),
+        parts=[pb.Part(nro=pack(request.nro), num_rows=n)],
+        labels=[0.0] * n,
+    )
+    return Record("samples", 0, at, NOW_MS, b"", wire.encode(wire.SAMPLE, sample))
+
+
+def assert_equal(ours: Batch, theirs: Batch, fields: tuple[str, ...] = ()) -> None:
+    """In every array of `fields` (none given = all), bit for bit."""
+    for name in fields or [f.name for f in dataclasses.fields(Batch) if f.name != "schema"]:
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if isinstance(a, np.ndarray):
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
+            continue
+        assert a.keys == b.keys and list(a.columns) == list(b.columns) and (a.weights is None) == (b.weights is None)
+        arrays = ("lengths_KN", "values", "present_KN", *(("weights",) if a.weights is not None else ()))
+        pairs = [(x, getattr(a, x), getattr(b, x)) for x in arrays] + [(c, a.columns[c], b.columns[c]) for c in a.columns]
+        for inner, x, y in pairs:
+            assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), f"{name}.{inner}"
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_batch_of_values_is_bit_for_bit_that_of_their_bytes(data: st.DataObject) -> None:
+    schema = data.draw(schemas())
+    decoder = Decoder(schema, lambda _: schema)
+    asked = [data.draw(requests(schema)) for _ in range(data.draw(st.integers(1, 3)))]
+    for request in asked:
+        read = decoder.decode_request(pack(request.ro), pack(request.nro), request.item_ids, request.time_ms)
+        assert_equal(batch_of(schema, [request]), read)
+    trained, rejects = decoder.decode([as_record(schema, request, i) for i, request in enumerate(asked)])
+    assert not rejects
+    side = ("ro_float_RF", "ro_present_RF", "ro_lists", "nro_float_BF", "nro_present_BF", "nro_lists")
+    of_all = ("num_candidates_R", "request_index_B", "item_B", "time_ms_R")
+    assert_equal(batch_of(schema, asked), trained, (*side, *of_all))
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_columns_are_those_of_the_bytes_that_are_made_of_them(data: st.DataObject) -> None:
+    schema = data.draw(schemas())
+    request = data.draw(requests(schema))
+    for columns in (request.ro, request.nro):
+        for mine, read in zip(columns, columns_of(pack(columns)), strict=True):
+            assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes()) and mine.flags.c_contiguous
+    read = read_request(schema, pack(request.ro), pack(request.nro), request.item_ids, NOW_MS)
+    assert_equal(batch_of(schema, [read]), batch_of(schema, [request]))
+
+
+def test_labels_are_unknown_and_cannot_be_written_to() -> None:
+    schema = schema_from_dict(tomllib.loads(RICH))
+    batch = batch_of(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.array([5, 6]), NOW_MS)])
+    assert np.isnan(batch.label_before_BT).all() and batch.weight_BT.all() and batch.offset_R.tolist() == [-1]
+    with pytest.raises(ValueError, match="read-only"):
+        batch.label_BT[:] = 1.0
+
+
+def test_warming_compiles_for_every_request() -> None:
+    warm()
+    kernels = (request_batch.fill_floats, request_batch.split_lists)
+    before = [len(kernel.nopython_signatures) for kernel in kernels]
+    schema = schema_from_dict(tomllib.loads(RICH))
+    given = {"history": {"item": [1], "action": [2], "kind": [3], "time": [4]}, "tags": {"ids": [1], "weights": [0.5]}}
+    asked = RequestColumns(ro_columns(schema, given), nro_columns(schema, {"item": np.array([1, 2])}, 2), np.arange(2), 0)
+    for several in ([asked], [asked, asked], [asked._replace(nro=NO_COLUMNS), asked]):
+        batch_of(schema, several)
+    batch_of(schema, [read_request(schema, pack(asked.ro), pack(asked.nro), np.arange(2), 0)])
+    assert [len(kernel.nopython_signatures) for kernel in kernels] == before
