@@ -13,6 +13,7 @@ MODULES = (
     "roo.counters",
     "param_server.warm",
     "param_server.replica.shared_reader",
+    "param_server.replica.cached_stack",
     "models.gather",
     "models.attention",
     "models.fused.forward",

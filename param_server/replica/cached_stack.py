@@ -126,3 +126,8 @@ def turn(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: int) -> t
     for m in range(found):
         flags_N[out_M[m]] |= LIVE
     return out_M[:found], hand
+
+
+def warm() -> None:
+    """Compile the kernel into numba's cache."""
+    turn(np.zeros(1, np.uint8), 1, 0, 1, 0)
