@@ -97,6 +97,7 @@ class Parts:
     waiting_for: Callable[[], list[str]]
     keys: Keyring | None = None  # None = everybody may do everything
     tls: Tls | None = None
+    rows_age_s: Callable[[], float | None] = lambda: None  # since they were known to be current; None = never
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,6 +153,7 @@ def build_process(
         stamps=Stamps(clock),
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
+        rows_age_s=rows.age_s,
         waiting_for=lambda: [rows.waiting_for] * (not rows.ready) + ["another process: this one stops"] * is_stopping(),
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
         tls=Tls(config.tls) if config.tls else None,

@@ -171,7 +171,8 @@ def _others(parts: Parts) -> FastAPI:
 
     async def readyz(request: Request) -> Response:
         waiting_for = parts.waiting_for()
-        body = {"ready": not waiting_for, "waiting_for": waiting_for, "model_version": parts.service.versions.named("").name}
+        about = _about(parts)
+        body = {"waiting_for": waiting_for, **{name: about[name] for name in ("ready", "model_version", "rows_age_s")}}
         return JSONResponse(body, 503 if waiting_for else 200, {"retry-after": "1"} if waiting_for else None)
 
     async def metrics(request: Request) -> Response:
@@ -199,6 +200,7 @@ def _about(parts: Parts) -> dict[str, Any]:
         "schema": parts.schema.name,
         "model_version": parts.service.versions.named("").name,
         "ready": not waiting_for,
+        "rows_age_s": None if (age_s := parts.rows_age_s()) is None else round(age_s, 3),
     }
 
 

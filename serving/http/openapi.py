@@ -78,6 +78,7 @@ class Readiness(msgspec.Struct, forbid_unknown_fields=True):
     ready: bool
     waiting_for: list[str]
     model_version: str
+    rows_age_s: Annotated[float | None, Meta(description="since the rows were known to be current; null = they never were")]
 
 
 class Alive(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,6 +95,7 @@ class About(msgspec.Struct, forbid_unknown_fields=True):
     schema: str
     model_version: str
     ready: bool
+    rows_age_s: float | None
     links: dict[str, str]
 
 

@@ -198,7 +198,7 @@ def test_ready_only_when_nothing_is_waited_for_but_always_alive(client: Client) 
     assert http.get("/healthz").json() == {"status": "ok"}
     assert http.post("/v1/rank", json=BODY).json()["degraded"] is True
     built.waiting_for.clear()
-    assert http.get("/readyz").json() == {"ready": True, "waiting_for": [], "model_version": "0-0"}
+    assert http.get("/readyz").json() == {"ready": True, "waiting_for": [], "model_version": "0-0", "rows_age_s": None}
 
 
 def test_metrics_count_answers_by_route_and_status(client: Client) -> None:
