@@ -128,6 +128,19 @@ class Answer(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = (
+    ("Content-Security-Policy", _POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
+"""Of every page of ours: nothing from anywhere else, no inline script, nobody's frame."""
+
 Pages = Mapping[str, Callable[[], Answer]]
 
 

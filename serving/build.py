@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ class Parts:
     metrics: ServingMetrics
     executor: Executor  # one thread: scoring
     waiting_for: Callable[[], list[str]]
+    rows_numbers: Callable[[], Mapping[str, float | None]] = dict  # what is known of the rows, by the names of metrics
     keys: Keyring | None = None  # None = everybody may do everything
     tls: Tls | None = None
     rows_age_s: Callable[[], float | None] = lambda: None  # since they were known to be current; None = never
@@ -155,6 +156,7 @@ def build_process(
         executor=ThreadPoolExecutor(1, "scoring"),
         rows_age_s=rows.age_s,
         waiting_for=lambda: [rows.waiting_for] * (not rows.ready) + ["another process: this one stops"] * is_stopping(),
+        rows_numbers=rows.numbers,
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
         tls=Tls(config.tls) if config.tls else None,
     )

@@ -69,7 +69,7 @@ class Ranked:
     record: LogRecord
 
 
-class _CompleteRequest(NamedTuple):
+class CompleteRequest(NamedTuple):
     """A request as it is scored and logged, and with which versions."""
 
     choice: Choice
@@ -110,10 +110,10 @@ class RankService:
         What is wrong with one costs that one: where a pass of several fails, each is scored alone.
         """
         outcomes: dict[int, Ranked | Exception] = {}
-        by_version: dict[int, list[tuple[int, _CompleteRequest]]] = {}
+        by_version: dict[int, list[tuple[int, CompleteRequest]]] = {}
         for i, (request, time_ms) in enumerate(asked):
             try:
-                complete = self._completed(request, time_ms)
+                complete = self.completed(request, time_ms)
                 by_version.setdefault(id(complete.choice.version), []).append((i, complete))
             except Exception as error:
                 outcomes[i] = error
@@ -121,7 +121,7 @@ class RankService:
             outcomes.update(self._scored(group))
         return [outcomes[i] for i in range(len(asked))]
 
-    def _completed(self, request: RankRequest, time_ms: int) -> _CompleteRequest:
+    def completed(self, request: RankRequest, time_ms: int) -> CompleteRequest:
         """Steps 1 and 2."""
         begin_s = time.perf_counter()
         choice = self.versions.for_request(request)
@@ -131,9 +131,9 @@ class RankService:
         hydrated_s = time.perf_counter()
         blocks = self.filler.encode(request, time_ms, ro_online, nro_online)
         took_s = opened_s - begin_s, hydrated_s - opened_s, time.perf_counter() - hydrated_s
-        return _CompleteRequest(choice, request, time_ms, blocks, degraded, took_s)
+        return CompleteRequest(choice, request, time_ms, blocks, degraded, took_s)
 
-    def _scored(self, group: list[tuple[int, _CompleteRequest]]) -> Iterator[tuple[int, Ranked | Exception]]:
+    def _scored(self, group: list[tuple[int, CompleteRequest]]) -> Iterator[tuple[int, Ranked | Exception]]:
         """Steps 3 to 5 of requests of one version."""
         begin_s = time.perf_counter()
         try:
@@ -152,7 +152,7 @@ class RankService:
             except Exception as error:
                 yield i, error
 
-    def _ranked(self, complete: _CompleteRequest, logits_nT: np.ndarray, share_s: float) -> Ranked:
+    def _ranked(self, complete: CompleteRequest, logits_nT: np.ndarray, share_s: float) -> Ranked:
         """Steps 4 and 5; `share_s`: its share of the pass. Raises RequestError 413, 500."""
         begin_s = time.perf_counter()
         request, version = complete.request, complete.choice.version
@@ -178,7 +178,7 @@ class RankService:
         self._tell(complete, scores_nT, took_s)
         return Ranked(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
 
-    def _tell(self, complete: _CompleteRequest, scores_nT: np.ndarray, took_s: float) -> None:
+    def _tell(self, complete: CompleteRequest, scores_nT: np.ndarray, took_s: float) -> None:
         request = complete.request
         self.scored(
             ScoredRequest(
@@ -215,7 +215,7 @@ class RankService:
         best = best_order(scores_nT[:, self.policy.task])
         return explore(best, self.policy.exploration, self._draw(request)) if self.policy.exploration else (best, [])
 
-    def _draft(self, complete: _CompleteRequest, scores_nT: np.ndarray) -> Draft | None:
+    def _draft(self, complete: CompleteRequest, scores_nT: np.ndarray) -> Draft | None:
         """With the rival's order, where the request has a rival and that can score it."""
         choice, request = complete.choice, complete.request
         if choice.rival is None:
@@ -235,7 +235,7 @@ class RankService:
         """What chance decides in a request; the same when it is repeated."""
         return draw_of(self.policy.seed, request.key, request.request_id, request.first_position)
 
-    def _impression(self, complete: _CompleteRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
+    def _impression(self, complete: CompleteRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
         """The record, with the arrays in it as they are. Raises RequestError 413."""
         request, blocks = complete.request, complete.blocks
         header = pb.Header(

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from roo.errors import nearest
 from runtime.exports import Exports
+from runtime.metrics import PAGE_HEADERS
 from runtime.program import CURRENT_CALL
 from serving.access.doors import needed
 from serving.access.key_file import Keyring
@@ -25,15 +26,18 @@ from serving.errors import RequestError, shown
 from serving.http.body import JSON, Intake, refuse
 from serving.http.call_names import HEADER, names_of
 from serving.http.openapi import describe
-from serving.http.pages import front_page, interface_page
+from serving.http.pages import interface_page
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
 from serving.http.tracing import Spanning, open_tracing
 from serving.oip.endpoints import InferenceProtocol, refuse_inference
+from serving.page import front
+from serving.page.explain_endpoint import ExplainEndpoint
 
 LINKS = {
     "rank": "/v1/rank",
+    "explain": "/v1/explain",
     "engagements": "/v1/engagements",
     "inference": "/v2",
     "interface": "/docs",
@@ -54,10 +58,14 @@ class HttpInterface:
         self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
         rank = RankEndpoint(parts, self.intake, seldom)
         self.gate = rank.gate
-        self._traffic = {"/v1/rank": rank, "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom)}
+        self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
+            "/v1/rank": rank,
+            "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom),
+            "/v1/explain": ExplainEndpoint(parts, rank, seldom),
+        }
         self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
-        self._open_files: frozenset[str] = frozenset()
+        self._open_files = frozenset(front.FILES) - {"/"}
         self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
         helps = {
             "in_flight": "rank requests in work",
@@ -119,7 +127,7 @@ class HttpInterface:
 
     def _refusal(self, keys: Keyring, scope: Scope) -> RequestError | None:
         wanted = needed(scope["path"], self._open_files)
-        if wanted is None:
+        if wanted is None or (scope["path"] == "/" and wants_page(scope)):
             return None
         try:
             keys.check(next((value for name, value in scope["headers"] if name == b"authorization"), b""), wanted)
@@ -163,8 +171,13 @@ def _others(parts: Parts) -> FastAPI:
 
     async def root(request: Request) -> Response:
         about = {**_about(parts), "links": links}
-        wants_page = "text/html" in request.headers.get("accept", "")
-        return HTMLResponse(front_page(about)) if wants_page else JSONResponse(about)
+        return page_file("/") if wants_page(request.scope) else JSONResponse(about)
+
+    async def page(request: Request) -> Response:
+        return page_file(request.url.path)
+
+    async def page_document(request: Request) -> Response:
+        return JSONResponse(front.document(parts, _version()), headers=dict(PAGE_HEADERS))
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -185,6 +198,7 @@ def _others(parts: Parts) -> FastAPI:
         return HTMLResponse(interface_page(document()))
 
     routes = {"/": root, "/healthz": healthz, "/readyz": readyz, "/metrics": metrics, "/openapi.json": openapi, "/docs": docs}
+    routes |= {front.DOCUMENT: page_document, **dict.fromkeys([path for path in front.FILES if path != "/"], page)}
     for path, answer in routes.items():
         app.add_route(path, answer, methods=["GET"])  # with HEAD
     app.add_exception_handler(HTTPException, _told)
@@ -202,6 +216,15 @@ def _about(parts: Parts) -> dict[str, Any]:
         "ready": not waiting_for,
         "rows_age_s": None if (age_s := parts.rows_age_s()) is None else round(age_s, 3),
     }
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether a browser asks."""
+    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
+
+
+def page_file(path: str) -> Response:
+    return Response(front.content(path), headers={"content-type": front.FILES[path][1], **dict(PAGE_HEADERS)})
 
 
 async def _told(request: Request, error: Exception) -> Response:

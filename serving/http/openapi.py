@@ -17,6 +17,7 @@ from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
 from serving.http.json_types import NAME, PlainId, build_types, limits
 from serving.http.query import RANK_QUERY
 from serving.http.version_header import HEADER
+from serving.page.explain_types import ExplainAnswer
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -117,6 +118,7 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
         "paths": {
             "/v1/rank": {"post": _rank(schema)},
             "/v1/engagements": {"post": _engage(schema)},
+            "/v1/explain": {"post": _explain(schema)},
             "/healthz": {"get": _get("alive", "The process is up", _ok(_json("Alive")))},
             "/readyz": {"get": _get("ready", "Whether answers are complete", _readiness())},
             "/metrics": {"get": _get("metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}}))},
@@ -128,7 +130,17 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
 
 
 def _components(schema: Schema) -> dict[str, Any]:
-    types = (build_types(schema).rank, EngagementBody, *_answer_types(schema), Accepted, ErrorAnswer, Readiness, Alive, About)
+    types = (
+        build_types(schema).rank,
+        EngagementBody,
+        *_answer_types(schema),
+        Accepted,
+        ExplainAnswer,
+        ErrorAnswer,
+        Readiness,
+        Alive,
+        About,
+    )
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     named = {_NAMES.get(name, name): component for name, component in components.items()}
     for name, component in named.items():
@@ -177,6 +189,18 @@ def _engage(schema: Schema) -> dict[str, Any]:
         "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": {JSON: {"schema": either, "example": examples.engagement_example(schema)}}},
         "responses": _ok(answer, "logged") | _errors(*(status for status in _ERRORS if status not in (404, 504))),
+    }
+
+
+def _explain(schema: Schema) -> dict[str, Any]:
+    body = {JSON: {"schema": {"$ref": _REF.format(name="RankRequest")}, "example": examples.rank_example(schema)}}
+    return {
+        "operationId": "explain",
+        "tags": ["traffic"],
+        "summary": "Rank without logging, and say why: scores without each feature; at most 50 candidates, one call at a time",
+        "parameters": DOCUMENTED,
+        "requestBody": {"required": True, "content": body},
+        "responses": _ok(_json("ExplainAnswer"), "scored; nothing is logged") | _errors(*_ERRORS),
     }
 
 

@@ -1,4 +1,4 @@
-"""Pages for people: made here of what is served anyway, without a script or a file from anywhere else."""
+"""The interface, for people: made here of the document, without a script or a file from anywhere else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ _STYLE = (
     "td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;vertical-align:top}code{background:#f4f4f4}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}pre,code{background:#262626}a{color:#8bf}}"
 )
-
-
-def front_page(about: Mapping[str, Any]) -> str:
-    """Who answers here, and where what is."""
-    rows = [(name, _text(value)) for name, value in about.items() if name != "links"]
-    links = [(name, f'<a href="{escape(path)}">{escape(path)}</a>') for name, path in about["links"].items()]
-    return _page(str(about["name"]), _table(rows) + "<h2>Where</h2>" + _table(links))
 
 
 def interface_page(document: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from runtime.metrics import Answer
+from runtime.metrics import PAGE_HEADERS, Answer
 from trainer.control.controller import Controller
 from trainer.control.history import Changes, History, Rate
 from trainer.control.neighbours import STAGES, Neighbours
@@ -34,17 +34,6 @@ _FILES = {
         for name in ("page.js", "tables.js", "chart.js", "parts.js", "words.js")
     },
 }
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = (
-    ("Content-Security-Policy", _POLICY),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-    ("Cache-Control", "no-store"),
-)
 _WORST = frozenset({"lag_ms", "lag_records", "commit_ms", "paused_ms", "fresh_p99", *(f"fresh.{s}" for s in STAGES)})
 
 
@@ -165,11 +154,11 @@ def plain(value: Any) -> Any:
 
 def _json(document: Mapping[str, Any]) -> Answer:
     body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
-    return Answer("application/json", body, HEADERS)
+    return Answer("application/json", body, PAGE_HEADERS)
 
 
 def _file(name: str, kind: str) -> Answer:
-    return Answer(kind, _content(name), HEADERS)
+    return Answer(kind, _content(name), PAGE_HEADERS)
 
 
 @functools.cache

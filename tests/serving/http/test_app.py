@@ -48,18 +48,20 @@ def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> 
     assert page.headers["content-type"].startswith("text/html") and 'href="/docs"' in page.text
 
 
-def test_the_front_page_links_to_the_controllers_page_where_there_is_one(client: Client) -> None:
+def test_the_root_links_to_the_controllers_page_where_there_is_one(client: Client) -> None:
     url = "http://127.0.0.1:9100/"
     http, _ = client(status_page=url)
-    assert http.get("/").json()["links"]["status_page"] == url
-    assert f'href="{url}"' in http.get("/", headers={"accept": "text/html"}).text
+    assert http.get("/").json()["links"]["status_page"] == http.get("/page.json").json()["links"]["trainer"] == url
 
 
 def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
     http, _ = client()
     for path in ("/", "/docs"):
         page = http.get(path, headers={"accept": "text/html"}).text
-        assert not re.search(r"<script|<link|<img|src=|https?://", page)
+        assert not re.search(r"<img|https?://", page)
+        named = re.findall(r'(?:src|href)="([^"#]*)"', page)
+        assert all(name.startswith(("/", "data:")) for name in named), named
+        assert path == "/" or "<script" not in page
     for word in ("/v1/rank", "/v1/engagements", "RankRequest", "retry-after", "429", "ranked"):
         assert word in http.get("/docs").text.replace("Retry-After", "retry-after")
 

@@ -1,0 +1,148 @@
+"""Why candidates score as they do: their features, which of their rows are learned, and their scores without each feature.
+
+A feature is taken out by leaving it missing, for all candidates; nothing else is hydrated or computed anew. What is told is the
+score without it less the score with it: of the model as it is, not of what users would do. Nothing is logged.
+
+1 complete the request as a rank is completed, score it, and look at its rows
+2 take out one feature after another, some of them in one forward pass
+3 tell
+
+Letters: n candidates, T tasks, U rows of a stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from roo.block import decode_block, nro_columns, ro_columns
+from roo.columns import Side
+from roo.ids import unsigned
+from roo.lookup import build_lookup, sources_of
+from roo.schema import Feature
+from serving.explore import best_order
+from serving.page.explain_types import ExplainAnswer, ExplainedCandidate, FeatureEffect, RowCount
+from serving.rank import RankService
+from serving.request import RankRequest
+from serving.request_batch import RequestColumns, batch_of
+from serving.scorer import RowReader, Version, probabilities
+
+MOST_CANDIDATES = 50
+MOST_FEATURES = 64  # that are taken out
+_PASS_CANDIDATES = 100  # of one forward pass: how long a rank may have to wait for one of ours
+_SHOWN_IDS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Explanation:
+    """One in the making. `ro`, `nro`: what was given, by feature; `changes`: what has been tried, float32 [n, T] by feature."""
+
+    request: RankRequest
+    time_ms: int
+    version: Version
+    degraded: bool
+    ro: dict[str, Any]
+    nro: dict[str, Any]
+    scores_nT: np.ndarray
+    rows: dict[str, list[RowCount]]
+    changes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def given(self) -> list[str]:
+        """Features that can be taken out, a candidate's first, as declared."""
+        schema = self.version.schema
+        return [f.name for f in (*schema.nro, *schema.ro) if f.name in self.nro or f.name in self.ro]
+
+
+class Explainer:
+    """`begin` and `take_out` in the scoring thread. `initial`: rows that nobody has learned, as a replica without any gives."""
+
+    def __init__(self, service: RankService, initial: Callable[[], RowReader]) -> None:
+        self.service, self.schema, self._initial = service, service.schema, initial
+
+    def begin(self, request: RankRequest, time_ms: int) -> Explanation:
+        """Step 1. Raises RequestError, as a rank does."""
+        complete = self.service.completed(request, time_ms)
+        columns, version = complete.columns(), complete.choice.version
+        n = len(request.item_ids)
+        ro = decode_block(self.schema, "ro", complete.blocks.ro, 1)
+        nro = {k: v for k, v in decode_block(self.schema, "nro", complete.blocks.nro, n).items() if _some(v)}
+        scores_nT = probabilities(version.score(self.service.rows, columns))
+        return Explanation(request, time_ms, version, complete.degraded, ro, nro, scores_nT, self._rows(columns))
+
+    def passes(self, explanation: Explanation) -> Iterator[list[str]]:
+        """Features to be taken out, as many at a time as one forward pass may hold."""
+        names = explanation.given[:MOST_FEATURES]
+        size = max(_PASS_CANDIDATES // len(explanation.request.item_ids), 1)
+        yield from (names[at : at + size] for at in range(0, len(names), size))
+
+    def take_out(self, explanation: Explanation, names: Sequence[str]) -> None:
+        """Step 2, of these. Raises RequestError 500."""
+        version = explanation.version
+        logits = version.score_all(self.service.rows, [self._without(explanation, name) for name in names])
+        for name, logits_nT in zip(names, logits, strict=True):
+            explanation.changes[name] = probabilities(version.finite(logits_nT)) - explanation.scores_nT
+
+    def told(self, explanation: Explanation) -> ExplainAnswer:
+        """Step 3."""
+        request, tasks = explanation.request, self.schema.tasks
+        scores = [dict(zip(tasks, row, strict=True)) for row in explanation.scores_nT.tolist()]
+        return ExplainAnswer(
+            request_id=request.request_id,
+            model_version=explanation.version.name,
+            degraded=explanation.degraded,
+            tasks=list(tasks),
+            order=best_order(explanation.scores_nT[:, self.service.policy.task]),
+            candidates=[ExplainedCandidate(item, s) for item, s in zip(request.given_ids, scores, strict=True)],
+            features=[self._effect(explanation, side, f) for side in ("nro", "ro") for f in getattr(self.schema, side)],
+            left_out=max(len(explanation.given) - MOST_FEATURES, 0),
+        )
+
+    def _without(self, explanation: Explanation, name: str) -> RequestColumns:
+        ro = {k: v for k, v in explanation.ro.items() if k != name}
+        nro = {k: v for k, v in explanation.nro.items() if k != name}
+        items = explanation.request.item_ids
+        columns = ro_columns(self.schema, ro), nro_columns(self.schema, nro, len(items))
+        return RequestColumns(*columns, items, explanation.time_ms)
+
+    def _rows(self, columns: RequestColumns) -> dict[str, list[RowCount]]:
+        """By feature, of the request or of each candidate: a sequence's columns that have a table count with it."""
+        batch = batch_of(self.schema, [columns])
+        lookup = build_lookup(batch)
+        rows, initial = self.service.rows.gather(lookup), self._initial().gather(lookup)
+        counts: dict[str, np.ndarray] = {}
+        for stack, sources in self.schema.derived(sources_of).items():
+            learned_U = (rows[stack] != initial[stack]).any(axis=1)
+            for source in sources:
+                name = source.key.partition(".")[0]
+                lists = batch.ro_lists if source.side == "ro" else batch.nro_lists
+                lengths_N = lists.lengths_KN[lists.index(name)]
+                at = np.repeat(np.arange(len(lengths_N)), lengths_N)
+                learned_N = np.bincount(at, learned_U[lookup.stacks[stack].index[source.key]], len(lengths_N))
+                counts[name] = counts.get(name, 0) + np.stack((lengths_N, learned_N)).astype(np.int64)
+        return {name: [RowCount(*pair) for pair in count_2N.T.tolist()] for name, count_2N in counts.items()}
+
+    def _effect(self, explanation: Explanation, side: Side, f: Feature) -> FeatureEffect:
+        given = explanation.ro if side == "ro" else explanation.nro
+        n = 1 if side == "ro" else len(explanation.request.item_ids)
+        values = [given.get(f.name)] if side == "ro" else given.get(f.name, [None] * n)
+        changes_nT = explanation.changes.get(f.name)
+        told = None if changes_nT is None else [dict(zip(self.schema.tasks, row, strict=True)) for row in changes_nT.tolist()]
+        return FeatureEffect(f.name, side, f.kind, [_shown(v) for v in values], explanation.rows.get(f.name), told)
+
+
+def _some(column: Any) -> bool:
+    """Whether any candidate has it."""
+    return not np.isnan(column).all() if isinstance(column, np.ndarray) else any(v is not None for v in column)
+
+
+def _shown(value: Any) -> float | str | None:
+    """A number, or ids as text: they may be too large for a browser's numbers."""
+    if value is None or isinstance(value, float | np.floating):
+        return None if value is None or np.isnan(value) else float(value)
+    ids = next(iter(value.values())) if isinstance(value, dict) else value
+    more = f", … ({len(ids)})" if len(ids) > _SHOWN_IDS else ""
+    return ", ".join(str(unsigned(i)) for i in ids[:_SHOWN_IDS]) + more or "empty"

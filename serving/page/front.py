@@ -1,0 +1,58 @@
+"""The front page's files and its document, `/page.json`."""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import Any
+
+from runtime.metrics import freshness
+from serving.build import Parts
+from serving.http.examples import rank_example
+
+FORMAT = 1
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
+}
+DOCUMENT = "/page.json"
+_FRESH = "engagement_to_servable"
+
+
+@functools.cache
+def content(path: str) -> bytes:
+    """Of a file of the page, by the path it is asked for."""
+    return resources.files("serving.page").joinpath("web", FILES[path][0]).read_bytes()
+
+
+def document(parts: Parts, release: str) -> dict[str, Any]:
+    """What the page shows; times in seconds, null = not known."""
+    versions, schema, numbers = parts.service.versions, parts.schema, parts.rows_numbers()
+    served, waiting_for = versions.served, parts.waiting_for()
+    now_ms = parts.stamps.clock.now_ms()
+    links = {"docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
+    return {
+        "format": FORMAT,
+        "release": release,
+        "schema": schema.name,
+        "ready": not waiting_for,
+        "waiting_for": waiting_for,
+        "served": {
+            "name": served.version.name,
+            "age_s": (now_ms - served.committed_ms) / 1000 if served.committed_ms else None,
+        },
+        "versions": [held.version.name for held in versions.held],
+        "rows": numbers.get("replica_rows"),
+        "rows_age_s": parts.rows_age_s(),
+        "freshness": {f"p{round(100 * q)}_s": _seconds(freshness().quantile(_FRESH, q)) for q in (0.5, 0.99)},
+        "tasks": list(schema.tasks),
+        "features": {"ro": len(schema.ro), "nro": len(schema.nro)},
+        "example": rank_example(schema),
+        "links": links | ({"trainer": parts.config.status_page} if parts.config.status_page else {}),
+    }
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000

@@ -1,0 +1,185 @@
+"""Why candidates score as they do: against scores of requests without the feature, and beside the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from serving_fakes import FakeHydrator, FakeRows
+from starlette.testclient import TestClient
+
+from param_server.replica.replica import Replica
+from roo.ids import item_id
+from roo.lookup import Lookup
+from serving.http.app import HttpInterface
+from serving.http.examples import rank_example
+from serving.page import explanation
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Iterator[Built]:
+    made = build(tmp_path, FakeRows(SCHEMA))
+    yield made
+    made.close()
+
+
+def client_of(built: Built) -> TestClient:
+    return TestClient(HttpInterface(built.parts), raise_server_exceptions=False)
+
+
+def explained(built: Built, body: dict[str, Any] = BODY) -> dict[str, Any]:
+    answer = client_of(built).post("/v1/explain", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_scores_and_order_are_those_of_a_rank_and_nothing_is_logged(built: Built) -> None:
+    learn(built)
+    told = explained(built)
+    assert built.records() == []
+    rank = client_of(built).post("/v1/rank", json=BODY).json()
+    assert told["order"] == rank["order"] and told["model_version"] == rank["model_version"] == "1-9"
+    assert [c["item_id"] for c in told["candidates"]] == [8, "nine", 10]
+    for one, scores in zip(told["candidates"], rank["scores"], strict=True):
+        assert one["scores"] == pytest.approx(scores, abs=1e-6)
+
+
+def test_a_change_is_the_score_of_the_request_without_the_feature_less_its_own(built: Built) -> None:
+    learn(built)
+    told = explained(built)
+    by_name = {f["name"]: f for f in told["features"]}
+    for name in ("mood", "likes", "history", "age_h", "topics", "clicks"):
+        body = copy.deepcopy(BODY)
+        body["ro"].pop(name, None)
+        for candidate in body["candidates"]:
+            candidate["nro"].pop(name, None)
+        without = client_of(built).post("/v1/rank", json=body).json()["scores"]
+        changes = [{task: s[task] - c["scores"][task] for task in s} for s, c in zip(without, told["candidates"], strict=True)]
+        for change, expected in zip(by_name[name]["changes"], changes, strict=True):
+            assert change == pytest.approx(expected, abs=2e-6), name
+    assert max(abs(c["click"]) for f in by_name.values() for c in f["changes"] or ()) > 1e-4, "some of it matters"
+
+
+def test_features_are_told_as_they_were_scored(built: Built) -> None:
+    by_name = {f["name"]: f for f in explained(built)["features"]}
+    assert set(by_name) == {f.name for f in (*SCHEMA.ro, *SCHEMA.nro)}
+    assert by_name["age_h"]["values"] == [2.5, None, None] and by_name["mood"]["values"] == [0.5]
+    assert by_name["topics"]["values"] == ["1, 2", "7", None] and by_name["history"]["values"] == ["8, 3"]
+    assert by_name["num_candidates"]["values"] == [3.0] and by_name["place"]["values"] == [0.0, 1.0, 2.0], "computed ones too"
+    assert by_name["item"]["values"] == ["8", str(item_id("nine")), "10"] and by_name["mood"]["rows"] is None
+
+
+def test_what_was_hydrated_is_explained_and_marked(tmp_path: Path) -> None:
+    hydrator = FakeHydrator({}, {"clicks_1h": 7.0})
+    built = build(tmp_path, FakeRows(SCHEMA), hydrator)
+    body = {"user_id": 1, "candidates": [{"item_id": 1}, {"item_id": 2}]}
+    told = explained(built, body)
+    assert {f["name"]: f["values"] for f in told["features"]}["clicks"] == [7.0, 7.0] and not told["degraded"]
+    hydrator.away = True
+    assert explained(built, body)["degraded"]
+    built.close()
+
+
+def test_rows_are_counted_and_those_that_were_learned(tmp_path: Path) -> None:
+    class Learned:
+        """Of all rows only item 8's and topic 2's."""
+
+        def __init__(self) -> None:
+            self.blank = Replica(SCHEMA, 0, num_buckets=1)
+
+        def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+            rows = {stack: found.copy() for stack, found in self.blank.gather(lookup).items()}
+            known = {(SCHEMA.table_by_name["item"].id, 8), (SCHEMA.table_by_name["topic"].id, 2)}
+            for stack, entry in lookup.stacks.items():
+                learned = [(int(t), int(i)) in known for t, i in zip(entry.table_U, entry.id_U, strict=True)]
+                rows[stack][learned] += 1
+            return rows
+
+    built = build(tmp_path, Learned())
+    rows = {f["name"]: f["rows"] for f in explained(built)["features"]}
+    assert rows["topics"] == [{"needed": 2, "learned": 1}, {"needed": 1, "learned": 0}, {"needed": 0, "learned": 0}]
+    assert rows["history"] == [{"needed": 2, "learned": 1}] and rows["likes"] == [{"needed": 2, "learned": 1}]
+    assert rows["user"] == [{"needed": 1, "learned": 0}]
+    built.close()
+
+
+def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explanation, "MOST_FEATURES", 3)
+    told = explained(built)
+    assert [f["name"] for f in told["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
+    assert told["left_out"] == 8
+    monkeypatch.setattr("serving.page.explain_endpoint.MOST_CANDIDATES", 2)
+    refused = client_of(built).post("/v1/explain", json=BODY)
+    assert refused.status_code == 413 and refused.json()["error"]["path"] == "$.candidates"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [({}, 400), ({**BODY, "model_version": "9-9"}, 404), ({**BODY, "ro": {"hours": 1}}, 400)]
+)
+def test_it_is_refused_as_a_rank_is(built: Built, body: dict[str, Any], status: int) -> None:
+    assert client_of(built).post("/v1/explain", json=body).status_code == status
+    assert client_of(built).get("/v1/explain").status_code == 405
+
+
+def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
+    app = HttpInterface(built.parts)
+    passes: list[str] = []
+    endpoint = app._traffic["/v1/explain"]
+    explainer, go = endpoint.explainer, threading.Event()  # type: ignore[union-attr]
+    begin, take_out = explainer.begin, explainer.take_out
+    explainer.begin = lambda *given: (go.wait(30), begin(*given))[1]
+    explainer.take_out = lambda *given: (passes.append("explain"), take_out(*given))[1]
+
+    async def ask(path: str) -> int:
+        import httpx2 as httpx
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
+            return (await http.post(path, json=BODY, timeout=60)).status_code
+
+    async def all_of_it() -> list[int]:
+        first = asyncio.create_task(ask("/v1/explain"))
+        while not endpoint._busy:  # type: ignore[union-attr]
+            await asyncio.sleep(0.001)
+        second = await ask("/v1/explain")
+        rank = asyncio.create_task(ask("/v1/rank"))
+        while not app.gate.in_flight:
+            await asyncio.sleep(0.001)
+        built.service.scored = lambda scored: passes.append("rank")
+        go.set()
+        return [await first, second, await rank]
+
+    assert asyncio.run(all_of_it()) == [200, 429, 200]
+    assert passes[0] == "rank" and "explain" in passes, "a rank waits for one pass of an explanation at most"
+    app.gate.in_flight = 1 << 20
+    full = TestClient(app).post("/v1/explain", json=BODY)
+    assert full.status_code == 429 and "in work" in full.text
+
+
+def test_the_example_of_the_page_is_one_that_it_takes(built: Built) -> None:
+    page = client_of(built).get("/page.json").json()
+    assert page["example"] == rank_example(SCHEMA) and explained(built, page["example"])["order"]
+
+
+def test_the_pages_document_says_what_is_served(built: Built) -> None:
+    http = client_of(built)
+    page = http.get("/page.json").json()
+    assert (page["ready"], page["served"], page["versions"]) == (True, {"name": "0-0", "age_s": None}, ["0-0"])
+    assert page["rows"] is None and page["tasks"] == ["click", "dwell"] and "trainer" not in page["links"]
+    built.waiting_for.append("rows")
+    built.service.versions.install(built.service.versions.newest, NOW_MS - 5000)
+    page = http.get("/page.json").json()
+    assert page["waiting_for"] == ["rows"] and page["served"]["age_s"] == 5.0
+
+
+@pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/parts.js", "/page.json"])
+def test_files_of_the_page_come_with_its_policy(built: Built, path: str) -> None:
+    answer = client_of(built).get(path, headers={"accept": "text/html" if path == "/" else "*/*"})
+    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store" and "https://" not in answer.text and "innerHTML" not in answer.text
