@@ -17,6 +17,7 @@ MODULES = (
     "models.gather",
     "models.attention",
     "models.fused.forward",
+    "serving.answer",
     "serving.request_batch",
 )
 

@@ -107,11 +107,13 @@ def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, l
         raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
     if any(len(c) for c in columns):
         _check_shape(schema, side, columns, num_rows, limits)
-    if np.isinf(columns.floats).any():
+    if len(columns.floats) and np.isinf(columns.floats).any():
         raise WireError("non_finite", f"expected finite {side} floats (or NaN for missing), got an infinity")
+    if not len(columns.weights):
+        return
     if not np.isfinite(columns.weights).all():
         raise WireError("non_finite", f"expected finite {side} weights, got an infinity or NaN")
-    if len(columns.weights) and (largest := float(np.abs(columns.weights).max())) > MAX_WEIGHT:
+    if (largest := float(np.abs(columns.weights).max())) > MAX_WEIGHT:
         raise WireError("bad_number", f"expected {side} weights within ±{MAX_WEIGHT:.0f}, got one of magnitude {largest:g}")
 
 
@@ -120,18 +122,18 @@ def _check_shape(schema: Schema, side: Side, columns: Columns, num_rows: int, li
     lists = schema.lists(side)
     _equal(side, "floats", len(columns.floats), num_rows * len(schema.floats(side)))
     _equal(side, "lengths", len(columns.lengths), num_rows * len(lists))
-    lengths_NK = columns.lengths.astype(np.int64).reshape(num_rows, len(lists))
-    if lengths_NK.size and lengths_NK.max() > limits.max_list:
-        raise WireError("oversized", f"expected lists of at most {limits.max_list} entries, got {lengths_NK.max()}")
-    totals_K = lengths_NK.sum(axis=0)
-    _equal(side, "ids", len(columns.ids), sum(int(n) * (1 + len(f.id_columns)) for f, n in zip(lists, totals_K, strict=True)))
-    _equal(side, "times", len(columns.times), sum(int(n) * len(f.time_columns) for f, n in zip(lists, totals_K, strict=True)))
-    weighted = sum(int(n) for f, n in zip(lists, totals_K, strict=True) if f.kind == "weighted_ids")
+    longest = int(columns.lengths.max(initial=0))
+    if longest > limits.max_list:
+        raise WireError("oversized", f"expected lists of at most {limits.max_list} entries, got {longest}")
+    totals_K = columns.lengths.reshape(num_rows, len(lists)).sum(axis=0, dtype=np.int64).tolist() if lists else []
+    _equal(side, "ids", len(columns.ids), sum(n * (1 + len(f.id_columns)) for f, n in zip(lists, totals_K, strict=True)))
+    _equal(side, "times", len(columns.times), sum(n * len(f.time_columns) for f, n in zip(lists, totals_K, strict=True)))
+    weighted = sum(n for f, n in zip(lists, totals_K, strict=True) if f.kind == "weighted_ids")
     _equal(side, "weights", len(columns.weights), weighted)
     bits = num_rows * len(lists)
     if len(columns.missing) > (bits + 7) // 8:
         raise WireError("bad_shape", f"{side} block: expected at most {bits} missing bits, got {len(columns.missing)} bytes")
-    if (columns.lengths[missing_bits(columns, bits)] > 0).any():
+    if len(columns.missing) and (columns.lengths[missing_bits(columns, bits)] > 0).any():
         raise WireError("bad_shape", f"{side} block: expected length 0 for a missing list, got more")
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numba import njit
 
 from roo import roo_pb2 as pb
 
-_DIGITS = (6, 7, 8, 9)  # 9 are always enough for a float32
+_LEAST = 1e-12
+_POWERS = np.array([float(f"1e{k}") for k in range(23)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,15 +83,28 @@ def shortest(values: np.ndarray) -> np.ndarray:
 
     Written out, it has those digits and no more. Values below 1e-12 stay as they are.
     """
-    wide = values.astype(np.float64)
-    out, open_ = wide.copy(), wide >= 1e-12
-    exponent = np.floor(np.log10(np.where(open_, wide, 1.0)))
-    for digits in _DIGITS:
-        scale = 10.0 ** (digits - 1 - exponent)  # a power of ten up to 1e20: exact, so the quotient is rounded once
-        short = np.rint(wide * scale) / scale
-        found = open_ & (short.astype(np.float32) == values)
-        out[found] = short[found]
-        open_ &= ~found
-        if not open_.any():
-            break
-    return out
+    out = np.empty(values.size, np.float64)
+    shorten(np.ascontiguousarray(values, np.float32).reshape(-1), _POWERS, out)
+    return out.reshape(values.shape)
+
+
+@njit(cache=True, nogil=True)
+def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
+    """`powers`: of ten, from 0 on; up to 1e22 exact, so that a quotient is rounded once. 9 digits are always enough."""
+    for n in range(len(value_N)):
+        wide = np.float64(value_N[n])
+        out_N[n] = wide
+        if not wide >= _LEAST:
+            continue
+        exponent = int(np.floor(np.log10(wide)))
+        for digits in range(6, 10):
+            scale = powers[digits - 1 - exponent]
+            short = np.rint(wide * scale) / scale
+            if np.float32(short) == value_N[n]:
+                out_N[n] = short
+                break
+
+
+def warm() -> None:
+    """Compile the kernel into numba's cache."""
+    shortest(np.ones(1, np.float32))

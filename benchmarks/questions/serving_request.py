@@ -20,7 +20,7 @@ def _request(candidates: int) -> Row:
             Subject("values to batch", _STAGE, ("to_batch", candidates), "stage"),
             Subject("look up keys", _STAGE, ("look_up", candidates), "stage"),
             Subject("gather rows", _STAGE, ("gather", candidates), "stage"),
-            Subject("gather, tensors", _STAGE, ("to_tensors", candidates), "stage"),
+            Subject("its forward pass by modules", _STAGE, ("modules", candidates), "stage"),
             Subject("forward pass alone", _STAGE, ("forward", candidates), "limit"),
         ),
     )
@@ -31,10 +31,11 @@ QUESTION = Question(
     asks="Where does the time of one rank request go, in process?",
     rows=tuple(_request(n) for n in (20, 50, 200, 1000)),
     means="""\
-The model's forward pass is the largest part and grows least with candidates; completing and encoding the blocks comes next, since
-they are logged. Reading those blocks back into a batch costs a third of what it did when a sample was made of them first.
+What is left is spread: the forward pass is one kernel (docs/decisions/0051); reading JSON, completing and encoding the blocks
+that are logged, and writing the answer cost about as much each. "By modules" is what the forward pass cost before, with the
+inputs that are made for modules; a user's own model goes that way.
 
 The demo schema; HTTP, Redis and Kafka left out, rows in the replica. "whole" is the body's bytes to the answer's bytes and the
-record for the log. The stages are timed alone and don't add up to the whole: ordering, the impression and the answer are not
-among them. The limit is the model's forward pass on inputs that are there already.""",
+record for the log. The stages are timed alone, each with the processor's caches to itself, and don't add up to the whole.
+The limit is the model's forward pass on a batch and rows that are there already.""",
 )

@@ -83,7 +83,7 @@ class Case:
         self.batch = batch_of(self.schema, [self.request])
         self.lookup = build_lookup(self.batch)
         fill(self.replica, self.schema, self.lookup)
-        self.inputs = build_inputs(self.batch, self.lookup, self.replica.gather(self.lookup))
+        self.rows = self.replica.gather(self.lookup)
 
     def _blocks(self) -> RequestBlocks:
         request = self.parser.parse(self.body)
@@ -111,12 +111,12 @@ class Case:
     def gather(self) -> None:
         self.replica.gather(self.lookup)
 
-    def to_tensors(self) -> None:
-        build_inputs(self.batch, self.lookup, self.replica.gather(self.lookup))
-
     def forward(self) -> None:
+        self.version.forward(self.batch, self.lookup, self.rows)
+
+    def modules(self) -> None:
         with torch.inference_mode():
-            self.version.model(self.inputs)
+            self.version.model(build_inputs(self.batch, self.lookup, self.rows))
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
 def body_of(schema: Schema, candidates: int) -> bytes:
     """What a client of the demo sends: online features are left out."""
     rng = np.random.default_rng(1)
-    items_n = _distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
+    items_n = distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
     assert len(items_n) == candidates
     ro = {name: value for name, value in data.ro_values(schema, rng).items() if not _online(schema, name)}
     columns = data.nro_columns(schema, rng, items_n)
@@ -198,7 +198,7 @@ def body_of(schema: Schema, candidates: int) -> bytes:
     return msgspec.json.encode({"request_id": "r-1", "user_id": 17, "session_id": 4, "ro": ro, "candidates": rows})
 
 
-def _distinct(ids: np.ndarray) -> np.ndarray:
+def distinct(ids: np.ndarray) -> np.ndarray:
     """In order of their first."""
     return ids[np.sort(np.unique(ids, return_index=True)[1])]
 

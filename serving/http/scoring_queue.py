@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from typing import NamedTuple
 
 from serving.http.admission import Gate
@@ -65,9 +64,16 @@ class ScoringQueue:
         now_s = self.gate.now_s()
         for a in batch:
             self.waited(now_s - a.since_s)
-        asked = [(a.request, a.time_ms) for a in batch]
-        scored = asyncio.get_running_loop().run_in_executor(self.executor, self.rank_all, asked)
-        scored.add_done_callback(partial(self._deliver, batch))
+        self.executor.submit(self._pass, batch, asyncio.get_running_loop())
+
+    def _pass(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
+        """In the scoring thread: straight back to the loop, without the futures of an executor's result."""
+        outcomes: Sequence[Ranked | Exception]
+        try:
+            outcomes = self.rank_all([(a.request, a.time_ms) for a in batch])
+        except Exception as error:
+            outcomes = [error] * len(batch)
+        loop.call_soon_threadsafe(self._deliver, batch, outcomes)
 
     def _taken(self) -> list[_QueuedRank]:
         """From the front, as many as go into one pass; nobody whose deadline has passed."""
@@ -83,16 +89,10 @@ class ScoringQueue:
             batch.append(self._waiting.popleft())
         return batch
 
-    def _deliver(self, batch: list[_QueuedRank], scored: asyncio.Future[list[Ranked | Exception]]) -> None:
+    def _deliver(self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception]) -> None:
         """The next pass begins first, so that the thread has work while answers are written."""
         self._is_busy = False
-        if scored.cancelled():  # at the end of the process
-            for asked in batch:
-                asked.outcome.cancel()
-            return
         self._begin()
-        error = scored.exception()
-        outcomes = [error] * len(batch) if error else scored.result()
         self.gate.scored(sum(isinstance(outcome, Ranked) for outcome in outcomes), batch[0].since_s)
         for asked, outcome in zip(batch, outcomes, strict=True):
             if asked.outcome.done():

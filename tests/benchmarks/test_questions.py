@@ -45,9 +45,11 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("endpoint", [3]),
         *(
             ("stage", [name, 3])
-            for name in ("whole", "parse", "parse_and_encode", "decode", "look_up", "gather", "to_tensors", "forward")
+            for name in ("whole", "parse", "parse_and_encode", "to_batch", "look_up", "gather", "forward", "modules")
         ),
     ],
+    "ranking.serving_batch": [("once", [3]), ("repeated", [3])],
+    "ranking.serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
     "serving_overload": [("offered", [1.0, 0.3, 2])],
     "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "training_step": [

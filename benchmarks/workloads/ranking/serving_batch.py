@@ -1,0 +1,75 @@
+"""The candidates of a request scored as one request, and as one each with the request's features repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.serving_request import NOW_MS, distinct, fill
+from models.config import RankerConfig
+from param_server.replica.replica import Replica
+from roo.block import nro_columns, ro_columns
+from roo.lookup import build_lookup
+from serving.request_batch import RequestColumns, batch_of
+from serving.scorer import build_version, first_version
+
+HISTORY = 50
+_TOLERANCE = 1e-5
+
+
+@contextlib.contextmanager
+def once(candidates: int) -> Iterator[Work]:
+    """One request of so many candidates."""
+    case = Case(candidates)
+    yield Work(case.once)
+
+
+@contextlib.contextmanager
+def repeated(candidates: int) -> Iterator[Work]:
+    """So many requests of one candidate, in one pass. AssertionError where the logits differ."""
+    case = Case(candidates)
+    np.testing.assert_allclose(case.repeated(), case.once(), rtol=0, atol=_TOLERANCE)
+    yield Work(case.repeated)
+
+
+class Case:
+    def __init__(self, candidates: int) -> None:
+        torch.set_num_threads(1)
+        schema = data.demo_schema()
+        self.schema = dataclasses.replace(schema, transforms=tuple(t for t in schema.transforms if t.op == "log1p"))
+        model = RankerConfig(list_layers=0)
+        first = first_version(self.schema, model, 0)
+        weights = {
+            name: x + 0.02 * torch.sin(torch.arange(x.numel())).view(x.shape) for name, x in first.model.state_dict().items()
+        }
+        self.version = build_version("1-1", self.schema, model, 0, weights)
+        self.replica = Replica(self.schema, 0)
+        rng = np.random.default_rng(1)
+        items_n = distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
+        ro = ro_columns(self.schema, data.ro_values(self.schema, rng, HISTORY))
+        columns = data.nro_columns(self.schema, rng, items_n)
+        whole = nro_columns(self.schema, columns, candidates)
+        self.whole = [RequestColumns(ro, whole, items_n, NOW_MS)]
+        self.single = [
+            RequestColumns(
+                ro, nro_columns(self.schema, {name: x[i : i + 1] for name, x in columns.items()}, 1), items_n[[i]], NOW_MS
+            )
+            for i in range(candidates)
+        ]
+        fill(self.replica, self.schema, build_lookup(batch_of(self.schema, self.whole)))
+
+    def once(self) -> np.ndarray:
+        return self._scored(self.whole)
+
+    def repeated(self) -> np.ndarray:
+        return self._scored(self.single)
+
+    def _scored(self, requests: list[RequestColumns]) -> np.ndarray:
+        score: Callable[..., list[np.ndarray]] = self.version.score_all
+        return np.concatenate(score(self.replica, requests))
