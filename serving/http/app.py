@@ -48,6 +48,15 @@ LINKS = {
 }
 
 
+HELPS = {
+    "in_flight": "rank requests in work",
+    "reading_bytes": "of bodies that are on their way",
+    "keys": "bearer keys in force, expired ones too",
+    "keys_file_refused": "1 = the file of keys as it is now can't be taken: the keys of before are in force",
+    "service_time_s": "of recent rank requests, from when the one before was done",
+}
+
+
 class HttpInterface:
     """The ASGI application over `parts`; it starts nothing and owns nothing."""
 
@@ -67,13 +76,6 @@ class HttpInterface:
         self._others = _others(parts)
         self._open_files = frozenset(front.FILES) - {"/"}
         self._spanning = open_tracing(parts.config.tracing, frozenset(("/", *LINKS.values())))
-        helps = {
-            "in_flight": "rank requests in work",
-            "reading_bytes": "of bodies that are on their way",
-            "keys": "bearer keys in force, expired ones too",
-            "keys_file_refused": "1 = the file of keys as it is now can't be taken: the keys of before are in force",
-            "service_time_s": "of recent rank requests, from when the one before was done",
-        }
         Exports(
             "serving",
             lambda: {
@@ -84,7 +86,7 @@ class HttpInterface:
                 "keys_file_refused": None if parts.keys is None else int(bool(parts.keys.refused)),
             },
             {},
-            helps=helps,
+            helps=HELPS,
         ).register(parts.metrics.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,6 +23,7 @@ from runtime.exports import Exports, in_seconds
 from runtime.metrics import Quantiles
 from serving.build import _HELPS as SERVING
 from serving.exports import ServingMetrics
+from serving.http.app import HELPS as HTTP
 from tests.contract.house import ROOT
 from tests.models.model_cases import make_batch
 from trainer.control.controller_program import _SHOWN as CONTROLLER
@@ -67,7 +68,7 @@ def exported() -> set[str]:
         ("worker", told),
         ("controller", {*CONTROLLER, "state", "held", "device_seconds"}),
         ("shard", set(SHARD)),
-        ("serving", set(SERVING)),
+        ("serving", {*SERVING, *HTTP}),
         ("auditor", {field.name for field in dataclasses.fields(Sums)}),
     ):
         names |= {f"roostream_{program}_{in_seconds(name)[0]}" for name in found}

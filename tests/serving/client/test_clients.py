@@ -20,7 +20,8 @@ from serving_fakes import FakeRows
 from roo import wire
 from roo.errors import WireError
 from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
-from serving.client.said import EngagementFields, RankFields
+from serving.client.retrying import DEADLINE_HEADER
+from serving.client.said import EngagementFields, RankFields, engage_call, rank_call
 from serving.http.openapi import describe
 
 FIELDS = cast(RankFields, BODY)
@@ -179,6 +180,10 @@ def test_fields_are_those_of_the_document() -> None:
     document = describe(SCHEMA, "0")
     components = document["components"]["schemas"]
     assert set(RankFields.__annotations__) == set(components["RankRequest"]["properties"])
+    for call in (rank_call(FIELDS, None), rank_call(FIELDS, SCHEMA), engage_call(CLICK)):
+        documented = document["paths"][call.path]["post"]["parameters"]
+        assert DEADLINE_HEADER in {p["name"].lower() for p in documented if p["in"] == "header"}
+        assert {name for name, _ in call.headers} == {"content-type", "accept"}
     assert set(EngagementFields.__annotations__) == set(components["Engagement"]["properties"])
 
 
