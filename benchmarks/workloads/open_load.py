@@ -16,6 +16,7 @@ from typing import NamedTuple
 _PATIENCE_S = 5.0  # for the answers after the last request
 _READ = 1 << 16
 _END = b"\r\n\r\n"
+_LAST = b"\r\nconnection: close\r\n"
 
 
 class Answered(NamedTuple):
@@ -38,7 +39,8 @@ class _Line:
 
 
 class Clients:
-    """Connections are kept and used again; more are opened when all are busy, up to `most`. Close it to close them."""
+    """Connections are kept and used again until an answer says that it is their last; more are opened when all are busy, up to
+    `most`. Nothing is tried twice. Close it to close them."""
 
     def __init__(self, address: tuple[str, int], requests: Sequence[bytes], most: int) -> None:
         self.address, self.requests, self.most = address, requests, most
@@ -83,15 +85,24 @@ class Clients:
         if not self._idle and len(self._busy) >= self.most:
             return False
         line = self._idle.pop() if self._idle else self._open()
+        if line is None:
+            return False
         line.due_s, line.late_s = due_s, time.perf_counter() - due_s
         self._busy[line.socket.fileno()] = line
-        line.socket.sendall(self.requests[self._sent % len(self.requests)])
+        try:
+            line.socket.sendall(self.requests[self._sent % len(self.requests)])
+        except ConnectionError:
+            self._drop(line.socket.fileno())
+            return False
         self._sent += 1
         return True
 
-    def _open(self) -> _Line:
-        """Blocking: a request fits into the socket's buffer, and answers are read when there is something."""
-        line = _Line(socket.create_connection(self.address, timeout=_PATIENCE_S))
+    def _open(self) -> _Line | None:
+        """Blocking: a request fits into the socket's buffer, and answers are read when something came. None: nobody listens."""
+        try:
+            line = _Line(socket.create_connection(self.address, timeout=_PATIENCE_S))
+        except OSError:
+            return None
         line.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._poll.register(line.socket.fileno(), select.EPOLLIN)
         return line
@@ -100,30 +111,44 @@ class Clients:
         out = []
         for number, _ in self._poll.poll(timeout_s):
             line = self._busy.get(number)
-            if line is None or not (came := line.socket.recv(_READ)):
+            if line is None or not (came := _received(line.socket)):
                 self._drop(number)
                 out += [Answered(0, 0.0, 0.0, False)] if line is not None else []
                 continue
             line.received += came
             if answered := _whole(line):
                 out.append(answered)
+                is_last = _LAST in line.received
                 line.received.clear()
-                self._idle.append(self._busy.pop(number))
+                if is_last:
+                    self._drop(number)
+                else:
+                    self._idle.append(self._busy.pop(number))
         return out
 
     def _drop(self, number: int) -> None:
-        """The server closed it."""
+        """The server closes it, or has."""
         self._poll.unregister(number)
+        for line in (*self._busy.values(), *self._idle):
+            if line.socket.fileno() == number:
+                line.socket.close()
+                break
         self._busy.pop(number, None)
-        self._idle = [line for line in self._idle if line.socket.fileno() != number]
+        self._idle = [line for line in self._idle if line.socket.fileno() >= 0]
 
     def _give_up(self) -> list[Answered]:
         given_up = list(self._busy)
         for number in given_up:
-            line = self._busy[number]
             self._drop(number)
-            line.socket.close()
         return [Answered(0, 0.0, 0.0, False) for _ in given_up]
+
+
+def _received(connection: socket.socket) -> bytes:
+    """b"" also where it was reset."""
+    try:
+        return connection.recv(_READ)
+    except ConnectionError:
+        return b""
 
 
 def _whole(line: _Line) -> Answered | None:

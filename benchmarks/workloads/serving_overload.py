@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
-
-import msgspec
-import psutil
+from collections.abc import Iterator
 
 from benchmarks.question import Work
-from benchmarks.workloads import data
-from benchmarks.workloads.open_load import Answered, Clients, rank_request
-from benchmarks.workloads.serving_request import body_of
+from benchmarks.workloads.open_load import Answered, Clients
+from benchmarks.workloads.serving.program import ServingProgram, requests_of, serving_program
 from benchmarks.workloads.shared import Shared
 
 DEADLINE_MS = 1000
 _MOST_CONNECTIONS = 900
 _CAPACITY_S, _WARM_S = 3.0, 2.0
-_NUM_BODIES = 64
 _LINES = 4  # in the closed loop that says the capacity: one is scored while others are parsed
 _BUSY = (429, 503)
 
@@ -35,7 +22,7 @@ _BUSY = (429, 503)
 class Served:
     """A running program and what it can answer a second, all of it within the deadline."""
 
-    def __init__(self, program: _Program, candidates: int) -> None:
+    def __init__(self, program: ServingProgram, candidates: int) -> None:
         self.cpu_s = program.cpu_s
         self.clients = Clients(program.address, requests_of(candidates), _MOST_CONNECTIONS)
         self.clients.closed_loop(_LINES, _WARM_S)
@@ -85,13 +72,6 @@ def in_time(answered: list[Answered]) -> list[Answered]:
     return [a for a in answered if a.status == 200 and a.took_s <= DEADLINE_MS / 1000]
 
 
-def requests_of(candidates: int) -> list[bytes]:
-    """Of as many users, with a request id each."""
-    one = msgspec.json.decode(body_of(data.demo_schema(), candidates))
-    bodies = ({**one, "request_id": f"r-{n}", "user_id": 17 + n} for n in range(_NUM_BODIES))
-    return [rank_request(msgspec.json.encode(body)) for body in bodies]
-
-
 @contextlib.contextmanager
 def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
     """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in turns."""
@@ -102,7 +82,7 @@ def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def _loaded(candidates: int) -> Iterator[Served]:
-    with _program() as program:
+    with serving_program(deadline_ms=DEADLINE_MS) as program:
         served = Served(program, candidates)
         try:
             yield served
@@ -111,44 +91,3 @@ def _loaded(candidates: int) -> Iterator[Served]:
 
 
 _served = Shared(_loaded)
-
-
-class _Program(NamedTuple):
-    address: tuple[str, int]
-    cpu_s: Callable[[], float]  # its own so far
-
-
-@contextlib.contextmanager
-def _program() -> Iterator[_Program]:
-    """`roostream serving` as the product starts it; Kafka, Redis and shards are away. With two cores it has one for itself, and
-    who loads it the other."""
-    cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "serving.toml"
-        config.write_text(
-            f'listen = "127.0.0.1:0"\nschema = "{data.DEMO}"\nstore = "{folder}/store"\nhome = "{folder}"\n'
-            f'bootstrap = "127.0.0.1:1"\nmetrics_port = 0\nlog_bytes = {4 << 30}\nstop_ms = 1000\ndeadline_ms = {DEADLINE_MS}\n'
-        )
-        command = [sys.executable, "-m", "command.main", "serving", "--config", str(config)]
-        os.sched_setaffinity(0, cores[:1])
-        try:
-            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-                os.sched_setaffinity(0, cores[-1:])
-                try:
-                    process = psutil.Process(child.pid)
-                    yield _Program(_address(child), lambda: sum(process.cpu_times()[:2]))
-                finally:
-                    child.kill()
-        finally:
-            os.sched_setaffinity(0, cores)
-
-
-def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
-    assert child.stderr is not None
-    told = []
-    for line in child.stderr:
-        told.append(line)
-        if found := re.search(r"serving on http://([^:]+):(\d+)", line):
-            threading.Thread(target=child.stderr.read, daemon=True).start()  # so that it can go on writing
-            return found[1], int(found[2])
-    raise RuntimeError("serving ended before it listened:\n" + "".join(told))

@@ -52,12 +52,6 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
     return weights
 
 
-def _seq_of(name: str) -> int | None:
-    """Of a manifest's name; None: it isn't one."""
-    number = name.rsplit("/", 1)[-1]
-    return int(number) if number.isdecimal() else None
-
-
 def _is_withdrawn(version: str, seqs: set[int]) -> bool:
     """Its manifest isn't there although older ones are: those that are no longer kept go from the old end."""
     seq = int(version.rpartition("-")[2])
@@ -99,11 +93,10 @@ class DenseFollower:
             names = self.store.list("manifests")
         except UnavailableError as error:
             return self._unreadable(error)
-        seqs = {seq for name in names if (seq := _seq_of(name)) is not None}
+        seqs = {seq for name in names if (seq := manifests.seq_of(name))}
         known = self._seq if self._seq <= max(seqs, default=self._seq) else 0  # 0: the store went back, what is left there comes
         for name in sorted(names, reverse=True):
-            seq = _seq_of(name)
-            if seq is not None and seq <= known:
+            if 0 < manifests.seq_of(name) <= known:
                 return False
             if name not in self._bad and self._install(name):
                 self.versions.withdraw(lambda version: _is_withdrawn(version, seqs))

@@ -51,6 +51,8 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "ranking.serving_batch": [("once", [3]), ("repeated", [3])],
     "ranking.serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
     "serving_overload": [("offered", [1.0, 0.3, 2])],
+    "serving.restart": [("rolled", [1, 2, 100, 2])],
+    "serving.swap": [("under_load", [True, 0.2, 0.3, 2])],
     "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "training_step": [
         *(("stage", [name, 4, 3]) for name in ("whole", "decode", "look_up", "pull", "to_tensors", "adam", "push")),

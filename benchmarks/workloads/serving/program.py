@@ -1,0 +1,87 @@
+"""`roostream serving` as the product starts it, in a process of its own; Kafka, Redis and shards are away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from benchmarks.workloads import data
+from benchmarks.workloads.open_load import rank_request
+from benchmarks.workloads.serving_request import body_of
+
+_CORES = sorted(os.sched_getaffinity(0))
+_NUM_BODIES = 64
+_STOP_MS = 1000
+
+
+class ServingProgram(NamedTuple):
+    """One that runs."""
+
+    address: tuple[str, int]
+    store: Path  # that it follows
+    cpu_s: Callable[[], float]  # its own so far
+    stop: Callable[[], int]  # as a supervisor does; its exit code
+
+
+@contextlib.contextmanager
+def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> Iterator[ServingProgram]:
+    """Listening. With two cores it has one for itself, and who asks it the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "serving.toml"
+        files = {"schema": str(data.DEMO), "store": f"{folder}/store", "home": folder, "bootstrap": "127.0.0.1:1"}
+        own = {"listen": listen, **files, "log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
+        command = [sys.executable, "-m", "command.main", "serving", "--config", str(config)]
+        os.sched_setaffinity(0, _CORES[:1])
+        try:
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+                os.sched_setaffinity(0, _CORES[-1:])
+                try:
+                    process = psutil.Process(child.pid)
+                    cpu_s: Callable[[], float] = lambda: sum(process.cpu_times()[:2])
+                    yield ServingProgram(_address(child), Path(folder) / "store", cpu_s, lambda: _stopped(child))
+                finally:
+                    child.kill()
+        finally:
+            os.sched_setaffinity(0, _CORES)
+
+
+def bodies_of(candidates: int) -> list[bytes]:
+    """Of as many users, with a request id each."""
+    one = msgspec.json.decode(body_of(data.demo_schema(), candidates))
+    bodies = ({**one, "request_id": f"r-{n}", "user_id": 17 + n} for n in range(_NUM_BODIES))
+    return [msgspec.json.encode(body) for body in bodies]
+
+
+def requests_of(candidates: int) -> list[bytes]:
+    """The same as they go over the wire."""
+    return [rank_request(body) for body in bodies_of(candidates)]
+
+
+def _stopped(child: subprocess.Popen[str]) -> int:
+    child.send_signal(signal.SIGTERM)
+    return child.wait()
+
+
+def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
+    assert child.stderr is not None
+    told = []
+    for line in child.stderr:
+        told.append(line)
+        if found := re.search(r"serving on http://([^:]+):(\d+)", line):
+            threading.Thread(target=child.stderr.read, daemon=True).start()  # so that it can go on writing
+            return found[1], int(found[2])
+    raise RuntimeError("serving ended before it listened:\n" + "".join(told))
