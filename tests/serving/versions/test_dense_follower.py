@@ -14,6 +14,7 @@ from serving_cases import MODEL, SCHEMA, config_of
 
 from models.build import build_model
 from roo.errors import ConfigError, UnavailableError
+from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
@@ -204,21 +205,13 @@ def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:
     assert commits.installed == []
 
 
-def discard(commits: Commits, *seqs: int) -> None:
-    """As `roostream checkpoint rollback` does it, the newest first."""
-    for seq in seqs:
-        name = f"manifests/{seq:08d}"
-        commits.store.create(name.replace("manifests", "discarded"), commits.store.get(name))
-        commits.store.delete(name)
-
-
 def test_a_store_that_went_back_is_followed_to_a_held_version_without_loading_it(commits: Commits) -> None:
     commits.commit(1, fill=0.25)
     commits.follower.poll()
     first = commits.versions.newest
     commits.commit(2, fill=0.75)
     commits.follower.poll()
-    discard(commits, 2)
+    manifests.discard_after(commits.store, 1)
     assert commits.follower.poll() and commits.versions.newest is first and commits.value == 0.25
     assert [h.version.name for h in commits.versions.held] == ["1-1"]
     assert not commits.follower.poll()
@@ -228,7 +221,7 @@ def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None
     for seq, fill in ((1, 0.125), (2, 0.25), (3, 0.5), (4, 0.75)):
         commits.commit(seq, fill=fill)
         commits.follower.poll()
-    discard(commits, 4, 3, 2)
+    manifests.discard_after(commits.store, 1)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1" and commits.value == 0.125
     assert [h.version.name for h in commits.versions.held] == ["1-1"]
     commits.commit(5, incarnation=2, fill=0.625)
@@ -239,7 +232,7 @@ def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_with
     for seq in (1, 2):
         commits.commit(seq)
         commits.follower.poll()
-    discard(commits, 2)
+    manifests.discard_after(commits.store, 1)
     commits.commit(3, incarnation=2, fill=0.625)
     assert commits.follower.poll() and [h.version.name for h in commits.versions.held] == ["2-3"]
 
@@ -249,7 +242,7 @@ def test_an_activated_version_is_served_although_the_store_went_back(commits: Co
         commits.commit(seq)
         commits.follower.poll()
     commits.versions.activate("1-2")
-    discard(commits, 2)
+    manifests.discard_after(commits.store, 1)
     assert commits.follower.poll()
     assert commits.versions.newest.name == "1-1" and commits.versions.served.version.name == "1-2"
 
