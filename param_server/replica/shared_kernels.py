@@ -32,14 +32,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic, overload, register_jitable
 
 from param_server.initial import fill_one, splitmix64
 from param_server.kernels import table_at
 
 SEQUENCE, ID, TABLE, HEAD_WORDS = 0, 1, 2, 3
 GONE = np.uint64(0xFFFFFFFF)
+_AHEAD = 8  # keys
 _ONE, _S32, _LOW32, _FREE = np.uint64(1), np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
 
@@ -64,6 +66,19 @@ def _store(typing: Any, words: Any, at: Any, value: Any) -> tuple[Any, Callable[
         return context.get_dummy_value()
 
     return types.void(words, at, value), code
+
+
+@intrinsic
+def _prefetch(typing: Any, words: Any, at: Any) -> tuple[Any, Callable[..., Any]]:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, number = ir.IntType(8), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.as_pointer()], kind)
+        pointer = builder.bitcast(_pointer(context, builder, signature, args), byte.as_pointer())
+        builder.call(fetch, [pointer, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(words, at), code
 
 
 @intrinsic
@@ -94,6 +109,10 @@ def store(words: np.ndarray, at: int | np.int64, value: np.uint64) -> None:
     words[at] = value
 
 
+def prefetch(words: np.ndarray, at: int | np.int64) -> None:
+    """words[at] will be read soon."""
+
+
 def fence_acquire() -> None:
     """What was read before is read before whatever is read after."""
 
@@ -104,6 +123,7 @@ def fence_release() -> None:
 
 overload(load, inline="always")(lambda words, at: lambda words, at: _load(words, at))
 overload(store, inline="always")(lambda words, at, value: lambda words, at, value: _store(words, at, value))
+overload(prefetch, inline="always")(lambda words, at: lambda words, at: _prefetch(words, at))
 overload(fence_acquire, inline="always")(lambda: lambda: _acquire())
 overload(fence_release, inline="always")(lambda: lambda: _release())
 
@@ -124,38 +144,92 @@ def gather(
 ) -> int:
     """Rows of keys (uint32 `table_U`, int64 `id_U`) into `out_UD` (float32), initial values where there is none; how often a key
     was begun anew because of a write beside it. `slab` uint64 and `numbers` float32 are the same bytes; `shift` = 64 - log2 C;
-    `seed`, `known_K`, `scale_K` as in `param_server.kernels.gather`."""
-    mask, again, k = index_C.shape[0] - 1, 0, 0
+    `seed`, `known_K`, `scale_K` as in `param_server.kernels.gather`.
+
+    First the words of all keys, then all rows: what is far away in memory is then on its way for many keys at once. A key
+    whose slot turns out to be another's is begun anew by itself."""
+    hashed_U, at_U = np.empty(id_U.shape[0], np.uint64), np.empty(id_U.shape[0], np.int64)
+    for u in range(id_U.shape[0]):
+        hashed_U[u] = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u]))
+        prefetch(index_C, np.int64(hashed_U[u] >> shift))
+    for u in range(id_U.shape[0]):  # a, as far as tags tell
+        at_U[u] = _named(index_C, hashed_U[u], shift, num_words)
+    again, k = 0, 0
     for u in range(id_U.shape[0]):
         table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
-        hashed = splitmix64(id_ ^ table)
-        place = np.int64(hashed >> shift)
-        while True:
-            word = load(index_C, place)  # a
-            if word == _FREE:
-                k = table_at(table_U[u], known_K, k)
-                fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), out_UD[u])
-                break
-            if word == GONE or (word >> _S32) != (hashed & _LOW32):
-                place = (place + 1) & mask
-                continue
-            at = np.int64((word & _LOW32) - _ONE) * num_words
+        at = at_U[u]
+        if u + _AHEAD < id_U.shape[0] and at_U[u + _AHEAD] >= 0:
+            prefetch(slab, at_U[u + _AHEAD])
+            prefetch(slab, at_U[u + _AHEAD] + 8)
+        if at >= 0:
             sequence = load(slab, at + SEQUENCE)  # b
             mine = slab[at + ID] == id_ and slab[at + TABLE] == table  # c
-            if mine:
-                first = 2 * (at + HEAD_WORDS)
-                for j in range(out_UD.shape[1]):
-                    out_UD[u, j] = numbers[first + j]
+            _copy(numbers, at, out_UD, u)
             fence_acquire()
-            if sequence & _ONE or load(slab, at + SEQUENCE) != sequence:  # d
-                again += 1
-            elif mine:
-                break
-            elif load(index_C, place) == word and load(slab, at + SEQUENCE) == sequence:
-                place = (place + 1) & mask  # another key with the same tag
-            else:
-                again += 1
+            if not mine or sequence & _ONE or load(slab, at + SEQUENCE) != sequence:  # d
+                at, more = _one(index_C, shift, slab, numbers, num_words, table, id_, out_UD, u)
+                again += more
+        if at < 0:
+            k = table_at(table_U[u], known_K, k)
+            fill_one(seed, table_U[u], id_U[u], scale_K[k] if k >= 0 else np.float32(0), out_UD[u])
     return again
+
+
+@register_jitable
+def _named(index_C: np.ndarray, hashed: np.uint64, shift: np.uint64, num_words: int) -> np.int64:
+    """Where the slot begins that the first word with this key's tag names, -1 where there is none."""
+    mask, place = index_C.shape[0] - 1, np.int64(hashed >> shift)
+    word = load(index_C, place)
+    while word != _FREE and (word == GONE or (word >> _S32) != (hashed & _LOW32)):
+        place = (place + 1) & mask
+        word = load(index_C, place)
+    return np.int64(-1) if word == _FREE else np.int64((word & _LOW32) - _ONE) * num_words
+
+
+@register_jitable
+def _copy(numbers: np.ndarray, at: np.int64, out_UD: np.ndarray, u: int) -> None:
+    first = 2 * (at + HEAD_WORDS)
+    for j in range(out_UD.shape[1]):
+        out_UD[u, j] = numbers[first + j]
+
+
+@register_jitable
+def _one(
+    index_C: np.ndarray,
+    shift: np.uint64,
+    slab: np.ndarray,
+    numbers: np.ndarray,
+    num_words: int,
+    table: np.uint64,
+    id_: np.uint64,
+    out_UD: np.ndarray,
+    u: int,
+) -> tuple[np.int64, int]:
+    """One key's row into `out_UD[u]`: (where its slot begins, -1 = it has none; how often it was begun anew)."""
+    mask, again = index_C.shape[0] - 1, 0
+    hashed = splitmix64(id_ ^ table)
+    place = np.int64(hashed >> shift)
+    while True:
+        word = load(index_C, place)  # a
+        if word == _FREE:
+            return np.int64(-1), again
+        if word == GONE or (word >> _S32) != (hashed & _LOW32):
+            place = (place + 1) & mask
+            continue
+        at = np.int64((word & _LOW32) - _ONE) * num_words
+        sequence = load(slab, at + SEQUENCE)  # b
+        mine = slab[at + ID] == id_ and slab[at + TABLE] == table  # c
+        if mine:
+            _copy(numbers, at, out_UD, u)
+        fence_acquire()
+        if sequence & _ONE or load(slab, at + SEQUENCE) != sequence:  # d
+            again += 1
+        elif mine:
+            return at, again
+        elif load(index_C, place) == word and load(slab, at + SEQUENCE) == sequence:
+            place = (place + 1) & mask  # another key with the same tag
+        else:
+            again += 1
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -202,7 +276,7 @@ def put(
         slot = free_M[used]
         used += 1
         bucket_N[slot] = hashed % np.uint64(num_buckets)
-        _write(slab, numbers, slot * num_words, id_, table, rows_UD[u])
+        write(slab, numbers, slot * num_words, id_, table, rows_UD[u])
         if old >= 0:
             freed_M[freed] = old
             bucket_N[old] = -1
@@ -217,8 +291,8 @@ def put(
     return id_U.shape[0], used, freed
 
 
-@njit(cache=True, nogil=True)
-def _write(slab: np.ndarray, numbers: np.ndarray, at: int, id_: np.uint64, table: np.uint64, row_D: np.ndarray) -> None:
+@register_jitable
+def write(slab: np.ndarray, numbers: np.ndarray, at: int, id_: np.uint64, table: np.uint64, row_D: np.ndarray) -> None:
     sequence = slab[at + SEQUENCE]
     store(slab, at + SEQUENCE, sequence + _ONE)  # 1
     fence_release()

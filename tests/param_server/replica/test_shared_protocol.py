@@ -101,7 +101,7 @@ class Writer:
 
     def put(self, id_: int, version: int, slot: int, place: int | None = None) -> None:
         row = np.array(value(id_, version), np.float32)
-        kernels._write.py_func(self.slab, self.numbers, slot * NUM_WORDS, np.uint64(id_), np.uint64(TABLE), row)
+        kernels.write(self.slab, self.numbers, slot * NUM_WORDS, np.uint64(id_), np.uint64(TABLE), row)
         kernels.store(self.index, place_of(id_) if place is None else place, word_of(id_, slot))  # type: ignore[arg-type]
 
     def remove(self, id_: int) -> None:

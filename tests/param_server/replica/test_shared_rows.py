@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
-from multiprocessing.sharedctypes import Synchronized
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 
 import numpy as np
@@ -212,13 +214,16 @@ def test_a_full_disk_is_an_error_and_leaves_the_rows_as_they_were(tmp_path: Path
 IDS = np.arange(1, 600)
 
 
-def _hammer(path: str, stop: Synchronized[int]) -> None:
+STOP, VERSIONS, GATHERS = 0, 1, 2  # places in what processes count together; each reader has its own GATHERS
+
+
+def _hammer(path: str, counts: SynchronizedArray[int]) -> None:
     """Every row over and over, in slots that rest for no time at all; growth and removal in between."""
     owner = owner_at(Path(path))
     put(owner, IDS.tolist(), 1)
     owner.publish()
     generator, version = np.random.default_rng(1), 2
-    while not stop.value:
+    while not counts[STOP]:
         owner.stores[ADAGRAD]._slots.grace_s = 0.0
         chosen = generator.choice(IDS, 64, replace=False)
         put(owner, chosen.tolist(), version)
@@ -226,44 +231,49 @@ def _hammer(path: str, stop: Synchronized[int]) -> None:
             more = list(range(10_000 + version, 10_000 + version + 64))
             put(owner, more, 1)
             owner.stores[ADAGRAD].remove(keys_of(*more))
+        counts[VERSIONS] = version
         version += 1
-    stop.value = version
 
 
-def _watch(path: str, stop: Synchronized[int], told: multiprocessing.Queue[tuple[int, int, int, int]]) -> None:
-    """(gathers, torn or another's rows, rows that went back, keys begun anew)."""
+def _watch(path: str, number: int, counts: SynchronizedArray[int], told: multiprocessing.Queue[tuple[int, int]]) -> None:
+    """(torn or another's rows, rows that went back)."""
     reader = reader_at(Path(path))
     while not reader.ready:
         time.sleep(0.01)
         reader.look()
-    newest, gathers, torn, back = np.zeros(len(IDS)), 0, 0, 0
-    while not stop.value:
+    newest, torn, back = np.zeros(len(IDS)), 0, 0
+    while not counts[STOP]:
         rows = read(reader, *IDS.tolist())
         torn += int((~whole(rows, IDS)).sum())
         back += int((rows[:, 1] < newest).sum())
-        newest, gathers = np.maximum(newest, rows[:, 1]), gathers + 1
-    told.put((gathers, torn, back, reader.num_again))
+        newest = np.maximum(newest, rows[:, 1])
+        counts[GATHERS + number] += 1
+    told.put((torn, back))
 
 
 def test_no_reader_ever_sees_a_torn_row_or_another_key_s_or_an_older_one(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    stop, told = context.Value("q", 0), context.Queue()
-    writer = context.Process(target=_hammer, args=(str(tmp_path), stop))
-    readers = [context.Process(target=_watch, args=(str(tmp_path), stop, told)) for _ in range(3)]
+    counts, told = context.Array("q", GATHERS + 3), context.Queue()
+    writer = context.Process(target=_hammer, args=(str(tmp_path), counts))
+    readers = [context.Process(target=_watch, args=(str(tmp_path), number, counts, told)) for number in range(3)]
     for process in (writer, *readers):
         process.start()
-    while not reader_at(tmp_path).ready and writer.is_alive():
-        time.sleep(0.05)
-    time.sleep(2.0)
+    wait_for(lambda: min(counts[GATHERS:]) > 20, writer)
     os.kill(readers[2].pid, signal.SIGKILL)  # type: ignore[arg-type]  # a reader that dies hinders nobody
-    time.sleep(1.0)
-    stop.value = 1
+    versions, gathers = counts[VERSIONS], counts[GATHERS]
+    wait_for(lambda: counts[VERSIONS] > versions + 2000 and min(counts[GATHERS : GATHERS + 2]) > gathers + 200, writer)
+    counts[STOP] = 1
     results = [told.get(timeout=30) for _ in range(2)]
     for process in (writer, *readers):
         process.join(30)
-    assert stop.value > 100, "versions written"
-    for gathers, torn, back, _ in results:
-        assert gathers > 10 and torn == 0 and back == 0
+    assert results == [(0, 0), (0, 0)]
+
+
+def wait_for(what: Callable[[], bool], writer: BaseProcess) -> None:
+    deadline_s = time.monotonic() + 80
+    while not what():
+        assert writer.is_alive() and time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def _write_until_killed(path: str) -> None:

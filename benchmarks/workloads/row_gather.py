@@ -1,0 +1,111 @@
+"""Rows of a request's keys, gathered from each place where serving keeps rows; and the same numbers copied without looking up."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.question import Work
+from param_server.index import Keys
+from param_server.kernels import take_rows
+from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_reads import ShardReads
+from param_server.replica.shared_files import SharedFolder
+from param_server.replica.shared_reader import SharedReader
+from param_server.replica.shared_rows import SharedOwner
+from param_server.replica.stores import PrivateRows
+from roo.lookup import Lookup, StackLookup
+from roo.schema import Schema
+from roo.schema_file import schema_from_dict
+from runtime.clock import SystemClock
+from runtime.transport import Answer, InMemoryTransport
+
+_LOOKUPS = 64  # different ones, by turns
+
+
+def schema_of(width: int) -> Schema:
+    return schema_from_dict({"tables": {"item": {"dim": width}}, "label": [{"name": "click", "action": "click"}]})
+
+
+def rows_of(schema: Schema, num_rows: int) -> tuple[str, Keys, np.ndarray]:
+    """(stack, keys, rows)."""
+    stack, (table,) = next(iter(schema.stacks.items()))
+    id_N = np.random.default_rng(0).permutation(num_rows).astype(np.int64)
+    return stack, Keys(np.full(num_rows, table.id, np.uint32), id_N), np.ones((num_rows, table.dim), np.float32)
+
+
+def lookups_of(stack: str, keys: Keys, num_keys: int) -> list[Lookup]:
+    """Each of keys that have a row, without repetition."""
+    generator = np.random.default_rng(1)
+    chosen = [generator.choice(len(keys), num_keys, replace=False) for _ in range(_LOOKUPS)]
+    return [Lookup({stack: StackLookup(keys.table_U[at_U], keys.id_U[at_U], {})}) for at_U in chosen]
+
+
+def gathers(rows: Replica | SharedReader | RowCache, lookups: list[Lookup], num_keys: int) -> Work:
+    """All lookups, one after the other."""
+
+    def step() -> None:
+        for lookup in lookups:
+            rows.gather(lookup)
+
+    return Work(step, _LOOKUPS * num_keys)
+
+
+@contextlib.contextmanager
+def private(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
+    schema = schema_of(width)
+    stack, keys, rows_ND = rows_of(schema, num_rows)
+    store = PrivateRows(schema.stacks[stack], seed=0, num_buckets=64)
+    store.put(keys, rows_ND)
+    yield gathers(Replica(schema, 0, stores={stack: store}), lookups_of(stack, keys, num_keys), num_keys)
+
+
+@contextlib.contextmanager
+def shared(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
+    schema = schema_of(width)
+    stack, keys, rows_ND = rows_of(schema, num_rows)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
+        folder = SharedFolder(Path(place), schema, 0)
+        with contextlib.closing(SharedOwner(folder, schema, 0, 64, SystemClock()).open()) as owner:
+            owner.stores[stack].put(keys, rows_ND)
+            owner.publish()
+            reader = SharedReader(folder, schema, 0, SystemClock())
+            reader.look()
+            yield gathers(reader, lookups_of(stack, keys, num_keys), num_keys)
+
+
+@contextlib.contextmanager
+def cached(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
+    """All that is asked for is there."""
+    schema = schema_of(width)
+    stack, keys, _ = rows_of(schema, num_rows)
+
+    def shard(method: str, header: object, arrays: list[np.ndarray]) -> Answer:
+        n = len(arrays[1])
+        return {"incarnation": 1}, [np.ones((n, width), np.float32), np.ones(n, np.uint8), np.ones(n, np.uint64)]
+
+    reads = ShardReads([InMemoryTransport(shard)], 64, 1.0, SystemClock())
+    cache = RowCache(schema, 0, reads, CachePolicy(max_bytes=num_rows * (4 * width + 200)))
+    cache.bootstrap([])
+    work = gathers(cache, lookups_of(stack, keys, num_keys), num_keys)
+    work.step()
+    yield work
+
+
+@contextlib.contextmanager
+def copied(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
+    """Places are known: nothing is looked up, nothing is locked."""
+    _, keys, rows_ND = rows_of(schema_of(width), num_rows)
+    generator = np.random.default_rng(1)
+    chosen = [generator.choice(len(keys), num_keys, replace=False) for _ in range(_LOOKUPS)]
+
+    def step() -> None:
+        for at_U in chosen:
+            take_rows(rows_ND, at_U)
+
+    yield Work(step, _LOOKUPS * num_keys)
