@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from models.config import HstuConfig, ModelConfig, OwnConfig, RankerConfig, TwoTowerConfig
+from models.config import CascadeConfig, HstuConfig, ModelConfig, OwnConfig, RankerConfig, TwoTowerConfig
 from models.layers import init_parameters
 from models.model import Model
 from models.own.loading import OwnCode, is_own, load_own, own_code
 from models.own.wrapped import OwnModel, telling
 from models.ranker import Ranker
+from models.two_tower.cascade import Cascade
 from models.two_tower.early_ranker import EarlyRanker
 from models.two_tower.retrieval import Retrieval
 from roo.config import build, from_dict, load
@@ -42,6 +43,7 @@ KINDS = {
     "ranker": ModelKind(RankerConfig, Ranker),
     "hstu": ModelKind(HstuConfig, Ranker),
     "two_tower": ModelKind(TwoTowerConfig, _two_tower),
+    "cascade": ModelKind(CascadeConfig, Cascade),
 }
 
 

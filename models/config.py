@@ -118,3 +118,17 @@ class TwoTowerConfig(ModelConfig, HstuSettings):
     mix_layers: tuple[int, ...] = setting((64,), "ranking: layers over both vectors and their product", least=1, most=_WIDEST)
     task_layers: tuple[int, ...] = setting((32,), "ranking: layers of each task's own tower", least=1, most=_WIDEST)
     prior: float = setting(0.1, "probability that an untrained model predicts", above=0, below=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CascadeConfig(RankerConfig):
+    """A ranker, and two towers that find what it ranks, trained together."""
+
+    kind: str = setting("cascade", "which kind of model, a row of models/build.py")
+    retrieval: TwoTowerConfig = setting(factory=TwoTowerConfig, help="table: the two towers; their stage is retrieval")
+    retrieval_weight: float = setting(1.0, "of their loss beside the ranker's", least=0, most=1000)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.retrieval.stage != "retrieval" or self.retrieval.kind != "two_tower":
+            raise refusal("retrieval", 'two towers of stage "retrieval"', self.retrieval.stage, "leave kind and stage out")

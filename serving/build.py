@@ -37,6 +37,8 @@ from serving.feature_log.sender import LogSender
 from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
+from serving.retrieval.item_keeper import ItemKeeper
+from serving.retrieval.opened import open_retrieval
 from serving.rows.served_rows import ServedRows, open_rows
 from serving.scorer import first_version
 from serving.stamps import Stamps
@@ -98,6 +100,7 @@ class Parts:
     rows_numbers: Callable[[], Mapping[str, float | None]] = dict  # what is known of the rows, by the names of metrics
     keys: Keyring | None = None  # None = everybody may do everything
     tls: Tls | None = None
+    items: ItemKeeper | None = None  # None = no retrieval
     rows_age_s: Callable[[], float | None] = lambda: None  # since they were known to be current; None = never
 
 
@@ -146,6 +149,8 @@ def build_process(
     service = RankService(schema, versions, rows, hydrator, policy)
     service.stages, service.scores = metrics.stages, metrics.scores
     service.rows_ready = lambda: rows.ready and rows.complete
+    quiet = Quiet(clock)
+    items = open_retrieval(config, schema, service, quiet, clock, registry)
     parts = Parts(
         config=config,
         schema=schema,
@@ -155,15 +160,16 @@ def build_process(
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
         rows_age_s=rows.age_s,
-        waiting_for=lambda: [rows.waiting_for] * (not rows.ready) + ["another process: this one stops"] * is_stopping(),
+        waiting_for=lambda: _waiting_for(rows, items, is_stopping()),
         rows_numbers=rows.numbers,
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
         tls=Tls(config.tls) if config.tls else None,
+        items=items,
     )
 
     versions.changed = lambda held: metrics.show_version(held.version.name, held.committed_ms)
     versions.changed(versions.served)
-    recent, quiet = RecentRequests(), Quiet(clock)
+    recent = RecentRequests()
     shadow = ShadowScoring(versions, rows, policy.task, quiet)
     registry.register(shadow)
 
@@ -187,6 +193,11 @@ def build_process(
     )
     serving_exports(process).register(registry)
     return process
+
+
+def _waiting_for(rows: ServedRows, items: ItemKeeper | None, is_stopping: bool) -> list[str]:
+    waits = [rows.waiting_for] * (not rows.ready) + ["another process: this one stops"] * is_stopping
+    return [*waits, items.waiting_for] if items is not None and items.waiting_for else waits
 
 
 def producer_of(home: Path) -> str:

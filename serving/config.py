@@ -10,12 +10,13 @@ from roo.config import MAX_SEED, Refusal, refusal, setting
 from runtime.address import check_listen
 from runtime.deployment import CachedInRedis
 from serving.access.tls import TlsFiles
+from serving.retrieval.config import ServesItems
 from serving.rows.config import ServesRows
 from serving.versions.split import Routing, split_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingConfig(CachedInRedis, ServesRows):
+class ServingConfig(CachedInRedis, ServesItems, ServesRows):
     """`roostream serving`: scores requests, logs them, takes engagements."""
 
     listen: str = setting("127.0.0.1:8080", "host:port of the HTTP interface; port 0 = draw one")
@@ -96,6 +97,8 @@ class ServingConfig(CachedInRedis, ServesRows):
             raise refusal("status_page", "a URL such as http://127.0.0.1:9100/", self.status_page)
         if self.log_bytes < 2 * self.segment_bytes:
             raise refusal("log_bytes", f"at least 2 x segment_bytes = {2 * self.segment_bytes}", self.log_bytes)
+        if self.items and self.rows == "cache":
+            raise refusal("rows", '"replica" or "shared" with items: their rows are read every second', self.rows)
         self.routing()
         if self.admin_listen:
             check_listen("admin_listen", self.admin_listen, insecure=self.insecure)

@@ -89,6 +89,8 @@ def _start_threads(crew: Crew, process: Process, halt: threading.Event) -> None:
     crew.start("rows", process.rows.run, halt)
     crew.start("dense", process.dense.run, process.clock, halt)
     crew.start("shadow", process.shadow.run, halt)
+    if parts.items is not None:
+        crew.start("items", parts.items.run, halt)
     if parts.keys is not None:
         crew.start("keys", parts.keys.run, halt)
     if parts.tls is not None:

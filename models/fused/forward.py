@@ -18,6 +18,7 @@ from models.inputs import build_inputs, time_buckets
 from models.lanes import COMPILED
 from models.model import Model
 from models.ranker import Ranker
+from models.two_tower.cascade import Cascade
 from roo.batch import Batch
 from roo.jagged import Jagged
 from roo.lookup import Lookup
@@ -34,7 +35,8 @@ _NONE = np.zeros(0, np.float32)
 def forward_of(model: Model, schema: Schema) -> Forward:
     """For parameters as they are now: a tape keeps copies. A user's own model goes through its modules, as does every part of
     ours that a tape doesn't know."""
-    tape = tape_of(model, schema) if COMPILED and type(model) is Ranker else None
+    ranks = model.ranker if isinstance(model, Cascade) else model
+    tape = tape_of(ranks, schema) if COMPILED and type(ranks) is Ranker else None
     return _by_modules(model) if tape is None else TapeForward(tape)
 
 

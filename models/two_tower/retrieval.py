@@ -46,6 +46,7 @@ class Retrieval(Model):
         self._temperature, self._uniform = config.temperature, config.uniform_negatives
         self._popularity = _popularity(schema, config.popularity)
         self._tasks, self._weights = tasks_of(schema), [label.weight for label in schema.labels]
+        self.item_floats = config.item_floats  # what an item's vector depends on beside its id lists
 
     def init_own_parameters(self) -> None:
         self.scale.fill_(self._temperature)  # logits of untrained towers are about those of the prior
@@ -59,6 +60,10 @@ class Retrieval(Model):
         """Of requests, [R, T, D], and of the candidates' items, [B, D]."""
         pooled = pool(inputs)
         return _unit(self.user(inputs, pooled).view(-1, *self._shape_TD)), _unit(self.item(inputs, pooled))
+
+    def request_vectors(self, inputs: Inputs) -> Tensor:
+        """[R, T, D], of requests alone: what is looked for in an index."""
+        return _unit(self.user(inputs, pool(inputs)).view(-1, *self._shape_TD))
 
     def item_vectors(self, inputs: Inputs) -> Tensor:
         """[B, D], of the candidates' items alone: what an index keeps (item_index.py)."""

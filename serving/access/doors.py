@@ -5,7 +5,14 @@ from __future__ import annotations
 from serving.access.key_file import ANY
 
 _OPEN = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
-_SCOPES = {"/v1/rank": "rank", "/v1/explain": "rank", "/v1/engagements": "engage", "/metrics": "metrics"}
+_SCOPES = {
+    "/v1/rank": "rank",
+    "/v1/explain": "rank",
+    "/v1/retrieve": "rank",
+    "/v1/recommend": "rank",
+    "/v1/engagements": "engage",
+    "/metrics": "metrics",
+}
 
 
 def needed(path: str, open_files: frozenset[str]) -> str | None:

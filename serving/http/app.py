@@ -27,6 +27,7 @@ from serving.http.body import JSON, Intake, refuse
 from serving.http.call_names import HEADER, names_of
 from serving.http.openapi import describe
 from serving.http.pages import interface_page
+from serving.http.retrieve import RecommendEndpoint, RetrieveEndpoint
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
@@ -72,6 +73,9 @@ class HttpInterface:
             "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom),
             "/v1/explain": ExplainEndpoint(parts, rank, seldom),
         }
+        if parts.items is not None:
+            self._traffic["/v1/retrieve"] = RetrieveEndpoint(parts, rank, parts.items.retriever, seldom)
+            self._traffic["/v1/recommend"] = RecommendEndpoint(parts, rank, parts.items.retriever, seldom)
         self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
         self._open_files = frozenset(front.FILES) - {"/"}
@@ -169,7 +173,7 @@ def _others(parts: Parts) -> FastAPI:
     """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": parts.config.status_page} if parts.config.status_page else {})}
-    document = functools.cache(lambda: describe(parts.schema, _version()))
+    document = functools.cache(lambda: describe(parts.schema, _version(), retrieves=parts.items is not None))
 
     async def root(request: Request) -> Response:
         about = {**_about(parts), "links": links}

@@ -16,6 +16,7 @@ from serving.http.call_names import DOCUMENTED
 from serving.http.engage import MAX_ENGAGEMENTS, EngagementBody
 from serving.http.json_types import NAME, PlainId, build_types, limits
 from serving.http.query import RANK_QUERY
+from serving.http.retrieve_document import retrieve_types
 from serving.http.version_header import HEADER
 from serving.page.explain_types import ExplainAnswer
 
@@ -104,9 +105,9 @@ class About(msgspec.Struct, forbid_unknown_fields=True):
 _NAMES = {"EngagementBody": "Engagement", "ErrorAnswer": "Error", "Accepted": "EngagementsAnswer"}
 
 
-def describe(schema: Schema, version: str) -> dict[str, Any]:
-    """The document, OpenAPI 3.1."""
-    components = _components(schema)
+def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[str, Any]:
+    """The document, OpenAPI 3.1. `retrieves`: the process has a catalogue of items."""
+    components = _components(schema, retrieves)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -119,6 +120,7 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
             "/v1/rank": {"post": _rank(schema)},
             "/v1/engagements": {"post": _engage(schema)},
             "/v1/explain": {"post": _explain(schema)},
+            **(_retrieval() if retrieves else {}),
             "/healthz": {"get": _get("alive", "The process is up", _ok(_json("Alive")))},
             "/readyz": {"get": _get("ready", "Whether answers are complete", _readiness())},
             "/metrics": {"get": _get("metrics", "Prometheus metrics", _ok({"text/plain": {"schema": {"type": "string"}}}))},
@@ -129,9 +131,10 @@ def describe(schema: Schema, version: str) -> dict[str, Any]:
     }
 
 
-def _components(schema: Schema) -> dict[str, Any]:
+def _components(schema: Schema, retrieves: bool) -> dict[str, Any]:
+    rank = build_types(schema).rank
     types = (
-        build_types(schema).rank,
+        rank,
         EngagementBody,
         *_answer_types(schema),
         Accepted,
@@ -140,6 +143,7 @@ def _components(schema: Schema) -> dict[str, Any]:
         Readiness,
         Alive,
         About,
+        *(retrieve_types(schema, rank) if retrieves else ()),
     )
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     named = {_NAMES.get(name, name): component for name, component in components.items()}
@@ -201,6 +205,24 @@ def _explain(schema: Schema) -> dict[str, Any]:
         "parameters": DOCUMENTED,
         "requestBody": {"required": True, "content": body},
         "responses": _ok(_json("ExplainAnswer"), "scored; nothing is logged") | _errors(*_ERRORS),
+    }
+
+
+def _retrieval() -> dict[str, Any]:
+    def found(operation: str, summary: str, text: str) -> dict[str, Any]:
+        name = operation.capitalize()
+        return {
+            "operationId": operation,
+            "tags": ["traffic"],
+            "summary": summary,
+            "parameters": DOCUMENTED,
+            "requestBody": {"required": True, "content": _json(f"{name}Request")},
+            "responses": _ok(_json(f"{name}Answer"), text) | _errors(*_ERRORS),
+        }
+
+    return {
+        "/v1/retrieve": {"post": found("retrieve", "Find items of the catalogue", "found; nothing is logged")},
+        "/v1/recommend": {"post": found("recommend", "Find items and rank them", "ranked, and logged as a rank")},
     }
 
 

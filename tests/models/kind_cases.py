@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.config import HstuConfig, ModelConfig, TwoTowerConfig
+from models.config import CascadeConfig, HstuConfig, ModelConfig, TwoTowerConfig
 from tests.models.model_checks import SMALL
 
 _SIZES = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name not in ("kind", "history_attention")}
@@ -19,6 +19,12 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "early ranking": TwoTowerConfig(
         stage="ranking", user_layers=(6,), item_layers=(5,), width=4, mix_layers=(6,), task_layers=(4,)
+    ),
+    "cascade": CascadeConfig(
+        **_SIZES,
+        history_attention=True,
+        retrieval=TwoTowerConfig(user_layers=(6,), item_layers=(5,), width=4),
+        retrieval_weight=0.5,
     ),
     "dhen": dataclasses.replace(SMALL, interaction="dhen", dhen_tokens=3, dhen_width=4),
 }

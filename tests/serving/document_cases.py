@@ -8,6 +8,7 @@ from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
+from retrieval_cases import retrieving
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -16,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serving_cases import SCHEMA, build
+from serving_cases import SCHEMA
 from serving_fakes import FakeRows
 
 from serving.http.app import HttpInterface
@@ -33,7 +34,9 @@ CHECKS = [
 def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counter[int]:
     """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered with which status.
     Raises what a check finds, with the case."""
-    built = build(home, FakeRows(SCHEMA), log_bytes=1 << 28)
+    kept = retrieving(home, FakeRows(SCHEMA), log_bytes=1 << 28)
+    kept.turn()
+    built = kept.built
     statuses: Counter[int] = Counter()
     try:
         document = schemathesis.openapi.from_asgi("/openapi.json", HttpInterface(built.parts))

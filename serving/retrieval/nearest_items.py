@@ -1,0 +1,131 @@
+"""The items with the largest products with a vector, while vectors are replaced.
+
+Proposals may come from an index that is some seconds old; what decides is the product with the vector as it is now. So an index
+is built, used and thrown away whole, and never changed: an item whose vector has moved far from where the index has it is
+compared in any case, until there are so many of them that an index is made anew. Without an index, and where a filter leaves few
+items, every one is compared.
+
+Letters: I items, D width, N some items, K best.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+MOVED_BELOW = 0.97  # product of an item's vector with that in the index, both of length 1
+FEW = 4096  # of so many every one is compared
+MOST_MOVED_SHARE = 0.05
+_WIDER = 2  # proposals for each item that is asked for: some have moved away since
+_CHUNK = 8192
+
+
+class Proposer(Protocol):
+    """An index of vectors as they were. Used by several threads."""
+
+    def propose(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None) -> np.ndarray:
+        """int64 [N], N <= k: slots with large products, each once, of those that are allowed; perhaps not the best ones."""
+
+
+Propose = Callable[[np.ndarray], Proposer]
+"""Vectors float32 [I, D] → an index of them."""
+
+
+class NearestFound(NamedTuple):
+    """The best first; of equal products the smaller slot."""
+
+    slot_K: np.ndarray  # int64
+    product_K: np.ndarray  # float32
+
+
+class _Indexed(NamedTuple):
+    proposer: Proposer
+    vector_ID: np.ndarray  # as the index has them
+    moved_N: np.ndarray  # slots
+
+
+class NearestItems:
+    """`replace` and `index` from one thread, the others from any. A search sees each vector whole, some before and some after a
+    `replace` that comes meanwhile."""
+
+    def __init__(self, vector_ID: np.ndarray, propose: Propose | None = None) -> None:
+        """`vector_ID`: float32, C-contiguous; taken over. `propose`: None = every item is compared."""
+        self._vector_ID, self._propose = vector_ID, propose
+        self._lock = threading.Lock()
+        self._indexed: _Indexed | None = None
+        self.num_whole = 0  # searches that compared every item although there is an index
+        self.index()
+
+    def __len__(self) -> int:
+        return len(self._vector_ID)
+
+    @property
+    def wants_index(self) -> bool:
+        """Whether so many vectors have moved that a new index pays."""
+        return self._indexed is not None and len(self._indexed.moved_N) > max(FEW // 4, MOST_MOVED_SHARE * len(self))
+
+    def vectors(self) -> np.ndarray:
+        """A copy."""
+        with self._lock:
+            return self._vector_ID.copy()
+
+    def replace(self, slot_N: np.ndarray, vector_ND: np.ndarray) -> None:
+        """Other vectors for these slots, each given once."""
+        with self._lock:
+            self._vector_ID[slot_N] = vector_ND
+            if self._indexed is not None:
+                self._indexed = self._indexed._replace(moved_N=self._moved(self._indexed.vector_ID))
+
+    def index(self) -> None:
+        """A new index of the vectors as they are; searches go on with the old one until it is there."""
+        if self._propose is None or len(self) <= FEW:
+            return
+        vector_ID = self.vectors()
+        proposer = self._propose(vector_ID)
+        with self._lock:
+            self._indexed = _Indexed(proposer, vector_ID, self._moved(vector_ID))
+
+    def best(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> NearestFound:
+        """The K <= k best of those that are allowed, `allowed_I` bool [I] (None = all), as far as the index finds them."""
+        indexed, num_allowed = self._indexed, len(self) if allowed_I is None else int(np.count_nonzero(allowed_I))
+        if indexed is None or num_allowed <= FEW:
+            return self.exact(query_D, k, allowed_I)
+        moved_N = indexed.moved_N if allowed_I is None else indexed.moved_N[allowed_I[indexed.moved_N]]
+        slot_N = np.union1d(indexed.proposer.propose(query_D, _WIDER * k, allowed_I), moved_N)
+        if len(slot_N) < min(k, num_allowed):
+            self.num_whole += 1
+            return self.exact(query_D, k, allowed_I)
+        with self._lock:
+            product_N = self._vector_ID[slot_N] @ query_D
+        return _best(slot_N, product_N, k)
+
+    def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> NearestFound:
+        """The K <= k best of those that are allowed, every one compared. In steps: nobody waits long for a `replace`."""
+        slot_N = np.arange(len(self), dtype=np.int64) if allowed_I is None else np.flatnonzero(allowed_I)
+        product_N = np.empty(len(slot_N), np.float32)
+        for begin in range(0, len(slot_N), _CHUNK):
+            chosen = slice(begin, begin + _CHUNK) if allowed_I is None else slot_N[begin : begin + _CHUNK]
+            with self._lock:
+                product_N[begin : begin + _CHUNK] = self._vector_ID[chosen] @ query_D
+        return _best(slot_N, product_N, k)
+
+    def _moved(self, indexed_ID: np.ndarray) -> np.ndarray:
+        """With the lock."""
+        return np.flatnonzero(np.einsum("id,id->i", indexed_ID, self._vector_ID) < MOVED_BELOW)
+
+
+def _best(slot_N: np.ndarray, product_N: np.ndarray, k: int) -> NearestFound:
+    """`slot_N` rises."""
+    at = np.arange(len(slot_N))
+    if k < len(slot_N):
+        at = np.flatnonzero(product_N >= np.partition(product_N, len(slot_N) - k)[len(slot_N) - k])
+    at = at[np.argsort(-product_N[at], kind="stable")[:k]]
+    return NearestFound(slot_N[at], product_N[at])
+
+
+def recall(found: NearestFound, truth: NearestFound) -> float:
+    """Share of the truly best that were found."""
+    return float(np.isin(truth.slot_K, found.slot_K).mean()) if len(truth.slot_K) else 1.0

@@ -1,0 +1,226 @@
+"""`/v1/retrieve` and `/v1/recommend`: what is found, what is shown, what is logged, and what is refused in the one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+import torch
+from live_serving import serving_live
+from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, retrieving, version_of
+from serving_cases import HISTORY, MODEL, NOW_MS, SCHEMA, build
+from serving_fakes import FakeHydrator, FakeRows
+
+from roo import roo_pb2 as pb
+from roo import wire
+from serving.http.openapi import describe
+
+WHO: dict[str, Any] = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Retrieving]:
+    hydrator = FakeHydrator({"history": HISTORY}, {"clicks_1h": 2.0})
+    made = retrieving(tmp_path / "home", FakeRows(SCHEMA), hydrator)
+    made.turn()
+    yield made
+    made.built.close()
+
+
+def ask(kept: Retrieving, path: str, body: object, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, Any]:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body if isinstance(body, bytes) else json.dumps(body).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "query_string": b""}
+    asyncio.run(kept.app(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def found(kept: Retrieving, **asked: Any) -> list[Any]:
+    status, answer = ask(kept, "/v1/retrieve", {**WHO, **asked})
+    assert status == 200, answer
+    return [item["item_id"] for item in answer["items"]]
+
+
+def candidates_of(kept: Retrieving, ids: list[Any]) -> list[dict[str, Any]]:
+    """As a client spells them that has the catalogue too."""
+    space = kept.keeper.retriever.space
+    assert space is not None
+    features = space.catalogue.features(np.array([space.catalogue.given_I.index(item) for item in ids]))
+    topics, ages = features.get("topics", [None] * len(ids)), features.get("age_h", np.full(len(ids), np.nan))
+    return [
+        {"item_id": item, "topics": topic, "age_h": None if np.isnan(age) else float(age)}
+        for item, topic, age in zip(ids, topics, ages, strict=True)
+    ]
+
+
+def test_the_k_nearest_are_found_the_nearest_first_with_the_version_of_both_sides(kept: Retrieving) -> None:
+    status, answer = ask(kept, "/v1/retrieve", {**WHO, "k": 5})
+    products = [item["product"] for item in answer["items"]]
+    assert status == 200 and answer["retrieval_version"] == "1-2" and answer["degraded"] is False
+    assert len(products) == 5 and products == sorted(products, reverse=True) and answer["request_id"] == "r-1"
+    assert len(found(kept, k=1000)) == NUM_ITEMS == len(set(found(kept)))
+    assert kept.built.records() == []
+
+
+def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> None:
+    kept.serve(version_of("1-3", TOWERS))
+    kept.turn(60.0)
+    who = {**WHO, "ro": {**WHO["ro"], "num_candidates": 20.0}}  # else a rank counts its list, and here there is none yet
+    for task in SCHEMA.tasks:
+        listed = candidates_of(kept, found(kept, k=20, task=task, ro=who["ro"]))
+        status, answer = ask(kept, "/v1/rank", {**who, "candidates": listed})
+        assert status == 200 and answer["model_version"] == "1-3", answer
+        logits = [np.log(s[task] / (1 - s[task])) for s in answer["scores"]]
+        assert (np.diff(logits) < 1e-4).all() and logits[0] > logits[-1] + 1e-3
+
+
+def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> None:
+    every = found(kept, k=1000)
+    assert not {2, "i3"} & set(found(kept, k=1000, exclude=[2, "i3", "no such"])) and len(found(kept, k=1000, exclude=[2])) == 59
+    danish = found(kept, k=1000, filter={"lang": "da", "tags": [1, 2]})
+    assert danish == [i for i in every if int(str(i).strip("i")) % 2 == 0 and int(str(i).strip("i")) % 5 in (1, 2)]
+    assert set(every) - set(found(kept, k=1000, exclude_seen=True)) == {8}  # the history has 8 and 3, and "i3" is no 3
+    given = {"history": {"item": [2, 4], "action": [1, 1], "time": [NOW_MS] * 2}}
+    assert set(every) - set(found(kept, k=1000, exclude_seen=True, ro={**WHO["ro"], **given})) == {2, 4}
+    assert found(kept, k=5, filter={"lang": "sv"}) == []
+
+
+def test_what_the_client_left_out_is_hydrated_and_without_redis_the_answer_is_degraded(kept: Retrieving) -> None:
+    hydrator = kept.keeper.retriever.hydrator
+    assert isinstance(hydrator, FakeHydrator)
+    with_history = found(kept, k=NUM_ITEMS)
+    hydrator.away = True
+    status, answer = ask(kept, "/v1/retrieve", {**WHO, "k": NUM_ITEMS})
+    assert status == 200 and answer["degraded"] is True
+    assert [item["item_id"] for item in answer["items"]] != with_history
+
+
+def impression(kept: Retrieving) -> pb.Impression:
+    (record,) = kept.built.records()
+    kind, message = wire.decode(record.value)
+    assert kind == wire.IMPRESSION
+    return message
+
+
+@pytest.mark.parametrize("retrieved", [3, 20])
+def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrieving, retrieved: int) -> None:
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 3, "retrieved": retrieved})
+    assert status == 200 and (answer["model_version"], answer["retrieval_version"]) == ("1-2", "1-2"), answer
+    message, space = impression(kept), kept.keeper.retriever.space
+    assert space is not None and message.header.request_id == "r-1" and sorted(message.positions) == [0, 1, 2]
+    given = dict(zip(space.catalogue.id_I.view(np.uint64).tolist(), space.catalogue.given_I, strict=True))
+    shown = sorted(zip(message.positions, message.item_ids, strict=True))
+    assert [given[item] for _, item in shown] == [item["item_id"] for item in answer["items"]]
+    if retrieved == 3:
+        assert {item["item_id"] for item in answer["items"]} == set(found(kept, k=3))
+
+
+def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> None:
+    """The same list sent to `/v1/rank` has the same scores; its features come from the catalogue and Redis."""
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "retrieved": 20})
+    assert status == 200 and len(answer["items"]) == 4
+    listed = candidates_of(kept, [item["item_id"] for item in answer["items"]])
+    status, ranked = ask(kept, "/v1/rank", {**WHO, "request_id": "r-2", "candidates": listed})
+    assert status == 200, ranked
+    ours, theirs = kept.built.records()
+    messages = [wire.decode(record.value)[1] for record in (ours, theirs)]
+    assert [m.ro for m in messages[:1]] == [m.ro for m in messages[1:]]
+    for item, scores in zip(answer["items"], ranked["scores"], strict=True):
+        assert item["scores"] == pytest.approx(scores, abs=1e-5)
+
+
+def test_what_is_shown_are_the_best_of_what_was_found_by_the_rankers_scores(kept: Retrieving) -> None:
+    kept.serve(version_of("1-3", dataclasses.replace(CASCADE, list_layers=0)))  # a candidate's score is its own
+    with torch.no_grad():  # untrained heads give all the same
+        for head in kept.built.service.versions.newest.model.ranker.heads.logits:  # type: ignore[union-attr]
+            head.weight.normal_(generator=torch.Generator().manual_seed(3))
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "retrieved": 12})
+    assert status == 200 and answer["model_version"] == "1-3"
+    everything = candidates_of(kept, found(kept, k=12))
+    _, ranked = ask(kept, "/v1/rank", {**WHO, "request_id": "r-2", "candidates": everything, "model_version": "1-3"})
+    best = [everything[i]["item_id"] for i in ranked["order"][:4]]
+    assert [item["item_id"] for item in answer["items"]] == best
+
+
+def test_with_nothing_to_show_nothing_is_logged(kept: Retrieving) -> None:
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "filter": {"lang": "sv"}})
+    assert status == 200 and answer["items"] == [] and answer["model_version"] == "1-2" and kept.built.records() == []
+
+
+@pytest.mark.parametrize("path", ["/v1/retrieve", "/v1/recommend"])
+@pytest.mark.parametrize(
+    ("change", "status", "where"),
+    [
+        ({"k": 0}, 400, "$.k"),
+        ({"k": 1001}, 400, "$.k"),
+        ({"kk": 3}, 400, "$.kk"),
+        ({"task": "clik"}, 400, "$.task"),
+        ({"filter": {"lng": "da"}}, 400, "$.filter.lng"),
+        ({"filter": {"lang": 2.5}}, 400, "$.filter[...]"),
+        ({"filter": {str(i): 1 for i in range(33)}}, 413, "$.filter"),
+        ({"exclude": [1, ""]}, 400, "$.exclude[1]"),
+        ({"exclude": list(range(10_001))}, 413, "$.exclude"),
+        ({"ro": {"moood": 1}}, 400, "$.ro.moood"),
+        ({"ro": {"mood": 1e300}}, 400, "$.ro.mood"),
+        ({"user_id": ""}, 400, "$.user_id"),
+        ({"candidates": []}, 400, "$.candidates"),
+    ],
+)
+def test_a_bad_field_is_refused_with_its_path(
+    kept: Retrieving, path: str, change: dict[str, Any], status: int, where: str
+) -> None:
+    got, answer = ask(kept, path, {**WHO, **change})
+    assert (got, answer["error"]["path"]) == (status, where), answer
+    assert kept.built.records() == []
+
+
+def test_a_version_that_is_not_held_is_404_and_the_header_names_one_too(kept: Retrieving) -> None:
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "model_version": "9-9"})
+    assert (status, answer["error"]["code"]) == (404, "unknown_model_version")
+    status, answer = ask(kept, "/v1/recommend", WHO, ((b"x-model-version", b"0-0"),))
+    assert status == 200 and answer["model_version"] == "0-0" and answer["retrieval_version"] == "1-2"
+
+
+def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> None:
+    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=version_of("1-2", MODEL))
+    for reason in ("the items' vectors aren't there yet", "expected a model that retrieves"):
+        status, answer = ask(kept, "/v1/retrieve", WHO)
+        assert (status, answer["error"]["code"]) == (503, "unavailable") and reason in answer["error"]["message"]
+        kept.turn()
+    kept.built.close()
+
+
+def test_without_a_catalogue_there_are_no_such_paths(tmp_path: Path) -> None:
+    built = build(tmp_path / "home", FakeRows(SCHEMA))
+    with serving_live(built) as live, httpx.Client(base_url=live.url) as client:
+        assert client.post("/v1/retrieve", json=WHO).status_code == 404
+        assert "/v1/retrieve" not in client.get("/openapi.json").json()["paths"]
+    assert set(describe(SCHEMA, "1", retrieves=True)["paths"]) - set(describe(SCHEMA, "1")["paths"]) == {
+        "/v1/retrieve",
+        "/v1/recommend",
+    }
+
+
+def test_over_a_socket_each_request_is_retrieved_and_found_again_by_recall(tmp_path: Path) -> None:
+    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA))
+    kept.turn()
+    with serving_live(kept.built) as live, httpx.Client(base_url=live.url) as client:
+        answer = client.post("/v1/recommend", json={**WHO, "k": 5})
+        assert answer.status_code == 200 and len(answer.json()["items"]) == 5
+        assert client.get("/v1/retrieve").status_code == 405
+        kept.turn()
+        shown = client.get("/metrics").text
+    assert "roostream_serving_items 60.0" in shown and "roostream_serving_items_recall 1.0" in shown

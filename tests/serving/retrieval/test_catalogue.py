@@ -1,0 +1,113 @@
+"""A catalogue's file: what it gives, in pieces as whole, and what is refused with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from retrieval_cases import NUM_ITEMS, item_of, whole, write_items
+from serving_cases import SCHEMA
+
+from roo.block import encode_nro
+from roo.decode import Decoder
+from roo.errors import ConfigError
+from roo.ids import item_id, signed
+from roo.schema_file import schema_from_dict
+from serving.retrieval.catalogue import Catalogue, load_catalogue, read_catalogue
+
+
+def read(*rows: Any) -> Catalogue:
+    return read_catalogue(SCHEMA, [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows])
+
+
+def test_items_are_there_by_id_as_they_were_given() -> None:
+    catalogue = whole()
+    assert len(catalogue) == NUM_ITEMS and (np.diff(catalogue.id_I) > 0).all()
+    assert {signed(item_id(given)): given for given in catalogue.given_I} == dict(
+        zip(catalogue.id_I.tolist(), catalogue.given_I, strict=True)
+    )
+    assert set(catalogue.given_I) == {item_of(i)["item_id"] for i in range(NUM_ITEMS)}
+    assert catalogue.attributes.allowed({"lang": "da"}).sum() == NUM_ITEMS / 2
+
+
+def test_features_are_those_of_the_file_whichever_items_are_taken() -> None:
+    catalogue = whole()
+    slots = catalogue.slots_of(catalogue.id_I[[40, 3, 17]])
+    features = catalogue.features(slots)
+    for at, slot in enumerate(slots.tolist()):
+        given = catalogue.given_I[slot]
+        row = next(item_of(i) for i in range(NUM_ITEMS) if item_of(i)["item_id"] == given)
+        assert features["item"][at] == [catalogue.id_I[slot]]
+        assert features["topics"][at] == row.get("topics")
+        assert features["age_h"][at] == pytest.approx(row["age_h"]) if "age_h" in row else np.isnan(features["age_h"][at])
+
+
+def test_taken_items_are_what_a_request_with_them_is_decoded_to() -> None:
+    catalogue, slots = whole(), np.array([3, 17, 40])
+    taken = catalogue.take(slots)
+    block = encode_nro(SCHEMA, catalogue.features(slots), 3)
+    again = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get).decode_request(b"", block, catalogue.id_I[slots], 0)
+    np.testing.assert_array_equal(taken.nro_float_BF, again.nro_float_BF)
+    np.testing.assert_array_equal(taken.nro_lists.values, again.nro_lists.values)
+    np.testing.assert_array_equal(taken.nro_lists.lengths_KN, again.nro_lists.lengths_KN)
+    np.testing.assert_array_equal(taken.item_B, again.item_B)
+
+
+def test_every_kind_of_list_comes_back() -> None:
+    schema = schema_from_dict(
+        {
+            "tables": {"item": {"dim": 4}},
+            "nro": [
+                {"name": "parts", "kind": "weighted_ids", "table": "item"},
+                {"name": "viewers", "kind": "sequence", "table": "item", "columns": {"at": "time_ms"}},
+            ],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+    rows = [
+        {"item_id": 1, "parts": {"ids": [5, 6], "weights": [0.5, 2.0]}},
+        {"item_id": 2, "viewers": {"item": [7], "at": [9]}},
+        {"item_id": 3, "parts": {"ids": [], "weights": []}, "viewers": {"item": [7, 8], "at": [9, 10]}},
+    ]
+    features = read_catalogue(schema, [json.dumps(row).encode() for row in rows]).features(np.array([0, 2, 1]))
+    assert features["parts"] == [rows[0]["parts"], rows[2]["parts"], None]
+    assert features["viewers"] == [None, rows[2]["viewers"], rows[1]["viewers"]]
+
+
+def test_ids_that_are_not_here_have_no_slot() -> None:
+    catalogue = read({"item_id": 5}, {"item_id": 9})
+    assert catalogue.slots_of(np.array([9, 1, 7, 100, 9])).tolist() == [1]
+    assert catalogue.slots_of(np.zeros(0, np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b"{", "items:22: expected an item as a JSON object: "),
+        (b"[1]", r"items:22: expected an item as a JSON object, got '\[1\]'"),
+        (b"\xff\xfe", "items:22: expected an item as a JSON object: "),
+        ({"item_id": 100, "agee_h": 1}, r"items:22: unknown field 'agee_h'; did you mean 'age_h'\? \(at agee_h\)"),
+        ({"item_id": 100, "topics": ["a", ""]}, r"items:22: .*\(at topics\[1\]\)"),
+        ({"topics": [1]}, "items:22: .*item_id"),
+        ({"item_id": 100, "clicks": 3}, "items:22: expected no 'clicks', which the schema keeps online"),
+        ({"item_id": 100, "nro": {"clicks": 3}}, "items:22: expected no 'clicks', which the schema keeps online"),
+        ({"item_id": 100, "attributes": {"price": 2.5}}, "items:22: expected attribute 'price' as a text"),
+        ({"item_id": 21}, "items:22: expected each item once, got 21 of line 21 again"),
+        ({"item_id": 1}, "items:22: expected each item once, got 1 of line 1 again"),
+        ({"item_id": signed(item_id("nine"))}, "items: expected each item once, got .* as a number and as a text"),
+    ],
+)
+def test_a_line_that_is_no_item_is_refused_with_its_number(bad: Any, message: str) -> None:
+    good: list[Any] = [{"item_id": i} for i in (*range(1, 20), "nine", 21)]
+    with pytest.raises(ConfigError, match=message):
+        read(*good, bad)
+
+
+def test_a_file_without_items_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected at least one item, got none"):
+        load_catalogue(SCHEMA, write_items(tmp_path / "none.jsonl", []))
+    with pytest.raises(ConfigError, match=r"items: expected a file of items, got .*: No such file"):
+        load_catalogue(SCHEMA, tmp_path / "absent.jsonl")

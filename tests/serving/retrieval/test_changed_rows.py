@@ -1,0 +1,54 @@
+"""Items whose rows are others than at the last look, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from serving_cases import SCHEMA
+
+from roo.lookup import Lookup
+from serving.retrieval import changed_rows
+from serving.retrieval.catalogue import Catalogue, read_catalogue
+from serving.retrieval.changed_rows import ChangedRows
+
+ITEMS = [{"item_id": i, "topics": [100 + i % 3, 200]} if i != 4 else {"item_id": 4} for i in range(8)]
+
+
+@dataclasses.dataclass
+class Rows:
+    """1 everywhere, but for ids that were given another value."""
+
+    values: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        return {
+            name: np.array([[self.values.get(i, 1.0)] * 4 for i in s.id_U.tolist()], np.float32).reshape(-1, 4)
+            for name, s in lookup.stacks.items()
+        }
+
+
+def catalogue() -> Catalogue:
+    return read_catalogue(SCHEMA, [json.dumps(item).encode() for item in ITEMS])
+
+
+def looked(changed: ChangedRows, rows: Rows) -> list[int]:
+    return sorted({slot for chunk in changed.chunks() for slot in changed.look(rows, chunk).tolist()})
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_items_of_changed_rows_are_told_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(changed_rows, "CHUNK", chunk)
+    changed, rows = ChangedRows(catalogue().items), Rows()
+    assert looked(changed, rows) == []  # the first look learns what is there
+    rows.values[5] = 2.0  # an item's own
+    assert looked(changed, rows) == [5]
+    assert looked(changed, rows) == []
+    rows.values |= {101: 0.5, 3: 0.5}  # what several items share, and one of another
+    assert looked(changed, rows) == [1, 3, 7]
+    rows.values[200] = 9.0
+    assert looked(changed, rows) == [0, 1, 2, 3, 5, 6, 7]
+    rows.values[999] = 9.0  # nobody's
+    assert looked(changed, rows) == []

@@ -1,0 +1,102 @@
+"""An item's vector depends on nothing but the item, its rows and the version."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, version_of, whole
+from serving_cases import NOW_MS, SCHEMA
+from serving_fakes import FakeRows
+
+from models.build import build_model
+from models.inputs import build_inputs
+from models.two_tower.cascade import retrieval_of
+from models.two_tower.retrieval import Retrieval
+from roo.block import encode_nro, encode_ro
+from roo.decode import Decoder
+from roo.errors import ConfigError
+from roo.lookup import build_lookup
+from roo.schema import Transform
+from serving.retrieval.item_encoder import check_own, encode_items
+
+
+def towers() -> Retrieval:
+    model = retrieval_of(version_of().model)
+    assert model is not None
+    return model
+
+
+def test_an_item_has_the_same_vector_alone_and_among_all_and_its_length_is_one() -> None:
+    model, rows, catalogue = towers(), FakeRows(SCHEMA), whole()
+    every_ID = encode_items(model, rows, catalogue.items)
+    assert every_ID.shape == (NUM_ITEMS, 4) and len(np.unique(every_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
+    np.testing.assert_allclose(np.linalg.norm(every_ID, axis=1), 1.0, atol=1e-3)
+    for slot in (0, 17, 59):
+        np.testing.assert_allclose(encode_items(model, rows, catalogue.take(np.array([slot])))[0], every_ID[slot], atol=1e-6)
+
+
+def test_it_is_the_vector_that_training_compares_with_a_request() -> None:
+    model, rows, catalogue, slots = towers(), FakeRows(SCHEMA), whole(), np.array([5, 6, 7])
+    ro = encode_ro(SCHEMA, {"mood": 0.5, "hour": 3.0})
+    block = encode_nro(SCHEMA, {**catalogue.features(slots), "clicks": np.array([1.0, 2.0, 3.0])}, 3)
+    decoder = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get)
+    batch = decoder.decode_request(ro, block, catalogue.id_I[slots], NOW_MS)
+    lookup = build_lookup(batch)
+    inputs = build_inputs(batch, lookup, rows.gather(lookup))
+    with torch.inference_mode():
+        u_RTD, v_BD = model.vectors(inputs)
+        logits_BT = model(inputs).numpy()
+        alone_RTD = model.request_vectors(inputs).numpy()
+    np.testing.assert_allclose(encode_items(model, rows, catalogue.take(slots)), v_BD.numpy(), atol=1e-6)
+    np.testing.assert_array_equal(alone_RTD, u_RTD.numpy())
+    products_BT = v_BD.numpy() @ alone_RTD[0].T
+    for t in range(2):
+        assert (np.argsort(products_BT[:, t]) == np.argsort(logits_BT[:, t])).all()
+
+
+def test_a_vector_that_is_not_finite_is_refused_with_its_item() -> None:
+    model = towers()
+    with torch.no_grad():
+        model.item.out.bias.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="expected finite vectors of items, got another of item"):
+        encode_items(model, FakeRows(SCHEMA), whole().items)
+
+
+@pytest.mark.parametrize(
+    ("floats", "transforms", "message"),
+    [
+        (("age_h",), (), ""),
+        (("age_log",), (Transform(output="age_log", input="age_h", op="log1p"),), ""),
+        (("clicks",), (), "item_floats: expected floats that a catalogue can have, got 'clicks', kept online"),
+        (
+            ("clicks_log",),
+            (Transform(output="clicks_log", input="clicks", op="log1p"),),
+            "item_floats: expected floats that a catalogue can have, got 'clicks', kept online",
+        ),
+        (
+            ("age_rank",),
+            (Transform(output="age_rank", input="age_h", op="rank"),),
+            "item_floats: expected floats of an item's own, got 'age_rank', a rank within a list",
+        ),
+    ],
+)
+def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused(
+    floats: tuple[str, ...], transforms: tuple[Transform, ...], message: str
+) -> None:
+    schema = dataclasses.replace(SCHEMA, transforms=transforms)
+    model = build_model(schema, dataclasses.replace(TOWERS, item_floats=floats), 0)
+    assert isinstance(model, Retrieval)
+    if not message:
+        check_own(schema, model)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_own(schema, model)
+
+
+def test_a_cascade_and_two_towers_retrieve_and_a_ranker_does_not() -> None:
+    assert isinstance(retrieval_of(build_model(SCHEMA, TOWERS, 0)), Retrieval)
+    assert isinstance(retrieval_of(build_model(SCHEMA, CASCADE, 0)), Retrieval)
+    assert retrieval_of(build_model(SCHEMA, dataclasses.replace(TOWERS, stage="ranking", item_floats=()), 0)) is None

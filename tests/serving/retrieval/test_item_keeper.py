@@ -1,0 +1,188 @@
+"""Version, catalogue and rows move on; what requests are retrieved with is always of one version, and follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, item_of, retrieving, version_of, write_items
+from serving_cases import MODEL, SCHEMA
+from serving_fakes import FakeRows
+
+from roo.lookup import Lookup
+from serving.retrieval.item_encoder import encode_items
+from serving.retrieval.item_space import ItemSpace
+from serving.scorer import Version
+
+
+class Rows(FakeRows):
+    """Of one item others, if told so; `on_gather` is called with each."""
+
+    def __init__(self) -> None:
+        super().__init__(SCHEMA)
+        self.changed: dict[int, float] = {}
+        self.num_gathers = 0
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        self.num_gathers += 1
+        out = super().gather(lookup)
+        for name, stack in lookup.stacks.items():
+            for item, value in self.changed.items():
+                out[name][stack.id_U == item] = value
+        return out
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, rows: Rows) -> Iterator[Retrieving]:
+    made = retrieving(tmp_path / "home", rows)
+    yield made
+    made.built.close()
+
+
+def space_of(kept: Retrieving) -> ItemSpace:
+    space = kept.keeper.retriever.space
+    assert space is not None
+    return space
+
+
+def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Retrieving, rows: Rows) -> None:
+    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "vectors of items"
+    kept.turn()
+    space = space_of(kept)
+    assert space.version.name == "1-2" and len(space.catalogue) == NUM_ITEMS and kept.keeper.waiting_for == ""
+    np.testing.assert_allclose(space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+
+
+def test_version_and_vectors_are_put_in_use_as_one(kept: Retrieving, rows: Rows) -> None:
+    kept.turn()
+    before = space_of(kept)
+    kept.serve(version_of("1-3", seed=7))
+    seen = set[tuple[str, bool]]()
+    first = before.nearest.vectors()
+
+    def look() -> None:
+        space = space_of(kept)
+        seen.add((space.version.name, bool(np.array_equal(space.nearest.vectors(), first))))
+
+    gather = rows.gather
+    rows.gather = lambda lookup: (look(), gather(lookup))[1]  # type: ignore[method-assign,assignment]
+    kept.turn()
+    look()
+    assert seen == {("1-2", True), ("1-3", False)}
+
+
+def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retrieving, rows: Rows) -> None:
+    kept.turn()
+    space, before = space_of(kept), space_of(kept).nearest.vectors()
+    rows.changed = {7: 0.9, 11: -0.9}  # 7 is a topic too
+    kept.turn(after_s=1.0)
+    after = space.nearest.vectors()
+    np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+    moved = {space.catalogue.given_I[slot] for slot in np.flatnonzero((before != after).any(axis=1)).tolist()}
+    assert {7, 11} <= moved and space_of(kept) is space and 2 not in moved
+    assert kept.keeper.numbers()["items_due"] == 0 and kept.keeper.num_built == 1
+
+
+def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(tmp_path: Path, rows: Rows) -> None:
+    kept = retrieving(tmp_path / "home", rows, items_refreshed=50)  # ten a turn
+    kept.turn()
+    rows.changed = {7: 0.9}
+    due, lag = [], []
+    for _ in range(4):
+        kept.turn(after_s=0.5)
+        numbers = kept.keeper.numbers()
+        due.append(numbers["items_due"])
+        lag.append(numbers["items_lag_s"])
+    kept.built.close()
+    assert due == [0, 20, 10, 0]  # seen a second after the last look: the 30 items that have topic 7
+    assert lag == [0.0, 0.0, 0.5, 0.0]
+
+
+def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
+    kept: Retrieving, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.turn()
+    write_items(kept.items, [item_of(i) for i in range(NUM_ITEMS, NUM_ITEMS + 3)])
+    kept.turn(after_s=5.0)
+    assert space_of(kept).catalogue.given_I.count(61) == 1 and len(space_of(kept).catalogue) == 3
+    write_items(kept.items, [{"item_id": 1, "no_such": 2}])
+    for _ in range(3):
+        kept.turn(after_s=5.0)
+    assert len(space_of(kept).catalogue) == 3 and kept.keeper.num_refused == 1
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "items.jsonl:1: unknown field 'no_such'" in told and "what is in use stays" in told
+
+
+def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
+    kept.items.rename(kept.items.with_suffix(".away"))
+    kept.turn()
+    assert kept.keeper.retriever.space is None and kept.keeper.waiting_for == "", "a process isn't held back for ever"
+    assert "expected a file of items" in kept.keeper.retriever.why_not
+    kept.items.with_suffix(".away").rename(kept.items)
+    kept.turn(after_s=5.0)
+    assert len(space_of(kept).catalogue) == NUM_ITEMS
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MODEL, "model version 1-3: expected a model that retrieves"),
+        (dataclasses.replace(CASCADE, retrieval=dataclasses.replace(TOWERS, item_floats=("clicks",))), "kept online"),
+    ],
+)
+def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
+    kept: Retrieving, caplog: pytest.LogCaptureFixture, config: object, message: str
+) -> None:
+    kept.turn()
+    kept.serve(version_of("1-3", config))  # type: ignore[arg-type]
+    for _ in range(3):
+        kept.turn(after_s=5.0)
+    assert space_of(kept).version.name == "1-2" and kept.keeper.num_refused == 1
+    assert [message in r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [True]
+    kept.serve(version_of("1-4"))
+    kept.turn(after_s=5.0)
+    assert space_of(kept).version.name == "1-4"
+
+
+def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(kept: Retrieving, rows: Rows) -> None:
+    gather = rows.gather
+    rows.gather = lambda lookup: (kept.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
+    kept.turn()
+    took_s = kept.keeper.build_s
+    assert took_s is not None and took_s >= 2
+    begin_s, before = kept.clock.monotonic_s(), kept.keeper.num_built
+    for number in range(3, 30):
+        kept.serve(version_of(f"1-{number}"))
+        kept.turn(after_s=took_s / 2)
+    built = kept.keeper.num_built - before
+    assert 2 <= built <= 1 + (kept.clock.monotonic_s() - begin_s) / (4 * took_s)
+    assert int(space_of(kept).version.name.partition("-")[2]) > 29 - 10
+
+
+def test_a_stop_ends_a_build_and_leaves_what_is_in_use(kept: Retrieving) -> None:
+    kept.turn()
+    kept.serve(version_of("1-3"))
+    stop = threading.Event()
+    stop.set()
+    kept.clock.advance(5.0)
+    kept.keeper.turn(stop)
+    assert space_of(kept).version.name == "1-2" and kept.keeper.num_built == 1
+
+
+def test_going_back_to_an_older_version_is_followed_too(kept: Retrieving) -> None:
+    old, new = version_of("1-2"), version_of("1-3", seed=7)
+    served: list[Version] = []
+    for version in (old, new, old):
+        kept.built.service.versions.install(version)
+        kept.turn(after_s=60.0)
+        served.append(space_of(kept).version)
+    assert served == [old, new, old]

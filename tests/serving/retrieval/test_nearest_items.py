@@ -1,0 +1,125 @@
+"""The nearest items are those that comparing every one would give, whatever an index proposes and however vectors move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from serving.retrieval import nearest_items
+from serving.retrieval.nearest_items import NearestFound, NearestItems, recall
+
+D = 4
+
+
+def unit(n: int, seed: int) -> np.ndarray:
+    x_ID = np.random.default_rng(seed).normal(size=(n, D)).astype(np.float32)
+    return np.ascontiguousarray(x_ID / np.linalg.norm(x_ID, axis=1, keepdims=True))
+
+
+def brute(vector_ID: np.ndarray, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> list[int]:
+    """By the definition: sorted by product, then by slot."""
+    slots = range(len(vector_ID)) if allowed_I is None else np.flatnonzero(allowed_I).tolist()
+    return sorted(slots, key=lambda slot: (-float(vector_ID[slot] @ query_D), slot))[:k]
+
+
+class Scripted:
+    """Proposes what it is told to; remembers what it was asked."""
+
+    def __init__(self, slots: list[int]) -> None:
+        self.slots, self.asked = slots, list[int]()
+
+    def propose(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None) -> np.ndarray:
+        self.asked.append(k)
+        return np.array([s for s in self.slots if allowed_I is None or allowed_I[s]][:k], np.int64)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index pays from ten items on, and every step compares sixteen."""
+    monkeypatch.setattr(nearest_items, "FEW", 10)
+    monkeypatch.setattr(nearest_items, "_CHUNK", 16)
+
+
+@pytest.mark.parametrize("k", [1, 7, 50, 99])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_without_an_index_they_are_exactly_the_best(k: int, allowed: bool) -> None:
+    vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
+    allowed_I = np.arange(50) % 3 == 0 if allowed else None
+    found = NearestItems(vector_ID).best(query_D, k, allowed_I)
+    assert found.slot_K.tolist() == brute(vector_ID, query_D, k, allowed_I)
+    np.testing.assert_allclose(found.product_K, vector_ID[found.slot_K] @ query_D, rtol=1e-6)
+
+
+def test_of_equal_items_the_first_slots_are_taken() -> None:
+    vector_ID = np.repeat(unit(2, 3), 20, axis=0)
+    query_D = vector_ID[25]
+    assert NearestItems(vector_ID).best(query_D, 3).slot_K.tolist() == [20, 21, 22]
+
+
+def test_an_index_proposes_and_the_vectors_of_now_decide() -> None:
+    vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
+    best = brute(vector_ID, query_D, 4)
+    script = Scripted([best[3], best[1], best[0], 49, 48])
+    found = NearestItems(vector_ID.copy(), lambda _: script).best(query_D, 2)
+    assert found.slot_K.tolist() == [best[0], best[1]] and script.asked == [4]
+
+
+def test_an_item_whose_vector_moved_is_compared_although_the_index_has_it_elsewhere() -> None:
+    vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
+    far = brute(vector_ID, query_D, 50)[-1]
+    items = NearestItems(vector_ID, lambda _: Scripted(list(range(5))))
+    items.replace(np.array([far]), query_D[None])
+    assert items.best(query_D, 1).slot_K.tolist() == [far]
+    assert items.best(query_D, 1, np.arange(50) != far).slot_K.tolist() != [far]
+
+
+def test_a_vector_that_hardly_moved_is_left_to_the_index() -> None:
+    vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
+    items = NearestItems(vector_ID, lambda _: Scripted(list(range(6))))
+    items.replace(np.array([49]), vector_ID[49:50] * np.float32(0.999))
+    assert 49 not in items.best(query_D, 6).slot_K
+
+
+def test_where_the_index_gives_too_few_every_item_is_compared_and_counted() -> None:
+    vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
+    items = NearestItems(vector_ID, lambda _: Scripted([3]))
+    assert items.best(query_D, 5).slot_K.tolist() == brute(vector_ID, query_D, 5) and items.num_whole == 1
+
+
+def test_where_a_filter_leaves_few_items_the_index_is_not_asked() -> None:
+    vector_ID, query_D, script = unit(50, 0), unit(1, 1)[0], Scripted([])
+    allowed_I = np.arange(50) < 8
+    found = NearestItems(vector_ID, lambda _: script).best(query_D, 3, allowed_I)
+    assert found.slot_K.tolist() == brute(vector_ID, query_D, 3, allowed_I) and script.asked == []
+
+
+def test_a_new_index_is_wanted_once_many_have_moved_and_knows_the_vectors_of_then() -> None:
+    given = list[np.ndarray]()
+
+    def propose(vector_ID: np.ndarray) -> Scripted:
+        given.append(vector_ID)
+        return Scripted(list(range(5)))
+
+    items = NearestItems(unit(50, 0), propose)
+    items.replace(np.arange(20, 22), unit(2, 5))
+    assert not items.wants_index
+    items.replace(np.arange(20, 26), unit(6, 6))
+    assert items.wants_index
+    items.index()
+    assert not items.wants_index
+    np.testing.assert_array_equal(given[1][20:26], unit(6, 6))
+
+
+def test_nothing_allowed_is_nothing_found() -> None:
+    found = NearestItems(unit(50, 0)).best(unit(1, 1)[0], 5, np.zeros(50, np.bool_))
+    assert found.slot_K.tolist() == [] == found.product_K.tolist()
+
+
+@pytest.mark.parametrize(
+    ("found", "truth", "expected"), [([1, 2], [2, 1], 1.0), ([1, 9], [1, 2], 0.5), ([], [1], 0.0), ([], [], 1.0)]
+)
+def test_recall_is_the_share_of_the_truly_best_that_was_found(found: list[int], truth: list[int], expected: float) -> None:
+    def of(slots: list[int]) -> NearestFound:
+        return NearestFound(np.array(slots, np.int64), np.zeros(len(slots), np.float32))
+
+    assert recall(of(found), of(truth)) == expected
