@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import ipaddress
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from live_serving import serving_live
 from serving_cases import BODY, SCHEMA, Built, build, config_of
 from serving_fakes import FakeRows
@@ -26,6 +20,7 @@ from serving.access.key_file import Keyring, write_keys
 from serving.access.tls import Tls, TlsFiles
 from serving.client import Client, RetryPolicy, ServingError
 from serving.http.app import HttpInterface
+from tests.serving.access.certificates import Authority, trusting
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 PATIENT = RetryPolicy(deadline_ms=60_000)
@@ -96,42 +91,6 @@ def test_the_client_brings_its_key(tmp_path: Path) -> None:
         with Client(live.url, policy=PATIENT) as client, pytest.raises(ServingError) as unknown:
             client.rank({"candidates": [{"item_id": 1}]})
     assert (forbidden.value.code, unknown.value.code) == ("forbidden", "unauthorized")
-
-
-class Authority:
-    """Signs certificates of tests."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
-        self.certificate = self._sign(name, self.key, is_authority=True)
-        self.pem = folder / f"{name}.pem"
-        self.pem.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
-
-    def issue(self, name: str) -> tuple[str, str]:
-        """(certificate, key) as files; the same names are written over."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        files[0].write_bytes(self._sign(name, key).public_bytes(serialization.Encoding.PEM))
-        forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        files[1].write_bytes(key.private_bytes(*forms))
-        return str(files[0]), str(files[1])
-
-    def _sign(self, name: str, key: Any, is_authority: bool = False) -> x509.Certificate:
-        subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, self.name))
-        begin = datetime.datetime(2020, 1, 1)
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin)
-        builder = builder.not_valid_after(datetime.datetime(2120, 1, 1))
-        builder = builder.add_extension(x509.BasicConstraints(is_authority, None), True)
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        return builder.add_extension(names, False).sign(self.key, hashes.SHA256())
-
-
-def trusting(authority: Authority, *own: str) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(authority.pem))
-    if own:
-        context.load_cert_chain(*own)
-    return context
 
 
 def asked(url: str, tls: ssl.SSLContext) -> list[Any]:

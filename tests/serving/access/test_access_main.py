@@ -1,0 +1,81 @@
+"""A whole serving process that asks who calls: keys, TLS and JSON lines by its settings alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2 as httpx
+
+from serving.access.bearer_keys import new_key
+from serving.access.key_file import write_keys
+from serving.client import Client, RetryPolicy, ServingError
+from tests.serving.access.certificates import Authority, trusting
+from tests.serving.test_serving_main import Running, write_config
+
+PATIENT = RetryPolicy(deadline_ms=60_000)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """However long a busy machine takes, within a minute."""
+    end_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+
+
+def addresses(running: Running) -> tuple[str, str]:
+    """(of serving, of its admin port), once both are told; every line is JSON."""
+    found: dict[str, str] = {}
+    for line in running:
+        message = json.loads(line)["message"]
+        for name, pattern in (("admin", r"admin interface on (http://[\d.:]+)"), ("serving", r"serving on (https://[\d.:]+),")):
+            if told := re.search(pattern, message):
+                found[name] = told[1]
+        if len(found) == 2:
+            return found["serving"], found["admin"]
+    raise AssertionError("".join(running.lines))
+
+
+def test_a_process_asks_who_calls_and_follows_its_files(tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    certificate, private = old.issue("serving")
+    (text, key), (admin_text, admin_key) = new_key("web", ["rank"], 0), new_key("ops", ["admin"], 0)
+    file = tmp_path / "keys.json"
+    write_keys(file, [key, admin_key])
+    settings = {"keys_file": str(file), "tls_certificate": certificate, "tls_key": private, "log_format": "json"}
+    running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", **settings))
+    url, admin_url = addresses(running)
+
+    def status() -> int:
+        try:
+            client.rank({"candidates": [{"item_id": 1}]})
+        except ServingError as error:
+            return error.status
+        return 200
+
+    with Client(url, key=text, tls=trusting(old), policy=PATIENT) as client:
+        assert status() == 200
+        write_keys(file, [admin_key])
+        until(lambda: status() == 401)
+
+    def is_new() -> bool:
+        try:
+            with Client(url, tls=trusting(new), policy=RetryPolicy(retries=0, deadline_ms=60_000)) as client:
+                return not client.ready()
+        except ServingError:
+            return False
+
+    new.issue("serving")
+    until(is_new)
+    for given, expected in ((text, 401), (admin_text, 200)):
+        answer = httpx.get(f"{admin_url}/admin/v1/versions", headers={"authorization": f"Bearer {given}"}, timeout=60)
+        assert answer.status_code == expected
+    running.child.send_signal(signal.SIGTERM)
+    assert running.end() == 0, "".join(running.lines)
+    told = [json.loads(line) for line in running.lines]
+    assert any("keys are in force" in t["message"] for t in told) and text not in "".join(running.lines)
