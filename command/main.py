@@ -23,6 +23,7 @@ from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
 from command.replay.cli import Duration, check, replay
+from command.versions_command import versions
 from infra.kept_options import kept
 from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import StackOptions, demo
@@ -282,7 +283,7 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item, keys):
+for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item, keys, versions):
     cli.add_command(_group)
 
 

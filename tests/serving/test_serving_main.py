@@ -91,8 +91,13 @@ class Running:
 
 
 def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order(tmp_path: Path) -> None:
-    running = Running(write_config(tmp_path))
+    (tmp_path / "token").write_text("0123456789abcdef")
+    running = Running(write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token")))
     with httpx2.Client(base_url=running.wait_for_address(), timeout=30) as http:
+        admin = re.findall(r"admin interface on (http://\S+)", "".join(running.lines))[0]
+        assert http.get(f"{admin}/versions").status_code == 401
+        told = http.get(f"{admin}/versions", headers={"authorization": "Bearer 0123456789abcdef"}).json()
+        assert told["served"] == "0-0" and told["refused"] == []
         assert http.get("/healthz").status_code == 200
         ready = http.get("/readyz")
         assert ready.status_code == 503 and ready.json()["waiting_for"] == ["rows of the shards"]
