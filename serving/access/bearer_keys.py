@@ -19,7 +19,7 @@ from roo.config import check_name
 from roo.errors import ConfigError, nearest
 
 SCOPES = {
-    "rank": "rank, infer and explain",
+    "rank": "rank, retrieve, recommend, infer and explain",
     "engage": "tell engagements",
     "metrics": "read /metrics",
     "admin": "the admin port",

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 from live_serving import serving_live
+from prometheus_client import CollectorRegistry
 from serving_cases import BODY, SCHEMA, Built, build, config_of
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roo.errors import ConfigError
 from serving.access.bearer_keys import new_key
+from serving.access.doors import needed
 from serving.access.key_file import Keyring, write_keys
 from serving.access.tls import Tls, TlsFiles
 from serving.client import Client, RetryPolicy, ServingError
+from serving.exports import ServingMetrics
 from serving.http.app import HttpInterface
 from tests.serving.access.certificates import Authority, trusting
 
@@ -45,6 +48,9 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
     [
         ("POST", "/v1/rank", {"rank"}),
         ("POST", "/v2/models/default/infer", {"rank"}),
+        ("POST", "/v1/explain", {"rank"}),
+        ("POST", "/v1/retrieve", {"rank"}),
+        ("POST", "/v1/recommend", {"rank"}),
         ("POST", "/v1/engagements", {"engage"}),
         ("GET", "/metrics", {"metrics"}),
         ("GET", "/openapi.json", {"rank", "engage", "metrics", "admin"}),
@@ -54,7 +60,7 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
 )
 def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: set[str]) -> None:
     http, keys, built = keyed
-    bodies = {"/v1/engagements": CLICK, "/v1/rank": BODY}
+    bodies = {"/v1/engagements": CLICK, "/v1/rank": BODY, "/v1/explain": BODY}
     body = bodies.get(path, {"inputs": [{"name": "item_id", "shape": [1], "datatype": "INT64", "data": [1]}]})
     for scope, key in keys.items():
         answer = http.request(method, path, json=body, headers={"authorization": f"Bearer {key}"})
@@ -66,6 +72,11 @@ def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: s
     assert "authorization: Bearer KEY" in (told if path.startswith("/v2") else told["message"])
     told = built.parts.metrics.registry.get_sample_value
     assert told("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
+
+
+def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
+    paths = HttpInterface(dataclasses.replace(keyed[2].parts, metrics=ServingMetrics(CollectorRegistry())))._traffic
+    assert len(paths) >= 3 and {needed(path, frozenset()) for path in paths} == {"rank", "engage"}
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"])
