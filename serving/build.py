@@ -138,9 +138,8 @@ def build_process(
     clock = SystemClock()
     schema = load_schema(config.schema)
     policy = Policy(task=_task(schema, config.order_task), exploration=config.exploration, seed=config.seed)
-    versions = Versions(
-        first_version(schema, load_model_config(config.model), config.seed), config.keep_versions, config.routing(), clock.now_ms
-    )
+    first = first_version(schema, load_model_config(config.model), config.seed, as_trained=config.scoring == "modules")
+    versions = Versions(first, config.keep_versions, config.routing(), clock.now_ms)
     store = _open_store(config, schema)
     feature_log = FeatureLog.open(config.home / "log", max_bytes=config.log_bytes, segment_bytes=config.segment_bytes)
     metrics = ServingMetrics(registry, schema.tasks)

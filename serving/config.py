@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Literal
 
 from roo.config import MAX_SEED, Refusal, refusal, setting
 from runtime.address import check_listen
@@ -47,6 +48,11 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
     )
     max_in_flight: int = setting(
         64, "requests in work at once; more, and those that can't keep the deadline, are answered 429", least=1, most=100_000
+    )
+    scoring: Literal["kernel", "modules"] = setting(
+        "kernel",
+        "kernel: the ranker's forward pass as one, within 1e-5 of training's; modules: those that training runs, each request "
+        "alone, with the same bits, at two to three times the cost (docs/decisions/0051)",
     )
     pass_requests: int = setting(16, "requests that waited together and are scored in one pass", least=1, most=1024)
     pass_candidates: int = setting(2048, "candidates of such a pass; a request with more goes alone", least=1, most=1 << 20)

@@ -19,7 +19,7 @@ import torch
 
 from models.build import build_model
 from models.config import ModelConfig
-from models.fused.forward import Forward, forward_of
+from models.fused.forward import Forward, by_modules, forward_of
 from models.model import Model
 from roo.errors import ConfigError
 from roo.lookup import Lookup, build_lookup
@@ -47,14 +47,15 @@ class Version:
     name: str  # "<incarnation>-<seq>"
     schema: Schema
     model: Model
+    as_trained: bool = False  # each request alone through the modules that training runs: the same bits (G9)
 
     @functools.cached_property
     def forward(self) -> Forward:
         """Made when it is first asked for; the model's parameters are not changed after that."""
-        return forward_of(self.model, self.schema)
+        return by_modules(self.model) if self.as_trained else forward_of(self.model, self.schema)
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
-        """float32 logits [n, T]: those that training gives for this request alone, to 1e-5 (G9).
+        """float32 logits [n, T]: those that training gives for this request alone, to 1e-5, or to the bit where `as_trained` (G9).
 
         Raises:
             RequestError: 500: not finite, or a user's own model failed.
@@ -64,6 +65,8 @@ class Version:
 
     def score_all(self, rows: RowReader, requests: Sequence[RequestColumns]) -> list[np.ndarray]:
         """Of each request, in one pass; not all may be finite. Raises RequestError 500: a user's own model failed."""
+        if self.as_trained and len(requests) > 1:
+            return [logits_nT for request in requests for logits_nT in self.score_all(rows, [request])]
         batch = batch_of(self.schema, requests)
         lookup = build_lookup(batch)
         gathered = rows.gather(lookup)
@@ -81,12 +84,14 @@ class Version:
         return logits_nT
 
 
-def first_version(schema: Schema, config: ModelConfig, seed: int) -> Version:
+def first_version(schema: Schema, config: ModelConfig, seed: int, as_trained: bool = False) -> Version:
     """What is served before the first commit: initial weights, as the trainer begins with."""
-    return build_version(FIRST, schema, config, seed, {})
+    return build_version(FIRST, schema, config, seed, {}, as_trained)
 
 
-def build_version(name: str, schema: Schema, config: ModelConfig, seed: int, weights: dict[str, torch.Tensor]) -> Version:
+def build_version(
+    name: str, schema: Schema, config: ModelConfig, seed: int, weights: dict[str, torch.Tensor], as_trained: bool = False
+) -> Version:
     """A version with these weights in place of the initial ones (none given = all initial).
 
     Raises:
@@ -96,7 +101,7 @@ def build_version(name: str, schema: Schema, config: ModelConfig, seed: int, wei
     if weights:
         model.load_state_dict(weights, strict=True)
     model.eval().requires_grad_(False)
-    return Version(name, schema, model)
+    return Version(name, schema, model, as_trained)
 
 
 def probabilities(logits_nT: np.ndarray) -> np.ndarray:

@@ -37,10 +37,12 @@ def forward_of(model: Model, schema: Schema) -> Forward:
     ours that a tape doesn't know."""
     ranks = model.ranker if isinstance(model, Cascade) else model
     tape = tape_of(ranks, schema) if COMPILED and type(ranks) is Ranker else None
-    return _by_modules(model) if tape is None else TapeForward(tape)
+    return by_modules(model) if tape is None else TapeForward(tape)
 
 
-def _by_modules(model: Model) -> Forward:
+def by_modules(model: Model) -> Forward:
+    """What training runs: a request alone has the bits that it has there."""
+
     def forward(batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         with torch.inference_mode():
             logits_BT: np.ndarray = model(build_inputs(batch, lookup, rows)).numpy()

@@ -70,9 +70,11 @@ class DenseFollower:
         check: Callable[[Manifest], None] = lambda manifest: None,
         warm_up: Callable[[Version], None] = lambda version: None,
     ) -> None:
-        """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError."""
+        """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError. What comes
+        is scored as the newest of `versions` is (`as_trained`)."""
         self.check, self.warm_up = check, warm_up
         self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
+        self._as_trained = versions.newest.as_trained
         self._seq = 0  # of the newest that was installed
         self._bad: set[str] = set()  # manifests that can't be served
         self._away = False
@@ -142,7 +144,7 @@ class DenseFollower:
         weights = read_weights(self.store, manifest)
         try:
             model = model_config_from_dict(manifest.model)
-            version = build_version(manifest.version, self.schema, model, self.seed, weights)
+            version = build_version(manifest.version, self.schema, model, self.seed, weights, self._as_trained)
         except ConfigError as error:
             raise VersionRefusedError("model", f"{manifest.name}: expected the configuration of its model: {error}") from None
         except RuntimeError as error:

@@ -100,6 +100,11 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built:
         scored = version.score(built.service.rows, logged)
         np.testing.assert_allclose(scored, logits, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(probabilities(scored), served, "of the logged bytes, the bits that were served")
+        as_trained = dataclasses.replace(version, as_trained=True)
+        alone = as_trained.score(built.service.rows, logged)
+        np.testing.assert_array_equal(alone, logits, "scoring = modules: the bits of training")
+        for together in as_trained.score_all(built.service.rows, [logged] * 3):
+            np.testing.assert_array_equal(together, logits)
 
 
 def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:

@@ -80,6 +80,14 @@ def test_each_commit_is_installed_once(commits: Commits) -> None:
     assert commits.versions.named("1-1").name == "1-1"
 
 
+def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
+    for as_trained in (False, True):
+        versions = Versions(first_version(SCHEMA, MODEL, 0, as_trained=as_trained))
+        commits.commit(1 + as_trained)
+        assert DenseFollower(commits.store, SCHEMA, versions, 0).poll()
+        assert versions.newest.name != "0-0" and versions.newest.as_trained is as_trained
+
+
 def test_after_a_pause_only_the_newest_is_loaded(commits: Commits) -> None:
     for seq in (1, 2, 3):
         commits.commit(seq)
