@@ -55,7 +55,7 @@ class Version:
         return by_modules(self.model) if self.as_trained else forward_of(self.model, self.schema)
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
-        """float32 logits [n, T]: those that training gives for this request alone, to 1e-5, or to the bit where `as_trained` (G9).
+        """float32 logits [n, T]: those of training for this request alone, to 1e-5, or to the bit where `as_trained` (G9).
 
         Raises:
             RequestError: 500: not finite, or a user's own model failed.
