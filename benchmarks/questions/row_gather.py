@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Row, Subject
 
-_HERE = "benchmarks.workloads.row_gather"
+_HERE = "benchmarks.workloads.serving.row_gather"
 
 
 def _gather(num_rows: int, width: int, num_keys: int) -> Row:
