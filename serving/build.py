@@ -30,6 +30,7 @@ from runtime.manifest import Manifest
 from serving.access.key_file import Keyring
 from serving.access.tls import Tls
 from serving.config import ServingConfig
+from serving.errors import REFUSALS
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.log_topics import LogTopics
@@ -254,7 +255,7 @@ def serving_exports(process: Process) -> Exports:
             "log_damaged_records": sender.num_damaged,
             **rows.numbers(),
             "version_swaps": versions.num_swaps,
-            "versions_refused": dict(versions.num_refused),
+            "versions_refused": {reason: versions.num_refused[reason] for reason in REFUSALS},
             "shadow_scored": shadow.num_scored,
             "shadow_dropped": shadow.num_dropped,
             "shadow_failures": shadow.num_failed,

@@ -109,7 +109,10 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
         metrics = http.get("/metrics").text
         assert "roostream_serving_ready 0.0" in metrics and 'model_version{version="0-0"} 1.0' in metrics
         assert "roostream_serving_replica_rows 0.0" in metrics and "roostream_serving_log_backlog_records" in metrics
-    running.child.send_signal(signal.SIGTERM)
+        assert 'versions_refused_total{reason="warm_up"} 0.0' in metrics
+        running.child.send_signal(signal.SIGTERM)
+        while "another process: this one stops" not in (ready := http.get("/readyz").json())["waiting_for"]:
+            assert ready["waiting_for"] == ["rows of the shards"]
     assert running.end() == 0, "".join(running.lines)
     text = "".join(running.lines)
     assert "waiting for rows of the shards" in text and "records of the log stay for the next start" in text
