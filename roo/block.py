@@ -90,6 +90,11 @@ def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict
     most = Limits(max_candidates=1 << 20, max_list=1 << 20)
     columns = columns_of(data)
     check_columns(schema, side, columns, num_rows, most)
+    return values_of(schema, side, columns, num_rows)
+
+
+def values_of(schema: Schema, side: Side, columns: Columns, num_rows: int) -> dict[str, Any]:
+    """`decode_block` of columns that were checked."""
     floats, lists = schema.floats(side), schema.lists(side)
     whole = columns.floats if len(columns.floats) else np.full(num_rows * len(floats), np.nan, np.float32)
     out: dict[str, Any] = {f.name: whole.reshape(num_rows, len(floats))[:, i] for i, f in enumerate(floats)}
@@ -103,6 +108,26 @@ def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict
         return out
     present = {f.name: float(out[f.name][0]) for f in floats if not np.isnan(out[f.name][0])}
     return present | {f.name: out[f.name][0] for f in lists if out[f.name][0] is not None}
+
+
+def flat_values(schema: Schema, columns: Columns, num_rows: int) -> dict[str, Any] | None:
+    """As `decode_block` of a candidates' block that was checked, of features that are there in some row, with lists as int64 [n];
+    None unless every list feature gives all rows one id each, or none of them a list."""
+    floats, lists = schema.floats("nro"), schema.lists("nro")
+    if not any(map(len, columns)):
+        return {}
+    lengths_NK = columns.lengths.reshape(num_rows, len(lists))
+    missing_NK = missing_bits(columns, lengths_NK.size).reshape(lengths_NK.shape)
+    is_given_K = lengths_NK[0] == 1
+    if not ((lengths_NK == is_given_K).all() and (missing_NK != is_given_K).all()):
+        return None
+    given = [f for f, is_given in zip(lists, is_given_K.tolist(), strict=True) if is_given]
+    if any(f.kind != "ids" for f in given):
+        return None
+    floats_FN = columns.floats.reshape(num_rows, len(floats)).T
+    some_F = (~np.isnan(floats_FN)).any(axis=1).tolist()
+    out: dict[str, Any] = {f.name: x for f, x, some in zip(floats, floats_FN, some_F, strict=True) if some}
+    return out | dict(zip((f.name for f in given), columns.ids.reshape(num_rows, len(given)).T, strict=True))
 
 
 def check_block(schema: Schema, side: Side, data: bytes, num_rows: int, limits: Limits) -> Columns:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from roo.block import decode_block, nro_columns, ro_columns
+from roo.block import flat_values, nro_columns, ro_columns, values_of
 from roo.columns import Columns, Side, missing_bits, pack
 from roo.counters import OF_THE_REQUEST, of_request, sources_of
 from roo.errors import WireError
@@ -37,10 +37,15 @@ class Filler:
             return
         n, blocks = len(request.item_ids), request.blocks
         if self._lacks("ro", blocks.ro_columns, 1) or self._lacks("nro", blocks.nro_columns, n):
-            request.ro = decode_block(self.schema, "ro", blocks.ro, 1)
-            columns = decode_block(self.schema, "nro", blocks.nro, n)
-            request.nro = {k: v for k, v in columns.items() if not _all_missing(v)}
+            request.ro = values_of(self.schema, "ro", blocks.ro_columns, 1)
+            flat = flat_values(self.schema, blocks.nro_columns, n)
+            request.nro = self._given(blocks.nro_columns, n) if flat is None else flat
             request.blocks = None
+
+    def _given(self, columns: Columns, num_rows: int) -> dict[str, Any]:
+        """What some row has."""
+        values = values_of(self.schema, "nro", columns, num_rows)
+        return {name: column for name, column in values.items() if not _all_missing(column)}
 
     def wants_hydration(self, request: RankRequest) -> bool:
         """Whether some stateful feature is missing; call `open` first."""

@@ -21,6 +21,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,9 @@ def _is_left_alone(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True  # a docstring
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any("njit" in ast.unparse(d) for d in node.decorator_list):
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and any(
+        {"njit", "kernel"} & set(re.findall(r"\w+", ast.unparse(d))) for d in node.decorator_list
+    ):
         return True
     if isinstance(node, ast.FunctionDef) and node.name in ("warm", "_warm"):
         return True  # compiles ahead what the first call would

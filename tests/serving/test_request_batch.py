@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.batch import Batch
-from roo.block import nro_columns, ro_columns
+from roo.block import decode_block, encode_nro, flat_values, nro_columns, ro_columns
 from roo.columns import NO_COLUMNS, columns_of, pack
 from roo.decode import Decoder
 from roo.schema import Schema
@@ -130,6 +130,34 @@ def test_columns_are_those_of_the_bytes_that_are_made_of_them(data: st.DataObjec
             assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes()) and mine.flags.c_contiguous
     read = read_request(schema, pack(request.ro), pack(request.nro), request.item_ids, NOW_MS)
     assert_equal(batch_of(schema, [read]), batch_of(schema, [request]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_flat_values_are_those_that_are_decoded_list_by_list(data: st.DataObject) -> None:
+    schema = data.draw(schemas())
+    request = data.draw(requests(schema))
+    n = len(request.item_ids)
+    flat = flat_values(schema, request.nro, n)
+    if flat is not None:
+        assert encode_nro(schema, flat, n) == pack(request.nro)
+    else:
+        decoded = decode_block(schema, "nro", pack(request.nro), n)
+        lists = [decoded[f.name] for f in schema.lists("nro")]
+        assert any(
+            v is not None and (not isinstance(v, list) or len(v) != 1 or None in column) for column in lists for v in column
+        )
+
+
+def test_flat_values_of_the_plain_case() -> None:
+    schema = schema_from_dict(tomllib.loads(RICH))
+    given = {"item": np.array([5, 6]), "age": np.array([1.5, np.nan])}
+    flat = flat_values(schema, nro_columns(schema, given, 2), 2)
+    assert flat is not None and list(flat) == ["age", "item"] and flat["item"].tolist() == [5, 6]
+    assert flat_values(schema, NO_COLUMNS, 2) == {}
+    assert flat_values(schema, nro_columns(schema, {"item": [[5], []]}, 2), 2) is None
+    assert flat_values(schema, nro_columns(schema, {"item": [[], []]}, 2), 2) is None, "empty isn't missing"
+    assert flat_values(schema, nro_columns(schema, {"topics": [{"ids": [1], "weights": [1.0]}] * 2}, 2), 2) is None
 
 
 def test_labels_are_unknown_and_cannot_be_written_to() -> None:
