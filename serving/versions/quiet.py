@@ -11,7 +11,7 @@ _LOOK_S = 0.001
 
 
 class Quiet:
-    """`in_flight` tells how many requests are in work now; set it before anybody asks."""
+    """`in_flight` tells how many requests are in work now; whoever lets them in sets it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -45,7 +45,8 @@ class ScoredRequest:
 
 
 class RecentRequests:
-    """The newest within `most_bytes`, and beside them the slowest of the last SLOW_FOR_MS, at most MOST_SLOW. Thread-safe."""
+    """The newest within `most_bytes`, and beside them the slowest of the last SLOW_FOR_MS: at most MOST_SLOW, within as many
+    bytes again. Thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes, self.num_bytes = most_bytes, 0
@@ -89,4 +90,6 @@ class RecentRequests:
 
     def _remember_slow(self, request: ScoredRequest) -> None:
         kept = [r for r in self._slow if r.time_ms >= request.time_ms - SLOW_FOR_MS]
-        self._slow = sorted((*kept, request), key=lambda r: -r.took_s)[:MOST_SLOW]
+        slowest = sorted((*kept, request), key=lambda r: -r.took_s)[:MOST_SLOW]
+        sizes = itertools.accumulate(r.num_bytes for r in slowest)
+        self._slow = [r for r, size in zip(slowest, sizes, strict=True) if size <= self.most_bytes]

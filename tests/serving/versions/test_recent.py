@@ -40,11 +40,19 @@ def test_one_larger_than_the_bound_is_not_kept() -> None:
 
 
 def test_the_slowest_are_remembered_beyond_the_newest() -> None:
-    recent = RecentRequests(most_bytes=2 * scored(0).num_bytes)
+    recent = RecentRequests(most_bytes=40 * scored(0).num_bytes)
     for number in range(100):
         recent.add(scored(number, took_s=number % 50))
     slow = recent.slowest()
+    assert "r-49" in ids(slow) and "r-49" not in ids(recent.newest(99)), "beyond the newest"
     assert len(slow) == MOST_SLOW and [r.took_s for r in slow[:4]] == [49, 49, 48, 48] and slow[-1].took_s == 34
+
+
+def test_slow_requests_are_kept_within_the_same_bytes() -> None:
+    recent = RecentRequests(most_bytes=3 * scored(0).num_bytes)
+    for number in range(10):
+        recent.add(scored(number, took_s=number))
+    assert ids(recent.slowest()) == ["r-9", "r-8", "r-7"]
 
 
 def test_a_slow_request_is_forgotten_after_a_while() -> None:
