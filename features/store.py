@@ -6,7 +6,7 @@
 A commit writes the states that a batch of records gave together with the offsets behind it, if the offsets that it started
 from are still there. So a restart, a second updater or an emptied Redis can neither lose an event nor count it twice.
 
-Memory: an item's state is 81 bytes, a user's at most 21 + 24 a click of its history + 40 for each of 512 items (21.7 kB with the
+Memory: an item's state is 113 bytes, a user's at most 21 + 24 a click of its history + 40 for each of 512 items (21.7 kB with the
 default history), and what has had no event for 30 days is forgotten. So it ends at about 24 kB for each user of a month.
 """
 

@@ -1,8 +1,9 @@
 """What the online features remember of an item and of a user: arrays, their arithmetic, and their bytes.
 
-One item is a row of 10 float64: reference time, time first shown, and the decayed sums of views and of clicks at the four
-half-lives. A sum s with reference time r is worth s · 2^-((t - r) / half-life) at t; an event at t ≥ r moves the reference to
-t, one before it is added with the weight that it has kept by r. One user is a bounded history and a bounded table of items.
+One item is a row of 14 float64: reference time, time first shown, and at the four half-lives the decayed sums of views, of
+clicks, and of what each view could have been expected to bring: one click for a list, the same for all that it shows. A sum s
+with reference time r is worth s · 2^-((t - r) / half-life) at t; an event at t ≥ r moves the reference to t, one before it is
+added with the weight that it has kept by r. One user is a bounded history and a bounded table of items.
 Letters: n items of a request, I items in hand, H clicks in a history, P items of a user.
 """
 
@@ -19,18 +20,22 @@ from roo.errors import CheckpointError
 
 HALF_LIVES = {"10m": 600_000, "1h": 3_600_000, "6h": 21_600_000, "24h": 86_400_000}
 _HALF_LIFE_MS = np.array(list(HALF_LIVES.values()), dtype=np.float64)
-_REFERENCE, _FIRST, _SUMS, ITEM_WIDTH = 0, 1, 2, 10
+_REFERENCE, _FIRST, _SUMS, ITEM_WIDTH = 0, 1, 2, 14
 VIEW, CLICK = 0, 1
+_EXPECTED = 2
 NEVER = -(1 << 63)
 MAX_USER_ITEMS = 512
 _ITEM, _VIEWS, _CLICKS, _VIEW_MS, _CLICK_MS = range(5)
 _VERSION = 1
+_ITEM_VERSION = 2
 _ITEM_BYTES = 1 + 8 * ITEM_WIDTH
+_VERSION_1_BYTES = 81
+_VERSION_1_EXPECTED = 0.1  # a view, which it didn't say: what ctr_L takes for a click rate where it knows nothing
 _USER_HEAD = struct.Struct("<BqII")
 
 
 def new_items(count: int) -> np.ndarray:
-    """float64 [count, 10] of items that nothing is known of."""
+    """float64 [count, 14] of items that nothing is known of."""
     out = np.zeros((count, ITEM_WIDTH))
     out[:, :_SUMS] = np.nan
     return out
@@ -38,16 +43,19 @@ def new_items(count: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def add_event(item_I: np.ndarray, at_n: np.ndarray, time_ms: float, kind: int) -> None:
-    """One view or click at `time_ms` of each of the items at rows `at_n`."""
+    """One view, of all of them in one list, or one click at `time_ms` of each of the items at rows `at_n`."""
     for i in at_n:
         row = item_I[i]
         late_ms = 0.0 if np.isnan(row[_REFERENCE]) else row[_REFERENCE] - time_ms
         for h in range(4):
             if late_ms < 0:
                 fade = 2.0 ** (late_ms / _HALF_LIFE_MS[h])
-                row[_SUMS + h] *= fade
-                row[_SUMS + 4 + h] *= fade
-            row[_SUMS + 4 * kind + h] += 2.0 ** (-max(late_ms, 0.0) / _HALF_LIFE_MS[h])
+                for sum_ in range(3):
+                    row[_SUMS + 4 * sum_ + h] *= fade
+            kept = 2.0 ** (-max(late_ms, 0.0) / _HALF_LIFE_MS[h])
+            row[_SUMS + 4 * kind + h] += kept
+            if kind == VIEW:
+                row[_SUMS + 4 * _EXPECTED + h] += kept / len(at_n)
         if not late_ms > 0:
             row[_REFERENCE] = time_ms
         if kind == VIEW and not row[_FIRST] <= time_ms:
@@ -56,34 +64,42 @@ def add_event(item_I: np.ndarray, at_n: np.ndarray, time_ms: float, kind: int) -
 
 @njit(cache=True, nogil=True)
 def read_items(item_n: np.ndarray, time_ms: float, out_n: np.ndarray) -> None:
-    """float64 [n, 10] → float32 [n, 9]: views at each half-life, clicks at each, age in s (0 = never shown)."""
+    """float64 [n, 14] → float32 [n, 13]: views at each half-life, clicks, expected clicks, age in s (0 = never shown)."""
     for i in range(len(item_n)):
         row = item_n[i]
         fade_ms = 0.0 if np.isnan(row[_REFERENCE]) else min(row[_REFERENCE] - time_ms, 0.0)
         for h in range(4):
             fade = 2.0 ** (fade_ms / _HALF_LIFE_MS[h])
-            out_n[i, h] = row[_SUMS + h] * fade
-            out_n[i, 4 + h] = row[_SUMS + 4 + h] * fade
-        out_n[i, 8] = 0.0 if np.isnan(row[_FIRST]) else max(time_ms - row[_FIRST], 0.0) / 1000.0
+            for sum_ in range(3):
+                out_n[i, 4 * sum_ + h] = row[_SUMS + 4 * sum_ + h] * fade
+        out_n[i, 12] = 0.0 if np.isnan(row[_FIRST]) else max(time_ms - row[_FIRST], 0.0) / 1000.0
 
 
 def item_bytes(item_I: np.ndarray, at: int) -> bytes:
-    return bytes((_VERSION,)) + item_I[at].tobytes()
+    return bytes((_ITEM_VERSION,)) + item_I[at].tobytes()
 
 
 def items_from_bytes(values: Sequence[bytes | None]) -> np.ndarray:
-    """float64 [n, 10]; None is an item that nothing is known of.
+    """float64 [n, 14]; None is an item that nothing is known of.
 
     Raises:
         CheckpointError: bytes of another length or version.
     """
     out = new_items(len(values))
     given = [i for i, value in enumerate(values) if value is not None]
-    joined = np.frombuffer(b"".join(values[i] or b"" for i in given), dtype=np.uint8)
-    if len(joined) != _ITEM_BYTES * len(given) or (joined[::_ITEM_BYTES] != _VERSION).any():
-        raise CheckpointError(f"expected item states of {_ITEM_BYTES} bytes and version {_VERSION}, got others; delete them")
+    joined = np.frombuffer(b"".join(_of_now(values[i] or b"") for i in given), dtype=np.uint8)
+    if len(joined) != _ITEM_BYTES * len(given) or (joined[::_ITEM_BYTES] != _ITEM_VERSION).any():
+        raise CheckpointError(f"expected item states of {_ITEM_BYTES} bytes and version {_ITEM_VERSION}, got others; delete them")
     out[given] = np.ascontiguousarray(joined.reshape(-1, _ITEM_BYTES)[:, 1:]).view(np.float64)
     return out
+
+
+def _of_now(value: bytes) -> bytes:
+    """An item's state of version 1, which had no expected clicks, as one of version 2; others as they are."""
+    if len(value) != _VERSION_1_BYTES or value[0] != 1:
+        return value
+    views_4 = np.frombuffer(value, dtype="<f8", offset=1)[_SUMS : _SUMS + 4]
+    return bytes((_ITEM_VERSION,)) + value[1:] + (_VERSION_1_EXPECTED * views_4).tobytes()
 
 
 @dataclasses.dataclass
@@ -166,4 +182,4 @@ def warm() -> None:
     """Compile the kernels into numba's cache."""
     items = new_items(1)
     add_event(items, np.zeros(1, dtype=np.int64), 0.0, VIEW)
-    read_items(items, 0.0, np.zeros((1, 9), dtype=np.float32))
+    read_items(items, 0.0, np.zeros((1, 13), dtype=np.float32))

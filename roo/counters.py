@@ -88,9 +88,9 @@ class Counters:
 
     def load_items(self, item_ids: Sequence[int] | np.ndarray, values: Sequence[bytes | None]) -> None:
         """Take over stored states, replacing any in hand; None = not stored. CheckpointError for foreign bytes."""
-        states_n10 = items_from_bytes(values)
+        states_nS = items_from_bytes(values)
         rows = self._rows(as_int64(item_ids))
-        self._item_I[rows] = states_n10
+        self._item_I[rows] = states_nS
 
     def load_user(self, user_id: int, value: bytes | None) -> None:
         """As `load_items`, of one user."""
@@ -128,15 +128,15 @@ class Counters:
     def _read_items(self, item_n: np.ndarray, time_ms: int) -> dict[str, np.ndarray]:
         """The items' own features, f4[n] each; one that was never seen has those of a new item."""
         rows = np.array([self._row_of.get(i, -1) for i in item_n.tolist()], dtype=np.int64)
-        states_n10 = self._item_I[rows]
-        states_n10[rows < 0] = new_items(1)
-        out_9n = np.zeros((len(item_n), 9), dtype=np.float32)
-        read_items(states_n10, float(time_ms), out_9n)
-        views, clicks = out_9n[:, :4], out_9n[:, 4:8]
+        states_nS = self._item_I[rows]
+        states_nS[rows < 0] = new_items(1)
+        out_n13 = np.zeros((len(item_n), 13), dtype=np.float32)
+        read_items(states_nS, float(time_ms), out_n13)
+        views, clicks = out_n13[:, :4], out_n13[:, 4:8]
         ctr = (clicks + np.float32(0.1)) / (views + np.float32(1))
-        names = (f"{what}_{life}" for what in ("views", "clicks", "ctr") for life in HALF_LIVES)
-        columns = np.ascontiguousarray(np.concatenate([views, clicks, ctr], axis=1).T)
-        return dict(zip(names, columns, strict=True)) | {"age_s": out_9n[:, 8].copy()}
+        names = (f"{what}_{life}" for what in ("views", "clicks", "expected", "ctr") for life in HALF_LIVES)
+        columns = np.ascontiguousarray(np.concatenate([out_n13[:, :12], ctr], axis=1).T)
+        return dict(zip(names, columns, strict=True)) | {"age_s": out_n13[:, 12].copy()}
 
     def _read_user(self, user: User, time_ms: int) -> dict[str, object]:
         out: dict[str, object] = {"history": self._history(user), "history_len": float(len(user.history_H3))}
@@ -162,6 +162,7 @@ def _read_pairs(user: User, item_n: np.ndarray, time_ms: int) -> dict[str, np.nd
         "user_clicks": clicks.astype(np.float32),
         "user_view_age_s": _age_s(view_ms, time_ms),
         "user_click_age_s": _age_s(click_ms, time_ms),
+        "in_last_list": ((view_ms == user.last_request_ms) & (view_ms != NEVER)).astype(np.float32),
     }
 
 

@@ -14,8 +14,9 @@ _LIVES = ("10m", "1h", "6h", "24h")
 ONLINE = {
     "ro": ("history", "history_len", "gap_s", "num_candidates", "hour_of_day"),
     "nro": (
-        *(f"{what}_{life}" for what in ("views", "clicks", "ctr") for life in _LIVES),
-        *("age_s", "user_views", "user_clicks", "user_view_age_s", "user_click_age_s", "position", "item_id"),
+        *(f"{what}_{life}" for what in ("views", "clicks", "expected", "ctr") for life in _LIVES),
+        *("age_s", "user_views", "user_clicks", "user_view_age_s", "user_click_age_s"),
+        *("in_last_list", "position", "item_id"),
     ),
 }
 """What `online` may name, by side; roo/counters.py computes them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import tomllib
 
 import pytest
@@ -95,6 +96,7 @@ ITEM_STATE = (
     "0100002665febc784200008056febc784212ab170168dbed3f8cb3a127e8a1ef3f0f1782023ef0ef3f35ed2fc60efcef3f"
     "000000000000f03f000000000000f03f000000000000f03f000000000000f03f"
 )
+EXPECTED = "12ab170168dbdd3f8cb3a127e8a1df3f0f1782023ef0df3f35ed2fc60efcdf3f"  # version 2: half a click, decayed
 USER_STATE = (
     "010068e5cf8b01000001000000020000000800000000000000f9e175badce0d6fc6052e6cf8b0100000800000000000000"
     "010000000000000001000000000000000068e5cf8b0100006052e6cf8b0100000900000000000000010000000000000000"
@@ -111,5 +113,15 @@ def test_states_of_online_features_that_version_1_wrote() -> None:
     assert ro["gap_s"] == 60.0
     assert nro["clicks_10m"].tolist() == [1.0, 0.0] and abs(nro["views_10m"][0] - 2**-0.1) < 1e-7
     assert nro["user_views"].tolist() == [1.0, 1.0] and nro["user_clicks"].tolist() == [1.0, 0.0]
-    assert counters.dump_items([8])[0].hex() == ITEM_STATE
+    views_4 = struct.unpack_from("<4d", bytes.fromhex(ITEM_STATE), 17)
+    assert nro["expected_1h"].tolist() == pytest.approx([0.1 * views_4[1], 0.0], rel=1e-6)
+    assert counters.dump_items([8])[0].hex() == "02" + ITEM_STATE[2:] + struct.pack("<4d", *(0.1 * v for v in views_4)).hex()
+    assert counters.dump_user(5) == bytes.fromhex(USER_STATE)
+
+
+def test_states_of_online_features() -> None:
+    counters = Counters(Schema())
+    counters.apply_impression(5, [8, 9], 1_700_000_000_000)
+    counters.apply_engagement(5, 8, "click", 1.0, 1_700_000_060_000)
+    assert counters.dump_items([8])[0].hex() == "02" + ITEM_STATE[2:] + EXPECTED
     assert counters.dump_user(5) == bytes.fromhex(USER_STATE)

@@ -44,6 +44,16 @@ def test_decayed_sums_are_the_definition_for_events_in_any_order() -> None:
     assert nro["age_s"].tolist() == [now / 1000, 0.0]
 
 
+def test_a_view_expects_its_share_of_the_one_click_of_its_list() -> None:
+    counters = Counters(Schema())
+    counters.apply_impression(0, [7, 8, 9, 9], T0)
+    counters.apply_impression(0, [7], T0 + HOUR)
+    nro = counters.read(0, [7, 8, 10], T0 + 6 * HOUR)[1]
+    for name, life in LIVES.items():
+        of_three, alone = 2 ** (-6 * HOUR / life) / 3, 2 ** (-5 * HOUR / life)
+        np.testing.assert_allclose(nro[f"expected_{name}"], [of_three + alone, of_three, 0], rtol=1e-6)
+
+
 def test_a_read_behind_the_newest_event_does_not_grow_the_sums() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [7], T0)
@@ -64,6 +74,8 @@ def test_what_a_user_saw_and_clicked() -> None:
     np.testing.assert_array_equal(nro["user_view_age_s"], np.array([2, 3, np.nan], np.float32))
     np.testing.assert_array_equal(nro["user_click_age_s"], np.array([1, np.nan, np.nan], np.float32))
     assert (ro["gap_s"], ro["history_len"]) == (2.0, 1.0)
+    assert nro["in_last_list"].tolist() == [1, 0, 0]
+    assert counters.read(0, [9], T0)[1]["in_last_list"].tolist() == [0], "of nobody, nothing is known"
     assert ro["history"] == {"ids": [9], "action": [signed(hash64("click"))], "time": [T0 + 2000]}
 
 
@@ -184,9 +196,9 @@ def test_states_fit_the_blocks_that_serving_writes(schema: Schema) -> None:
     assert encode_nro(schema, {"age": nro["user_click_age_s"], "item": [[5], [6]]}, 2)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x02" + bytes(80), bytes(81), b"\x01" + bytes(79)])
+@pytest.mark.parametrize("data", [b"", b"\x03" + bytes(112), b"\x02" + bytes(80), bytes(81), b"\x01" + bytes(79), bytes(113)])
 def test_foreign_item_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="expected item states of 81 bytes"):
+    with pytest.raises(CheckpointError, match="expected item states of 113 bytes"):
         items_from_bytes([data])
 
 
