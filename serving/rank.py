@@ -169,7 +169,7 @@ class RankService:
             tasks=self.schema.tasks,
             scores_nT=scores_nT,
             order=order,
-            degraded=complete.degraded,
+            degraded=complete.degraded or not self.rows_ready(),  # a row may have been missed just now
             ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
             top=[request.given_ids[i] for i in order[: request.top]] if request.top else None,
         )

@@ -23,7 +23,7 @@ from roo.block import decode_block
 from roo.decode import Decoder
 from roo.errors import ConfigError
 from roo.ids import hash64, key_bytes
-from roo.lookup import build_lookup
+from roo.lookup import Lookup, build_lookup
 from roo.wire import Record
 from serving.errors import RequestError
 from serving.http.parse import JsonParser
@@ -105,6 +105,19 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built:
         np.testing.assert_array_equal(alone, logits, "scoring = modules: the bits of training")
         for together in as_trained.score_all(built.service.rows, [logged] * 3):
             np.testing.assert_array_equal(together, logits)
+
+
+def test_the_request_that_misses_the_first_row_is_marked_degraded(built: Built) -> None:
+    service, gather = built.service, built.service.rows.gather
+    away: list[bool] = []
+
+    class Missing:
+        def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+            away.append(True)
+            return gather(lookup)
+
+    service.rows, service.rows_ready = Missing(), lambda: not away
+    assert rank(service)[1]["degraded"] is True
 
 
 def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:
