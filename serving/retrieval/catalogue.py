@@ -64,8 +64,9 @@ class Catalogue:
             for i, f in enumerate(schema.floats("nro"))
             if taken.nro_present_BF[:, i].any()
         }
-        lists = {f.name: _column(f, taken.nro_lists) for f in schema.lists("nro")}
-        return floats | {name: column for name, column in lists.items() if any(value is not None for value in column)}
+        lists = taken.nro_lists
+        given = [f for k, f in enumerate(schema.lists("nro")) if lists.present_KN[k].any()]
+        return floats | {f.name: _column(f, lists) for f in given}
 
 
 def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
@@ -202,8 +203,10 @@ def _joined_lists(parts: Sequence[Jagged]) -> Jagged:
     )
 
 
-def _column(f: Feature, lists: Jagged) -> list[Any]:
-    """A value a row in the form that `encode_nro` takes, None = missing."""
+def _column(f: Feature, lists: Jagged) -> Any:
+    """A value a row in the form that `encode_nro` takes, None = missing; an array where each has one id: no loop encodes it."""
+    if f.kind == "ids" and (lists.lengths_KN[lists.index(f.name)] == 1).all():
+        return lists.values_of(f.name)
     k, offset_N1 = lists.index(f.name), lists.offsets_of(f.name).tolist()
     values, weights = lists.values_of(f.name).tolist(), lists.weights_of(f.name)
     columns = {c: lists.columns[f"{f.name}.{c}"].tolist() for c in f.columns}

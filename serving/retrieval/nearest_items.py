@@ -104,12 +104,18 @@ class NearestItems:
 
     def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> NearestFound:
         """The K <= k best of those that are allowed, every one compared. In steps: nobody waits long for a `replace`."""
-        slot_N = np.arange(len(self), dtype=np.int64) if allowed_I is None else np.flatnonzero(allowed_I)
-        product_N = np.empty(len(slot_N), np.float32)
-        for begin in range(0, len(slot_N), _CHUNK):
-            chosen = slice(begin, begin + _CHUNK) if allowed_I is None else slot_N[begin : begin + _CHUNK]
+        allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
+        slot_N, product_N, least = np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf  # so far, the k best and their equals
+        for begin in range(0, len(self) if allowed_N is None else len(allowed_N), _CHUNK):
+            chosen = slice(begin, begin + _CHUNK) if allowed_N is None else allowed_N[begin : begin + _CHUNK]
             with self._lock:
-                product_N[begin : begin + _CHUNK] = self._vector_ID[chosen] @ query_D
+                product_C = self._vector_ID[chosen] @ query_D
+            at = np.flatnonzero(product_C >= least)
+            slot_N = np.concatenate([slot_N, begin + at if allowed_N is None else allowed_N[begin + at]])
+            product_N = np.concatenate([product_N, product_C[at]])
+            if len(slot_N) > k:
+                least = np.partition(product_N, len(slot_N) - k)[len(slot_N) - k]
+                slot_N, product_N = slot_N[product_N >= least], product_N[product_N >= least]
         return _best(slot_N, product_N, k)
 
     def _moved(self, indexed_ID: np.ndarray) -> np.ndarray:

@@ -52,6 +52,11 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "ranking.serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
     "serving_overload": [("offered", [1.0, 0.3, 2])],
     "serving.restart": [("rolled", [1, 2, 100, 2])],
+    "serving.retrieve": [
+        *(("search", [how, 200]) for how in ("exact", "sorted", "products")),
+        *(("kept", [what, 120]) for what in ("vectors", "look", "tower")),
+        *(("asked", [what, 120]) for what in ("retrieve", "recommend", "rank", "tower")),
+    ],
     "serving.row_gather": [(f, [200, 4, 20]) for f in ("shared", "private", "cached", "copied")],
     "serving.swap": [("under_load", [True, 0.2, 0.3, 2])],
     "training_workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],

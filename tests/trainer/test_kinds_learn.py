@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
+from models.config import CascadeConfig, HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import visit_loop, visits
 
@@ -18,6 +18,7 @@ KINDS: dict[str, ModelConfig] = {
     "retrieval": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16),
     "retrieval of hstu": TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16, history="hstu", hstu_width=16),
     "early ranking": TwoTowerConfig(stage="ranking", user_layers=(32,), item_layers=(32,), width=16, mix_layers=(16,)),
+    "cascade": CascadeConfig(**SMALL, history_width=8, retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16)),
     "hstu": HstuConfig(**SMALL, hstu_width=16, max_history=20),
 }
 

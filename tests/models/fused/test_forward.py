@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.build import build_model
-from models.config import HstuConfig, RankerConfig, TwoTowerConfig
+from models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
 from models.fused import forward, machine
 from models.fused.forward import Rows, TapeForward, forward_of
 from models.inputs import build_inputs
@@ -117,6 +117,14 @@ def test_what_a_tape_does_not_know_goes_through_its_modules(config: Any) -> None
     run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
     assert not isinstance(run, TapeForward)
     assert run(*asked(batch)).tobytes() == by_modules(model, batch).tobytes()
+
+
+def test_a_cascade_is_served_by_the_tape_of_its_ranker() -> None:
+    schema = make_schema("everything")
+    model = build_model(schema, CascadeConfig(), 1).eval().requires_grad_(False)
+    run, batch = forward_of(model, schema), make_batch(schema, [3, 2])
+    assert isinstance(run, TapeForward)
+    np.testing.assert_allclose(run(*asked(batch)), by_modules(model, batch), rtol=0, atol=1e-5)
 
 
 def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:

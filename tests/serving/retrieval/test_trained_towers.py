@@ -1,0 +1,71 @@
+"""A cascade that was trained on simulated visits: what is found is what users like, and follows training between versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+
+from models.config import CascadeConfig, RankerConfig, TwoTowerConfig
+from runtime.clock import FakeClock
+from serving.http.retrieve_body import RetrieveParser
+from serving.rank import RankService
+from serving.retrieval.config import ServesItems
+from serving.retrieval.item_encoder import encode_items
+from serving.retrieval.opened import open_retrieval
+from serving.scorer import build_version
+from serving.versions.held import Versions
+from serving.versions.quiet import Quiet
+from tests.trainer.visit_checks import RowsOf
+from tests.trainer.visits import _WORLD, SCHEMA, T0, visit_loop, visits
+from traffic.world import World
+
+SMALL = RankerConfig(request_layers=(16,), history_width=8, width=16, deep_layers=(16,), task_layers=(8,), list_heads=2)
+CASCADE = CascadeConfig(
+    **{f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name != "kind"},
+    retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16),
+)
+
+
+def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    world, clock = World(_WORLD), FakeClock(T0)
+    loop, _ = visit_loop(CASCADE, visits(1000))
+    for _ in range(40):
+        loop.step()
+    items = sorted({int(i) for user in range(1, 31) for i in world.candidates_for(user, T0)})
+    file = tmp_path / "items.jsonl"
+    file.write_text("".join(f"{json.dumps({'item_id': i, 'category': [world.category_of(i)]})}\n" for i in items))
+    rows = RowsOf(loop)
+    service = RankService(SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.model.state_dict())), rows)
+    keeper = open_retrieval(ServesItems(items=str(file)), SCHEMA, service, Quiet(clock), clock, CollectorRegistry())
+    assert keeper is not None
+    keeper.turn()
+    space = keeper.retriever.space
+    assert space is not None
+    np.testing.assert_allclose(space.nearest.vectors(), encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+
+    while loop.step() or loop.finish():  # the rows go on, the version stays
+        pass
+    before = space.nearest.vectors()
+    clock.advance(2.0)
+    keeper.turn()
+    after = space.nearest.vectors()
+    assert keeper.retriever.space is space and np.abs(after - before).max() > 1e-3
+    np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
+
+    service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.model.state_dict()))
+    clock.advance(60.0)
+    keeper.turn()
+    parser, liked, every = RetrieveParser(SCHEMA, 0), [], []
+    for user in range(1, 31):
+        body = {"user_id": user, "ro": {"user": [user], "hour": 3.0}, "k": 6}
+        found = keeper.retriever.retrieve(parser.retrieve(json.dumps(body).encode()), T0)
+        assert found.space.version.name == "1-2"
+        liked.append(world.attraction(user, np.array(found.given, np.int64), T0).mean())
+        every.append(world.attraction(user, np.array(items, np.int64), T0).mean())
+    assert np.mean(liked) > 1.3 * np.mean(every)
