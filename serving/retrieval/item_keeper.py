@@ -53,6 +53,7 @@ class _Kept:
     space: ItemSpace
     changed: ChangedRows
     due: DueItems
+    with_rows: bool  # else they were made of initial ones, and all are made again once rows are here
 
 
 class ItemKeeper:
@@ -141,10 +142,12 @@ class ItemKeeper:
         if catalogue is None or now_s < self._build_at_s or self._refused == (version, catalogue):
             return
         space = self._kept.space if self._kept else None
-        if space is not None and space.version is version and space.catalogue is catalogue:
+        has_rows = self.retriever.rows_ready()
+        fits = space is not None and space.version is version and space.catalogue is catalogue
+        if fits and self._kept is not None and (self._kept.with_rows or not has_rows):
             return
         try:
-            kept = self._built(version, catalogue, stop)
+            kept = self._built(version, catalogue, has_rows, stop)
         except ConfigError as error:
             self._refused = (version, catalogue)
             self._refuse(f"model version {version.name}: {error}")
@@ -156,7 +159,7 @@ class ItemKeeper:
             self.num_built += 1
             log.info("vectors of %d items by version %s are here", len(catalogue), version.name)
 
-    def _built(self, version: Version, catalogue: Catalogue, stop: threading.Event | None) -> _Kept | None:
+    def _built(self, version: Version, catalogue: Catalogue, with_rows: bool, stop: threading.Event | None) -> _Kept | None:
         """None: stopped. Rows are looked at first, so that none that changes meanwhile is missed."""
         model = retrieval_of(version.model)
         if model is None:
@@ -172,7 +175,7 @@ class ItemKeeper:
             parts.append(self._vectors(model, catalogue, np.arange(begin, min(begin + AT_ONCE, len(catalogue))), stop))
         nearest = NearestItems(np.concatenate(parts), self._propose)
         space = ItemSpace(version=version, model=model, catalogue=catalogue, nearest=nearest)
-        return _Kept(space=space, changed=changed, due=DueItems(len(catalogue)))
+        return _Kept(space=space, changed=changed, due=DueItems(len(catalogue)), with_rows=with_rows)
 
     def _refresh(self, kept: _Kept, stop: threading.Event | None) -> None:
         """Step 4."""

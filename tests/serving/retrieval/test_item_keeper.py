@@ -186,3 +186,15 @@ def test_going_back_to_an_older_version_is_followed_too(kept: Retrieving) -> Non
         kept.turn(after_s=60.0)
         served.append(space_of(kept).version)
     assert served == [old, new, old]
+
+
+def test_vectors_of_initial_rows_are_all_made_again_once_rows_are_here(kept: Retrieving) -> None:
+    kept.keeper.retriever.rows_ready = lambda: False
+    for _ in range(3):
+        kept.turn(after_s=5.0)
+    before = space_of(kept)
+    assert kept.keeper.num_built == 1
+    kept.keeper.retriever.rows_ready = lambda: True
+    for _ in range(3):
+        kept.turn(after_s=5.0)
+    assert kept.keeper.num_built == 2 and space_of(kept) is not before
