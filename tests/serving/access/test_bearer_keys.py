@@ -38,7 +38,11 @@ def test_what_is_written_is_read() -> None:
     assert keys_of(file_of(keys)) == keys and keys_of(file_of(())) == ()
 
 
-@pytest.mark.parametrize("text", [b"", b"roo_", b"roo_abc_def", b"x" * 80, made()[0][:-1], made()[0] + b"A", made()[0].upper()])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"roo_", b"roo_abc_def", b"x" * 80, made()[0][:-1], made()[0] + b"A", made()[0].upper()],
+    ids=["empty", "prefix", "short", "other", "cut", "longer", "upper"],
+)
 def test_what_isnt_a_key_is_seen_at_once(text: bytes) -> None:
     assert id_and_secret(text) is None
 
