@@ -110,7 +110,7 @@ def test_config_from_toml(tmp_path: Path) -> None:
     [
         (
             "kind = 'rankr'",
-            r"model.toml:1: key 'kind': expected one of ranker, hstu, two_tower, got 'rankr'; did you mean 'ranker'\?",
+            r"model.toml:1: key 'kind': expected one of ranker, hstu, two_tower, cascade, got 'rankr'; did you mean 'ranker'\?",
         ),
         ("widht = 3", r"unknown key 'widht' = 3; did you mean 'width'\?"),
         ("width = 0", r"model.toml:1: key 'width': expected 1\.\.4096, got 0"),
