@@ -52,7 +52,8 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
                 try:
                     process = psutil.Process(child.pid)
                     cpu_s: Callable[[], float] = lambda: sum(process.cpu_times()[:2])
-                    yield ServingProgram(_address(child), Path(folder) / "store", cpu_s, lambda: _stopped(child))
+                    said: list[str] = []
+                    yield ServingProgram(_address(child, said), Path(folder) / "store", cpu_s, lambda: _stopped(child, said))
                 finally:
                     child.kill()
         finally:
@@ -71,17 +72,20 @@ def requests_of(candidates: int) -> list[bytes]:
     return [rank_request(body) for body in bodies_of(candidates)]
 
 
-def _stopped(child: subprocess.Popen[str]) -> int:
+def _stopped(child: subprocess.Popen[str], said: list[str]) -> int:
+    """What it said last is told where it ends with anything but 0."""
     child.send_signal(signal.SIGTERM)
-    return child.wait()
+    code = child.wait()
+    if code:
+        print(f"serving ended with {code}; it said last:\n" + "".join(said[-40:]), file=sys.stderr)
+    return code
 
 
-def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
+def _address(child: subprocess.Popen[str], said: list[str]) -> tuple[str, int]:
     assert child.stderr is not None
-    told = []
     for line in child.stderr:
-        told.append(line)
+        said.append(line)
         if found := re.search(r"serving on http://([^:]+):(\d+)", line):
-            threading.Thread(target=child.stderr.read, daemon=True).start()  # so that it can go on writing
+            threading.Thread(target=said.extend, args=(child.stderr,), daemon=True).start()  # so that it can go on writing
             return found[1], int(found[2])
-    raise RuntimeError("serving ended before it listened:\n" + "".join(told))
+    raise RuntimeError("serving ended before it listened:\n" + "".join(said))
