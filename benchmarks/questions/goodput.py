@@ -25,7 +25,7 @@ A kill costs the time until the next step (the page of `recovery`) and what goes
 two commits on average, and kills come half-way between two here. So goodput is about 1 - (recovery + interval / 2) / time
 between kills, and a shorter `commit_interval_ms` is the way to more of it.
 Both figures are of stacks of their own, and two stacks that nobody kills may train a quarter more or less on a machine that
-others use. There the parts say more than the ratio: 1 - (next step behind a kill + what was trained again / requests/s) / seconds,
+others use. There the parts say more than the ratio: 1 - (next step behind a kill + what was trained again / requests/s) / time,
 with 64 requests a step by then.
 
 Broker, two shards, controller, one worker, as a stack starts and restarts them, on the same cores as what writes the samples; 20
