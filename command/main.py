@@ -29,6 +29,7 @@ from infra.kinds import KINDS, SIMULATE, Kind
 from infra.options import StackOptions, demo
 from roo.config import check_environment, load
 from roo.errors import ConfigError, RoostreamError, SetupError
+from runtime.program import leave
 
 _ALWAYS = ("ports", "sets", "schema")
 
@@ -67,7 +68,7 @@ def _add_program(kind: Kind) -> None:
     @_keys_option(kind)
     def command(file: Path) -> None:
         config = load(kind.settings(), file, program=kind.name)
-        sys.exit(kind.body()(config))
+        leave(kind.body()(config))
 
 
 for _kind in KINDS:

@@ -15,6 +15,13 @@ from runtime.clock import Clock, SystemClock
 
 log = logging.getLogger("roostream")
 
+_LATE: list[threading.Thread] = []
+
+
+def still_running() -> list[str]:
+    """Names of threads of this process that some `Crew.join` waited for in vain, and that still run."""
+    return [thread.name for thread in _LATE if thread.is_alive()]
+
 
 class Crew:
     """`stop` is set when one of the threads fails."""
@@ -64,7 +71,9 @@ class Crew:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0.0))
-        return [t.name for t in self._threads if t.is_alive()]
+        late = [t for t in self._threads if t.is_alive()]
+        _LATE.extend(t for t in late if t not in _LATE)
+        return [t.name for t in late]
 
 
 class StopBudget:

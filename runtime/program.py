@@ -14,9 +14,10 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from roo.errors import ConfigError, HeldError, RoostreamError, UnavailableError, nearest, shown
+from runtime.crew import still_running
 
 log = logging.getLogger("roostream")
 
@@ -147,3 +148,14 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
         return 1
     log.info("%s stopped", name)
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with a program's exit code. Where a thread of ours still waits inside a library for a peer that is away,
+    the process ends without taking the interpreter apart beneath it: that would be a segmentation fault, and another code."""
+    if still_running():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -51,6 +51,21 @@ def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> Non
     assert (process.returncode, stdout) == (0, "down\n") and "prog stopped" in stderr
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
+    """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for then runs."""
+    code = (
+        "import atexit, threading; from runtime.crew import Crew; from runtime.program import leave\n"
+        "atexit.register(print, 'taken apart')\n"
+        "crew, gone = Crew(threading.Event()), threading.Event()\n"
+        f"crew.start('rows', gone.wait, {300 if waits else 0})\n"
+        "print(crew.join(0.2)); leave(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.splitlines() == (["['rows']"] if waits else ["[]", "taken apart"])
+
+
 def test_a_log_level_that_there_is_not_is_told() -> None:
     process = started("pass", ROOSTREAM_LOG="debgu")
     _, stderr = process.communicate(timeout=60)
