@@ -15,7 +15,7 @@ from typing import Protocol
 
 from roo.errors import CheckpointError, ConfigError, UnavailableError, nearest
 from runtime.object_store import ObjectStore
-from runtime.store_names import checked
+from runtime.store_names import checked, whole_range
 
 
 class CheckpointStore(Protocol):
@@ -35,6 +35,9 @@ class CheckpointStore(Protocol):
 
     def get(self, name: str) -> bytes:
         """Raises CheckpointError if absent. Does not verify: checksums are the manifest's."""
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        """`size` bytes from `start` on. Raises CheckpointError: absent, or it ends before. Threads may call it together."""
 
     def list(self, prefix: str) -> list[str]:
         """Names below `prefix/`, sorted; unfinished objects are never among them."""
@@ -82,6 +85,16 @@ class FileStore:
                 return path.read_bytes()
             except FileNotFoundError:
                 raise CheckpointError(f"{name} is absent from {self.root}") from None
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        path = self.path(name)
+        with _unavailable(f"{path} can't be read"):
+            try:
+                with path.open("rb", buffering=0) as file:
+                    found = os.pread(file.fileno(), size, start)
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} is absent from {self.root}") from None
+        return whole_range(name, start, size, found)
 
     def list(self, prefix: str) -> list[str]:
         base = self.path(prefix)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from roo.errors import CheckpointError, ConfigError, SetupError, UnavailableError
-from runtime.store_names import NAME, checked
+from runtime.store_names import NAME, checked, whole_range
 
 _PROBE = "probes"
 
@@ -49,6 +49,13 @@ class ObjectStore:
     def get(self, name: str) -> bytes:
         with _told(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
             return bytes(_obstore().get(self._client, checked(name)).bytes())
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        if not size:
+            return b""
+        with _told(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
+            found = bytes(_obstore().get_range(self._client, checked(name), start=start, length=size))
+        return whole_range(name, start, size, found)
 
     def list(self, prefix: str) -> list[str]:
         with _told(f"{self.url} can't be listed"):

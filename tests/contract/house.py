@@ -8,7 +8,20 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("roo", "runtime", "joiner", "models", "param_server", "features", "traffic", "infra", "trainer", "serving", "command")
+FOLDERS = (
+    "roo",
+    "runtime",
+    "joiner",
+    "models",
+    "param_server",
+    "features",
+    "traffic",
+    "infra",
+    "warehouse",
+    "trainer",
+    "serving",
+    "command",
+)
 GENERATED = {"roo_pb2.py"}
 
 

@@ -77,6 +77,16 @@ def test_names_are_listed_below_their_prefix_sorted(store: CheckpointStore) -> N
     assert store.list("incarnations") == []
 
 
+def test_a_part_of_an_object_is_read_alone(store: CheckpointStore) -> None:
+    store.put("files/1", bytes(range(100)))
+    assert store.get_range("files/1", 10, 5) == bytes(range(10, 15))
+    assert store.get_range("files/1", 100, 0) == b""
+    with pytest.raises(CheckpointError, match="expected 20 bytes from 90 on, got 10"):
+        store.get_range("files/1", 90, 20)
+    with pytest.raises(CheckpointError, match="files/2"):
+        store.get_range("files/2", 0, 1)
+
+
 def test_what_is_absent_is_told_and_deleting_it_is_nothing(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="dense/9 is absent"):
         store.get("dense/9")

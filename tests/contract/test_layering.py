@@ -1,6 +1,6 @@
 """Imports go one way, a floor below may not know the floor above, and no file imports itself round a corner.
 
-roo ← runtime ← {joiner, models, param_server, traffic, features, infra} ← {trainer, serving} ← command
+roo ← runtime ← {joiner, models, param_server, traffic, features, infra, warehouse} ← {trainer, serving} ← command
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "features": {"roo", "runtime"},
     "traffic": {"roo", "runtime"},
     "infra": {"roo", "runtime"},
+    "warehouse": {"roo", "runtime"},
     "trainer": {"roo", "runtime", "models", "param_server.client"},
     "serving": {"roo", "runtime", "models", "features", "param_server.replica"},
     "command": set(FOLDERS),
@@ -36,7 +37,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "redis": ("runtime", "features"),
     "opentelemetry": ("serving/http/tracing.py",),
     "obstore": ("runtime/object_store.py",),
-    "pyarrow": ("traffic",),
+    "pyarrow": ("traffic", "warehouse"),
+    "deltalake": ("warehouse/delta_table.py",),
     "zstandard": ("traffic",),
     "matplotlib": ("command/replay/figures.py",),
     "pandas": (),

@@ -87,6 +87,9 @@ class MemoryStore:
             raise CheckpointError(f"{name} is absent")
         return self.objects[name]
 
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        return self.get(name)[start : start + size]
+
     def list(self, prefix: str) -> list[str]:
         return sorted(n for n in self.objects if n.startswith(prefix + "/"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roo.errors import CheckpointError, UnavailableError
+from runtime.store_names import whole_range
 
 
 class MemoryStore:
@@ -47,6 +48,9 @@ class MemoryStore:
         if name not in self.objects:
             raise CheckpointError(f"{name} is absent")
         return self.objects[name]
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        return whole_range(name, start, size, self.get(name)[start : start + size])
 
     def list(self, prefix: str) -> list[str]:
         self._fault("list", "before")

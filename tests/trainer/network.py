@@ -142,6 +142,9 @@ class StoreLink:
     def get(self, name: str) -> bytes:
         return self._reached(lambda: self.store.get(name))
 
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        return self._reached(lambda: self.store.get_range(name, start, size))
+
     def list(self, prefix: str) -> list[str]:
         return self._reached(lambda: self.store.list(prefix))
 

@@ -1,0 +1,73 @@
+"""Samples as the joiner makes them, decoded, and what a file of them is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from roo.batch import Batch
+from roo.columnar import columns_of, forms, whole
+from roo.jagged import Jagged
+from roo.schema import Schema
+from roo.wire import Record
+from tests.roo.conftest import RICH, make_sample, parse, record_of
+from tests.roo.decode_reference import decoder
+from warehouse.file_writer import FilePlace, Rows
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal in type, shape and every bit, those of NaNs too."""
+    return a.dtype == b.dtype and a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+
+
+def different(a: Any, b: Any, place: str = "") -> list[str]:
+    """Where two batches differ, by field."""
+    out: list[str] = []
+    for field in dataclasses.fields(a):
+        x, y, name = getattr(a, field.name), getattr(b, field.name), place + field.name
+        if isinstance(x, Jagged):
+            out += different(x, y, name + ".")
+        elif isinstance(x, dict):
+            out += [
+                f"{name}[{key}]" for key in x.keys() | y.keys() if key not in x or key not in y or not same_bits(x[key], y[key])
+            ]
+        elif isinstance(x, np.ndarray):
+            out += [] if isinstance(y, np.ndarray) and same_bits(x, y) else [name]
+        elif x != y:
+            out.append(name)
+    return out
+
+
+def same_batch(a: Batch, b: Batch) -> None:
+    assert different(a, b) == []
+
+
+def rich_schema() -> Schema:
+    """Every kind of feature, two labels."""
+    return parse(RICH)
+
+
+def rich_records(schema: Schema, count: int, partition: int = 3) -> list[Record]:
+    """Samples of one partition, each a little later than the one before."""
+    made = [make_sample(schema, seed) for seed in range(count)]
+    return [record_of(s, n)._replace(partition=partition) for n, s in enumerate(made)]
+
+
+def decoded(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
+    """What the wire's decoder makes of them; none may be refused."""
+    batch, rejects = decoder(reader, *writers).decode(records)
+    assert not rejects, rejects
+    return batch
+
+
+def rows_of(writer: Schema, records: list[Record]) -> Rows:
+    """Their columns, whole."""
+    batch = decoded(whole(writer), records)
+    return Rows(columns=columns_of(batch), forms=forms(writer), counts_R=batch.num_candidates_R)
+
+
+def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FilePlace:
+    return FilePlace(table=table, day=date(1970, 1, 1), partition=partition, fingerprint=writer.fingerprint)

@@ -1,0 +1,239 @@
+"""Files and progress are committed together, once, by one of several that would."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from roo.columnar import Form
+from roo.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from runtime.checkpoint_store import open_store
+from tests.runtime import s3_server
+from warehouse.data_file import DataFile, day_bounds_ms, day_of, new_path
+from warehouse.delta_table import Step, WarehouseTable
+from warehouse.pins import Pin, held_versions, pin, unpin
+
+DAY = date(2023, 5, 18)
+
+
+def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False) -> DataFile:
+    fingerprint = (1 << 64) - 5
+    return DataFile(
+        path=new_path(DAY, partition, fingerprint, 7, sealed=sealed),
+        bytes=100,
+        rows=last - first + 1,
+        candidates=7,
+        day=DAY,
+        partition=partition,
+        fingerprint=fingerprint,
+        first_offset=first,
+        last_offset=last,
+        first_close_ms=5,
+        last_close_ms=1_700_000_000_123,
+        sealed=sealed,
+    )
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server.running():
+        yield
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "directory":
+        return str(tmp_path)
+    request.getfixturevalue("s3")
+    return f"s3://{s3_server.BUCKET}/{tmp_path.name.lower().replace('_', '-').strip('-')}"
+
+
+def opened(place: str | Path) -> WarehouseTable:
+    table = WarehouseTable(place, "samples")
+    table.create()
+    return table
+
+
+def test_a_table_is_made_once_and_is_empty(place: str) -> None:
+    table = WarehouseTable(place, "samples")
+    assert not table.exists()
+    with pytest.raises(CheckpointError, match="is no table"):
+        table.snapshot()
+    table.create()
+    opened(place)
+    assert table.exists() and table.snapshot().files == () and table.snapshot().progress("samples/t/0") is None
+
+
+def test_what_is_committed_is_read_back_whole(place: str) -> None:
+    table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True)
+    after = table.commit([file, sealed], progress={"samples/t/0": Step(None, 10), "samples/t/3": Step(None, 13)})
+    assert set(after.files) == {file, sealed} and after.files == WarehouseTable(place, "samples").snapshot().files
+    assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (10, 13, None)
+    older = table.snapshot(0)
+    assert (older.files, older.progress("samples/t/0")) == ((), None)
+
+
+def test_a_rival_of_the_same_partition_is_refused_and_another_partition_lands(place: str) -> None:
+    one, other = opened(place), opened(place)
+    one.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    with pytest.raises(FencedError, match="expected samples/t/0 at None, got 10"):
+        other.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    other.commit([a_file(0, 4, 1)], progress={"samples/t/1": Step(None, 5)})
+    with pytest.raises(FencedError):
+        one.commit([a_file(0, 4, 1), a_file(10, 11)], progress={"samples/t/1": Step(None, 5), "samples/t/0": Step(10, 12)})
+    assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
+
+
+def test_a_commit_whose_answer_was_lost_is_found_done(tmp_path: Path) -> None:
+    table, file = opened(tmp_path), a_file(0, 9)
+    first = table.commit([file], progress={"samples/t/0": Step(None, 10)})
+    again = table.commit([file], progress={"samples/t/0": Step(None, 10)})
+    assert again.version == first.version and again.files == (file,)
+
+
+def test_of_two_compactors_of_the_same_files_one_lands(place: str) -> None:
+    table, rival = opened(place), opened(place)
+    small = [a_file(0, 4), a_file(5, 9)]
+    table.commit(small, progress={"samples/t/0": Step(None, 10)})
+    whole, other = a_file(0, 9, sealed=True), a_file(0, 9, sealed=True)
+    table.commit([whole], small, {"compact/2023-05-18/0": Step(None, 1)})
+    for step in (Step(None, 1), Step(1, 2)):
+        with pytest.raises(FencedError):
+            rival.commit([other], small, {"compact/2023-05-18/0": step})
+    assert table.snapshot().files == (whole,)
+
+
+def test_a_compactor_lands_over_a_concurrent_append(tmp_path: Path) -> None:
+    table, archiver = opened(tmp_path), opened(tmp_path)
+    small = a_file(0, 4)
+    table.commit([small], progress={"samples/t/0": Step(None, 5)})
+    archiver.commit([late := a_file(5, 9)], progress={"samples/t/0": Step(5, 10)})
+    table.commit([whole := a_file(0, 4, sealed=True)], [small], {"compact/2023-05-18/0": Step(None, 1)})
+    assert set(table.snapshot().files) == {whole, late}
+
+
+def _race(place: str, n: int, gate: object, won: object) -> None:
+    table = WarehouseTable(place, "samples")
+    gate.wait()  # type: ignore[attr-defined]
+    try:
+        table.commit([a_file(0, 9, 0), a_file(0, n, n)], progress={"samples/t/0": Step(None, 10)})
+        won.put(n)  # type: ignore[attr-defined]
+    except FencedError:
+        won.put(-1)  # type: ignore[attr-defined]
+
+
+def test_of_several_processes_that_commit_at_once_one_lands(tmp_path: Path) -> None:
+    opened(tmp_path)
+    spawn = multiprocessing.get_context("spawn")
+    gate, won = spawn.Barrier(4), spawn.Queue()
+    processes = [spawn.Process(target=_race, args=(str(tmp_path), n, gate, won)) for n in range(1, 5)]
+    for process in processes:
+        process.start()
+    outcomes = sorted(won.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=60)
+    assert outcomes[:3] == [-1, -1, -1] and outcomes[3] > 0
+    assert len(WarehouseTable(tmp_path, "samples").snapshot().files) == 2
+
+
+def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
+    table, stale = opened(tmp_path), opened(tmp_path)
+    forms = {"ro__age": Form("request", "float", "f4"), "nro__topics": Form("candidate", "id", "i8", is_list=True)}
+    table.widen(forms)
+    version = table.snapshot().version
+    table.widen(forms)
+    stale.widen(forms)
+    assert table.snapshot().version == version, "what is there isn't committed again"
+    table.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    names = json.loads((tmp_path / "samples/_delta_log" / f"{version:020}.json").read_text().split("\n")[1])
+    assert "nro__topics" in json.dumps(names)
+
+
+def test_progress_outlives_many_commits_and_their_checkpoints(tmp_path: Path) -> None:
+    table = opened(tmp_path)
+    table.commit([], progress={"samples/t/1": Step(None, 77)})
+    for n in range(45):
+        table.commit([], progress={"samples/t/0": Step(n or None, n + 1)})
+    assert list((tmp_path / "samples/_delta_log").glob("*.checkpoint.parquet"))
+    found = WarehouseTable(tmp_path, "samples").snapshot()
+    assert (found.progress("samples/t/0"), found.progress("samples/t/1")) == (45, 77)
+
+
+def test_vacuum_deletes_orphans_and_what_was_replaced_but_not_what_is_pinned(tmp_path: Path) -> None:
+    table, store = opened(tmp_path), open_store(tmp_path)
+    small, replaced, orphan, whole = a_file(0, 4), a_file(5, 9), a_file(10, 11), a_file(0, 9, sealed=True)
+    for file in (small, replaced, orphan, whole):
+        store.put(f"samples/{file.path}", b"x" * 100)
+        os.utime(tmp_path / "samples" / file.path, (0, 0))
+    table.commit([small, replaced], progress={"samples/t/0": Step(None, 10)})
+    read = table.snapshot()
+    table.commit([whole], [small, replaced], {"compact/2023-05-18/0": Step(None, 1)})
+    pin(store, "session-1", Pin("samples", read.version, until_ms=2_000))
+
+    def there() -> set[str]:
+        return {f.path for f in (small, replaced, orphan, whole) if (tmp_path / "samples" / f.path).exists()}
+
+    table.vacuum(0, held_versions(store, "samples", now_ms=1_000))
+    assert there() == {small.path, replaced.path, whole.path}
+    assert held_versions(store, "corrections", now_ms=1_000) == set()
+    table.vacuum(0, held_versions(store, "samples", now_ms=2_000))
+    assert there() == {whole.path} and store.list("pins") == []
+
+
+def test_young_orphans_stay_since_their_writer_may_be_about_to_commit(tmp_path: Path) -> None:
+    table, file = opened(tmp_path), a_file(0, 4)
+    open_store(tmp_path).put(f"samples/{file.path}", b"x")
+    assert table.vacuum(168) == [] and (tmp_path / "samples" / file.path).exists()
+
+
+def test_a_pin_that_is_taken_back_or_is_none_holds_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pin(store, "a", Pin("samples", 3, 5_000))
+    pin(store, "b", Pin("samples", 4, 5_000))
+    store.put("pins/samples.c", b"no pin")
+    unpin(store, "samples", "a")
+    unpin(store, "samples", "a")
+    assert held_versions(store, "samples", 1_000) == {4}
+
+
+def test_a_place_that_is_gone_is_waited_for_and_a_damaged_log_is_told(tmp_path: Path) -> None:
+    table = opened(tmp_path)
+    table.commit([a_file(0, 9)], progress={"samples/t/0": Step(None, 10)})
+    log = tmp_path / "samples/_delta_log/00000000000000000001.json"
+    good = log.read_text()
+    log.write_text(good[:-30])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        table.snapshot()
+    log.write_text(good)
+    with pytest.raises(CheckpointError, match=r"is damaged|is no table"):
+        table.snapshot(99)
+
+
+def test_a_store_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    table = WarehouseTable("s3://bucket/warehouse", "samples")
+    with pytest.raises(UnavailableError, match="can't be read now"):
+        table.snapshot()
+
+
+def test_a_place_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a warehouse in a directory or at s3://"):
+        WarehouseTable("hdfs://x", "samples")
+
+
+def test_days_are_of_utc() -> None:
+    first, end = day_bounds_ms(DAY)
+    assert day_of(first) == DAY == day_of(end - 1) and day_of(first - 1) < DAY < day_of(end)

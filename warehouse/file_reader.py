@@ -1,0 +1,123 @@
+"""Row groups of a file as a batch: the columns that a schema needs, in few reads.
+
+1 the footer, in one read of the file's end  2 the columns' places, merged (warehouse/byte_ranges.py)  3 these bytes
+4 pages, each held against its checksum, to arrays  5 arrays to the batch that a decoder would have made of the same records
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from roo.batch import Batch
+from roo.columnar import FlatColumn, Form, batch_of, needed
+from roo.errors import CheckpointError, SchemaError
+from roo.schema import Registry, Schema
+from runtime.checkpoint_store import CheckpointStore
+from warehouse import layout
+from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
+from warehouse.data_file import DataFile
+from warehouse.file_writer import FOOTER_KEY, FORMAT
+
+_TAIL_BYTES = 64 << 10
+
+
+class SampleFile:
+    """One file of a table. Opening it reads its footer. Not thread-safe."""
+
+    def __init__(self, store: CheckpointStore, table: str, file: DataFile, *, over_read: float = MOST_OVER_READ) -> None:
+        """`table`: its folder.
+
+        Raises:
+            UnavailableError: it can't be read now. CheckpointError: it is damaged, or isn't what the log says; names it.
+        """
+        self.name, self.file, self._over_read = f"{table}/{file.path}", file, over_read
+        self.source = RangedFile(store, self.name, file.bytes)
+        with self._told():
+            self.source.fetch([ByteRange(max(file.bytes - _TAIL_BYTES, 0), file.bytes)])
+            self._parquet = pq.ParquetFile(pa.PythonFile(self.source, mode="r"), page_checksum_verification=True)
+        self.footer = self._parquet.metadata
+        self.said = self._said()
+        if self.footer.num_rows != file.rows:
+            raise CheckpointError(
+                f"{self.name} is damaged: expected {file.rows} rows (the table's log), got {self.footer.num_rows}"
+            )
+
+    @property
+    def rows_of_groups(self) -> list[int]:
+        """Requests of each row group."""
+        return [self.footer.row_group(g).num_rows for g in range(self.footer.num_row_groups)]
+
+    def reading_plan(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
+        """What is read for these columns of these row groups: at most `over_read` times more than they take."""
+        return merged(self._places(set(names), groups), self._over_read)
+
+    def read(self, writer: Schema, reader: Schema, groups: Sequence[int] | None = None) -> Batch:
+        """Samples of some row groups (None: all) as `reader` reads those of `writer`, which is the schema of the file's
+        fingerprint; a `reader` of fewer features (`roo.columnar.projected`) reads fewer columns.
+
+        Raises:
+            UnavailableError: it can't be read now. CheckpointError: it is damaged; names it. SchemaError: what changed between
+                the schemas can't be read.
+        """
+        columns, counts_R = self.columns(needed(writer, reader), groups)
+        return batch_of(reader, columns, counts_R, self.file.partition)
+
+    def columns(self, forms: Mapping[str, Form], groups: Sequence[int] | None = None) -> tuple[dict[str, FlatColumn], np.ndarray]:
+        """These columns, and the candidates of each request (int32 [R]). Raises as `read`."""
+        chosen = list(range(self.footer.num_row_groups)) if groups is None else list(groups)
+        names = list(dict.fromkeys((*forms, "item")))
+        with self._told():
+            self.source.fetch(self.reading_plan(names, chosen))
+            table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
+            if missing := [name for name in names if name not in table.column_names]:
+                raise CheckpointError(f"expected the columns {missing}, got none of them")
+            return layout.from_arrow(table, forms)
+
+    def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
+        for g in groups:
+            group = self.footer.row_group(g)
+            for c in range(group.num_columns):
+                chunk = group.column(c)
+                if chunk.path_in_schema.split(".", 1)[0] in names:
+                    start = chunk.dictionary_page_offset or chunk.data_page_offset
+                    yield ByteRange(start, start + chunk.total_compressed_size)
+
+    def _said(self) -> dict[str, Any]:
+        with self._told():
+            said: dict[str, Any] = json.loads((self.footer.metadata or {}).get(FOOTER_KEY, b"null"))
+            if not isinstance(said, dict) or said.get("format") != FORMAT:
+                raise CheckpointError(f"expected a file of format {FORMAT}, got {said if said is None else said.get('format')!r}")
+            return said
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the store said comes through; all else is damage, told with the file's name."""
+        self.source.error = None
+        try:
+            yield
+        except (pa.ArrowException, OSError, ValueError, CheckpointError) as error:
+            if self.source.error is not None:
+                raise self.source.error from None
+            text = str(error).strip().split("\n", 1)[0]
+            raise CheckpointError(f"{self.name} is damaged: {text}; bring it back from a backup") from None
+
+
+def writer_of(file: DataFile, registry: Registry) -> Schema:
+    """The schema that wrote a file.
+
+    Raises:
+        SchemaError: nobody registered it.
+    """
+    found = registry(file.fingerprint)
+    if found is None:
+        raise SchemaError(
+            f"unknown schema {file.fingerprint:016x} of {file.path}; put its file back into the warehouse's schemas/"
+        )
+    return found
