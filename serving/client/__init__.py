@@ -5,6 +5,16 @@ from serving.client.callers import AsyncServingClient as AsyncClient
 from serving.client.callers import ServingClient as Client
 from serving.client.failure import ServingError
 from serving.client.retrying import RetryPolicy
-from serving.client.said import Ranking, Receipt
+from serving.client.said import FoundItems, Ranking, Receipt, Recommendation, TopRanking
 
-__all__ = ["AsyncClient", "Client", "Ranking", "Receipt", "RetryPolicy", "ServingError"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "FoundItems",
+    "Ranking",
+    "Receipt",
+    "Recommendation",
+    "RetryPolicy",
+    "ServingError",
+    "TopRanking",
+]

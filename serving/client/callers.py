@@ -1,48 +1,68 @@
-"""`ServingClient` and `AsyncServingClient`: connections that are kept, and the driving of `attempts`; all that is said is in
-serving/client/said.py, all that is decided in serving/client/retrying.py."""
+"""`ServingClient` and `AsyncServingClient`: connections that are kept, and the driving of `attempts`. Their calls are said
+once, for both (`_Caller`); bodies and answers are in serving/client/said.py, retries in serving/client/retrying.py."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx2 as httpx
 
 from roo.schema import Schema
+from serving.client import said
 from serving.client.retrying import Attempts, Call, Pause, Reply, RetryPolicy, Send, attempts
 from serving.client.said import (
     EngagementFields,
+    Exchange,
+    FoundItems,
     RankFields,
     Ranking,
     Receipt,
-    decoded_as,
-    engage_call,
-    rank_call,
-    ranking_of,
-    receipt_of,
+    Recommendation,
+    RecommendFields,
+    RetrieveFields,
+    TopRanking,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Transport = TypeVar("Transport")
 _READY = Call("GET", "/readyz", expects=frozenset({200, 503}))
 _ABOUT = Call("GET", "/", headers=(("accept", "application/json"),))
 
 
-class _Caller:
-    """What both have: how they are made, and what their calls are."""
+class _InBoth(Generic[P, T]):
+    """A method that says what to ask: of the one client it is called, of the other it is awaited."""
 
-    def __init__(self, schema: Schema | None, policy: RetryPolicy | None) -> None:
-        self.schema, self.policy = schema, policy or RetryPolicy()
+    def __init__(self, asks: Callable[Concatenate[Any, P], Exchange[T]]) -> None:
+        self._asks = asks
+        self.__doc__ = asks.__doc__
 
-    def _begin(self, call: Call, deadline_ms: int | None) -> Attempts:
-        return attempts(call, self.policy, self.policy.deadline_ms if deadline_ms is None else deadline_ms, time.monotonic)
+    @overload
+    def __get__(self, client: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, client: ServingClient, kind: type) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncServingClient, kind: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+    def __get__(self, client: ServingClient | AsyncServingClient | None, kind: type) -> Any:
+        if client is None:
+            return self
+
+        @functools.wraps(self._asks)
+        def ask(*given: P.args, **named: P.kwargs) -> Any:
+            return client._done(functools.partial(self._asks, client, *given, **named))
+
+        return ask
 
 
-class ServingClient(_Caller):
-    """Thread-safe; keeps its connections until it is closed, or leaves its `with`.
+class _Caller(Generic[Transport]):
+    """How a client is made, and what it can be asked.
 
     `schema`: ranks go as protobuf, in both directions, which costs both sides less. `key`: a bearer key, where serving asks for
     one. `tls`: authorities and a certificate of one's own, where the URL is https. `transport` stands in for the network.
@@ -56,33 +76,62 @@ class ServingClient(_Caller):
         schema: Schema | None = None,
         policy: RetryPolicy | None = None,
         tls: ssl.SSLContext | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        super().__init__(schema, policy)
-        self._http = httpx.Client(
-            base_url=url, headers=_authorization(key), verify=tls or True, transport=transport, trust_env=False
-        )
+        self.schema, self.policy = schema, policy or RetryPolicy()
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._connect(base_url=url, headers=headers, verify=tls or True, transport=transport, trust_env=False)
 
-    def rank(self, fields: RankFields, deadline_ms: int | None = None) -> Ranking:
+    @_InBoth
+    def rank(self, fields: RankFields, deadline_ms: int | None = None) -> Exchange[Ranking]:
         """Rank the candidates of a request; what is shown must be `items`, in that order.
 
         Raises:
             ServingError: refused, or not answered within the deadline after all retries.
             WireError: with a schema: a feature isn't the schema's.
         """
-        return self._done(rank_call(fields, self.schema), deadline_ms, lambda reply: ranking_of(reply, fields))
+        return said.rank_exchange(fields, self.schema)._replace(deadline_ms=deadline_ms)
 
-    def engage(self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None) -> Receipt:
+    @_InBoth
+    def top(self, fields: RankFields, slots: int, deadline_ms: int | None = None) -> Exchange[TopRanking]:
+        """As `rank`, answered with the first `slots` alone: all are scored and logged. Raises as `rank`."""
+        return said.top_exchange(fields, slots, self.schema)._replace(deadline_ms=deadline_ms)
+
+    @_InBoth
+    def retrieve(self, fields: RetrieveFields, deadline_ms: int | None = None) -> Exchange[FoundItems]:
+        """Find items of the catalogue for a request. Raises ServingError."""
+        return said.retrieve_exchange(fields)._replace(deadline_ms=deadline_ms)
+
+    @_InBoth
+    def recommend(self, fields: RecommendFields, deadline_ms: int | None = None) -> Exchange[Recommendation]:
+        """Find items and rank them; what is shown must be `items`, in that order. Raises ServingError."""
+        return said.recommend_exchange(fields)._replace(deadline_ms=deadline_ms)
+
+    @_InBoth
+    def engage(self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None) -> Exchange[Receipt]:
         """Tell what users did; may be told again as often as needed. Raises ServingError."""
-        return self._done(engage_call(fields), deadline_ms, receipt_of)
+        return said.engage_exchange(fields)._replace(deadline_ms=deadline_ms)
 
-    def ready(self) -> bool:
+    @_InBoth
+    def ready(self) -> Exchange[bool]:
         """Whether answers are complete. Raises ServingError: nobody answers."""
-        return self._done(_READY, None, lambda reply: reply.status == 200)
+        return Exchange(_READY, lambda reply: reply.status == 200)
 
-    def version(self) -> str:
+    @_InBoth
+    def version(self) -> Exchange[str]:
         """Of the model in use. Raises ServingError."""
-        return self._done(_ABOUT, None, _version_of)
+        return Exchange(_ABOUT, lambda reply: str(said.decoded_as(dict, reply).get("model_version", "")))
+
+    def _connect(self, **settings: Any) -> None:
+        raise NotImplementedError
+
+    def _begin(self, asked: Exchange[Any]) -> Attempts:
+        deadline_ms = self.policy.deadline_ms if asked.deadline_ms is None else asked.deadline_ms
+        return attempts(asked.call, self.policy, deadline_ms, time.monotonic)
+
+
+class ServingClient(_Caller[httpx.BaseTransport]):
+    """Thread-safe; keeps its connections until it is closed, or leaves its `with`."""
 
     def close(self) -> None:
         """Its connections; it can't be used any more."""
@@ -94,14 +143,18 @@ class ServingClient(_Caller):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _done(self, call: Call, deadline_ms: int | None, read: Callable[[Reply], T]) -> T:
-        flow = self._begin(call, deadline_ms)
+    def _connect(self, **settings: Any) -> None:
+        self._http = httpx.Client(**settings)
+
+    def _done(self, ask: Callable[[], Exchange[T]]) -> T:
+        asked = ask()
+        flow = self._begin(asked)
         step = next(flow)
         try:
             while True:
                 step = flow.send(self._do(step))
         except StopIteration as done:
-            return read(done.value)
+            return asked.read(done.value)
 
     def _do(self, step: Send | Pause) -> Reply | None:
         if isinstance(step, Pause):
@@ -113,39 +166,8 @@ class ServingClient(_Caller):
             return _lost(error)
 
 
-class AsyncServingClient(_Caller):
-    """As ServingClient, in one event loop."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str = "",
-        schema: Schema | None = None,
-        policy: RetryPolicy | None = None,
-        tls: ssl.SSLContext | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(schema, policy)
-        self._http = httpx.AsyncClient(
-            base_url=url, headers=_authorization(key), verify=tls or True, transport=transport, trust_env=False
-        )
-
-    async def rank(self, fields: RankFields, deadline_ms: int | None = None) -> Ranking:
-        """As ServingClient.rank."""
-        return await self._done(rank_call(fields, self.schema), deadline_ms, lambda reply: ranking_of(reply, fields))
-
-    async def engage(self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None) -> Receipt:
-        """As ServingClient.engage."""
-        return await self._done(engage_call(fields), deadline_ms, receipt_of)
-
-    async def ready(self) -> bool:
-        """As ServingClient.ready."""
-        return await self._done(_READY, None, lambda reply: reply.status == 200)
-
-    async def version(self) -> str:
-        """As ServingClient.version."""
-        return await self._done(_ABOUT, None, _version_of)
+class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
+    """As ServingClient, in one event loop: every call is awaited."""
 
     async def close(self) -> None:
         """Its connections; it can't be used any more."""
@@ -157,14 +179,18 @@ class AsyncServingClient(_Caller):
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _done(self, call: Call, deadline_ms: int | None, read: Callable[[Reply], T]) -> T:
-        flow = self._begin(call, deadline_ms)
+    def _connect(self, **settings: Any) -> None:
+        self._http = httpx.AsyncClient(**settings)
+
+    async def _done(self, ask: Callable[[], Exchange[T]]) -> T:
+        asked = ask()
+        flow = self._begin(asked)
         step = next(flow)
         try:
             while True:
                 step = flow.send(await self._do(step))
         except StopIteration as done:
-            return read(done.value)
+            return asked.read(done.value)
 
     async def _do(self, step: Send | Pause) -> Reply | None:
         if isinstance(step, Pause):
@@ -179,10 +205,6 @@ class AsyncServingClient(_Caller):
             return _lost(error)
 
 
-def _authorization(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}
-
-
 def _request(step: Send) -> dict[str, Any]:
     """`left_s` bounds each phase of a sync call, which has no bound over all of them; the server keeps the deadline too."""
     call = step.call
@@ -195,7 +217,3 @@ def _reply(answer: httpx.Response) -> Reply:
 
 def _lost(error: httpx.TransportError) -> Reply:
     return Reply(0, {}, f"{type(error).__name__} {error}".strip().encode())
-
-
-def _version_of(reply: Reply) -> str:
-    return str(decoded_as(dict, reply).get("model_version", ""))

@@ -46,6 +46,13 @@ _OWN_DEADLINE = {
     "schema": {"type": "integer", "minimum": 1},
 }
 
+_VERSION: dict[str, Any] = {
+    "name": HEADER,
+    "in": "header",
+    "description": "as `model_version` in the body",
+    "schema": {"type": "string"},
+}
+
 
 class Fault(msgspec.Struct, forbid_unknown_fields=True):
     """What is wrong, in a word for programs and in one sentence for people."""
@@ -170,7 +177,7 @@ def _rank(schema: Schema) -> dict[str, Any]:
         {"name": name, "in": "query", "description": text, "required": False, "schema": kinds.get(name, _FLAG)}
         for name, text in RANK_QUERY.items()
     ] + [
-        {"name": HEADER, "in": "header", "description": "as `model_version` in the body", "schema": {"type": "string"}},
+        _VERSION,
     ]
     return {
         "operationId": "rank",
@@ -202,27 +209,27 @@ def _explain(schema: Schema) -> dict[str, Any]:
         "operationId": "explain",
         "tags": ["traffic"],
         "summary": "Rank without logging, and say why: scores without each feature; at most 50 candidates, one call at a time",
-        "parameters": DOCUMENTED,
+        "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": body},
         "responses": _ok(_json("ExplainAnswer"), "scored; nothing is logged") | _errors(*_ERRORS),
     }
 
 
 def _retrieval() -> dict[str, Any]:
-    def found(operation: str, summary: str, text: str) -> dict[str, Any]:
+    def found(operation: str, summary: str, text: str, *own: dict[str, Any]) -> dict[str, Any]:
         name = operation.capitalize()
         return {
             "operationId": operation,
             "tags": ["traffic"],
             "summary": summary,
-            "parameters": DOCUMENTED,
+            "parameters": [*own, _OWN_DEADLINE, *DOCUMENTED],
             "requestBody": {"required": True, "content": _json(f"{name}Request")},
             "responses": _ok(_json(f"{name}Answer"), text) | _errors(*_ERRORS),
         }
 
     return {
         "/v1/retrieve": {"post": found("retrieve", "Find items of the catalogue", "found; nothing is logged")},
-        "/v1/recommend": {"post": found("recommend", "Find items and rank them", "ranked, and logged as a rank")},
+        "/v1/recommend": {"post": found("recommend", "Find items and rank them", "ranked, and logged as a rank", _VERSION)},
     }
 
 

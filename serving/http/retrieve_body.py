@@ -18,7 +18,7 @@ from serving.retrieval.attributes import AttributeValue
 from serving.retrieval.retriever import RetrieveRequest
 
 MOST_ITEMS = 1000  # of an answer
-MOST_EXCLUDED = 10_000
+MOST_NAMED = 10_000  # that one list of ids names
 MOST_FILTERED = 32  # names of a filter
 _WHO = ("request_id", "user_id", "session_id", "surface", "ro")
 _Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
@@ -26,8 +26,13 @@ _COMMON = [
     ("task", Annotated[str, limits("label whose towers are asked; '' = the one that orders")], ""),
     (
         "exclude",
-        Annotated[list[Id], limits("items to leave out", maxItems=MOST_EXCLUDED)],
+        Annotated[list[Id], limits("items to leave out", maxItems=MOST_NAMED)],
         msgspec.field(default_factory=list),
+    ),
+    (
+        "among",
+        Annotated[list[Id] | None, limits("no others than these are found; null = all of the catalogue", maxItems=MOST_NAMED)],
+        None,
     ),
     ("exclude_seen", Annotated[bool, Meta(description="leave out the items of the request's histories")], False),
     (
@@ -102,7 +107,8 @@ class RetrieveParser(JsonParser):
             ),
             k=k,
             task=self._task(given.task),
-            exclude_N=self._excluded(given.exclude),
+            exclude_N=_named_ids(given.exclude, "$.exclude"),
+            among_N=None if given.among is None else _named_ids(given.among, "$.among"),
             exclude_seen=given.exclude_seen,
             wanted=_checked_filter(given.filter),
         )
@@ -117,10 +123,11 @@ class RetrieveParser(JsonParser):
             raise RequestError(400, message, "$.task")
         return self.schema.tasks.index(name)
 
-    def _excluded(self, ids: list[int | str]) -> np.ndarray:
-        if len(ids) > MOST_EXCLUDED:
-            raise RequestError(413, f"expected at most {MOST_EXCLUDED} items to leave out, got {len(ids)}", "$.exclude")
-        return ids_of(ids, "$.exclude[{}]".format)
+
+def _named_ids(ids: list[int | str], path: str) -> np.ndarray:
+    if len(ids) > MOST_NAMED:
+        raise RequestError(413, f"expected at most {MOST_NAMED} items, got {len(ids)}", path)
+    return ids_of(ids, lambda i: f"{path}[{i}]")
 
 
 def _count(value: int, path: str, most: int) -> int:

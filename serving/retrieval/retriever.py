@@ -2,7 +2,8 @@
 
 1 complete: what the client left out of the request's features is hydrated, as for a rank
 2 the request's vector of one task, by the version whose vectors the items have
-3 leave out: what the client excludes or filters, and what the request's histories have, if it says so
+3 leave out: what isn't among those that the client names, what it excludes or filters, and what the request's histories have,
+  if it says so
 4 the k best of the others
 
 Letters: T tasks, D width, I items.
@@ -48,6 +49,7 @@ class RetrieveRequest:
     k: int
     task: int  # index of the label whose request vector is used
     exclude_N: np.ndarray  # int64
+    among_N: np.ndarray | None  # int64; no others than these are found; None = all
     exclude_seen: bool
     wanted: Mapping[str, AttributeValue | Sequence[AttributeValue]]
 
@@ -129,9 +131,13 @@ class Retriever:
         excluded_N = asked.exclude_N
         if asked.exclude_seen:
             excluded_N = np.concatenate([excluded_N, *(_ids(asked.request.ro.get(name), name, key) for name, key in self._seen)])
-        if not len(excluded_N) and not asked.wanted:
+        if not len(excluded_N) and not asked.wanted and asked.among_N is None:
             return None
         allowed_I = space.catalogue.attributes.allowed(asked.wanted)
+        if asked.among_N is not None:
+            named_I = np.zeros(len(allowed_I), np.bool_)
+            named_I[space.catalogue.slots_of(asked.among_N)] = True
+            allowed_I &= named_I
         allowed_I[space.catalogue.slots_of(excluded_N)] = False
         return allowed_I
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import httpx2 as httpx
 import jsonschema
 import numpy as np
 import pytest
 from live_serving import LiveServing, serving_live
+from retrieval_cases import retrieving
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
@@ -21,7 +23,17 @@ from roo import wire
 from roo.errors import WireError
 from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
 from serving.client.retrying import DEADLINE_HEADER
-from serving.client.said import EngagementFields, RankFields, engage_call, rank_call
+from serving.client.said import (
+    EngagementFields,
+    RankFields,
+    RecommendFields,
+    RetrieveFields,
+    engage_exchange,
+    rank_exchange,
+    recommend_exchange,
+    retrieve_exchange,
+    top_exchange,
+)
 from serving.http.openapi import describe
 
 FIELDS = cast(RankFields, BODY)
@@ -35,12 +47,22 @@ COLUMNS: RankFields = {
     },
 }
 PATIENT = RetryPolicy(deadline_ms=60_000)  # however busy the machine that tests it
+WHO: RetrieveFields = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}, "k": 5}
+SHOWN: RecommendFields = {**WHO, "k": 3, "retrieved": 12}
 CLICK: EngagementFields = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveServing]:
     with serving_live(build(tmp_path, FakeRows(SCHEMA))) as running:
+        yield running
+
+
+@pytest.fixture
+def finding(tmp_path: Path) -> Iterator[LiveServing]:
+    kept = retrieving(tmp_path / "home", FakeRows(SCHEMA))
+    kept.turn()
+    with serving_live(kept.built) as running:
         yield running
 
 
@@ -68,6 +90,36 @@ def test_one_request_is_the_same_in_every_form(live: LiveServing) -> None:
         assert (answer.items, answer.order, answer.model_version) == (first.items, first.order, "0-0")
         assert [s["click"] for s in answer.scores] == pytest.approx([s["click"] for s in first.scores], rel=1e-6)
         assert set(answer.scores[0]) == {"click", "dwell"} and not answer.degraded
+
+
+def test_the_first_slots_alone_are_those_of_the_whole_answer_and_all_are_logged(live: LiveServing) -> None:
+    async def asked(schema: Any) -> Any:
+        async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
+            return await client.top(FIELDS, 2)
+
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client:
+            whole = client.rank(FIELDS)
+            for top in (client.top(FIELDS, 2), asyncio.run(asked(schema)), client.top(COLUMNS, 2)):
+                assert [slot.item_id for slot in top.top] == whole.items[:2] and not top.degraded
+                assert (top.request_id, top.model_version) == ("r-1", "0-0")
+                assert [s.scores for s in top.top] == [pytest.approx(whole.scores[i], rel=1e-6) for i in whole.order[:2]]
+    assert len(set(logged(live))) == 1
+
+
+def test_items_are_found_and_shown(finding: LiveServing) -> None:
+    async def asked() -> tuple[Any, Any]:
+        async with AsyncClient(finding.url, policy=PATIENT, schema=SCHEMA) as client:
+            return await client.retrieve({**WHO, "among": np.array([1, 2, 4]).tolist()}), await client.recommend(SHOWN)
+
+    some, shown = asyncio.run(asked())
+    with Client(finding.url, policy=PATIENT) as client:
+        found = client.retrieve(WHO)
+        assert client.recommend(SHOWN) == shown
+    assert len(found.items) == 5 and found.retrieval_version == "1-2" and found.request_id == "r-1"
+    assert found.items[0].product >= found.items[-1].product and {item.item_id for item in some.items} == {1, 2, 4}
+    assert len(shown.items) == 3 and set(shown.items[0].scores) == {"click", "dwell"} and shown.model_version == "1-2"
+    assert len(finding.built.records()) == 2
 
 
 def test_a_page_is_a_page_in_both_encodings(live: LiveServing) -> None:
@@ -177,36 +229,60 @@ def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
 
 
 def test_fields_are_those_of_the_document() -> None:
-    document = describe(SCHEMA, "0")
+    document = describe(SCHEMA, "0", retrieves=True)
     components = document["components"]["schemas"]
-    assert set(RankFields.__annotations__) == set(components["RankRequest"]["properties"])
-    for call in (rank_call(FIELDS, None), rank_call(FIELDS, SCHEMA), engage_call(CLICK)):
-        documented = document["paths"][call.path]["post"]["parameters"]
-        assert DEADLINE_HEADER in {p["name"].lower() for p in documented if p["in"] == "header"}
-        assert {name for name, _ in call.headers} == {"content-type", "accept"}
-    assert set(EngagementFields.__annotations__) == set(components["Engagement"]["properties"])
+    for fields, name in (
+        (RankFields, "RankRequest"),
+        (RetrieveFields, "RetrieveRequest"),
+        (RecommendFields, "RecommendRequest"),
+        (EngagementFields, "Engagement"),
+    ):
+        assert set(get_type_hints(fields)) == set(components[name]["properties"])
+    ranks = (rank_exchange(FIELDS, None), rank_exchange(FIELDS, SCHEMA), top_exchange(FIELDS, 2, SCHEMA))
+    for exchange in (*ranks, engage_exchange(CLICK), retrieve_exchange(WHO), recommend_exchange(SHOWN)):
+        path, _, query = exchange.call.path.partition("?")
+        documented = document["paths"][path]["post"]["parameters"]
+        named = {(p["in"], p["name"].lower()) for p in documented}
+        assert ("header", DEADLINE_HEADER) in named and (not query or ("query", query.partition("=")[0]) in named)
+        assert {name for name, _ in exchange.call.headers} == {"content-type", "accept"}
 
 
-def test_bodies_and_answers_are_those_of_the_document(live: LiveServing) -> None:
-    document = describe(SCHEMA, "0")
+def test_both_clients_have_the_same_calls_and_say_what_they_do() -> None:
+    names = {"rank", "top", "retrieve", "recommend", "engage", "ready", "version"}
+    for kind in (Client, AsyncClient):
+        assert names <= set(dir(kind)) and all(inspect.getdoc(getattr(kind, name)) for name in names)
+        assert inspect.getdoc(kind("http://serving").rank) == inspect.getdoc(kind.rank)
+
+
+def test_bodies_and_answers_are_those_of_the_document(finding: LiveServing) -> None:
+    document = describe(SCHEMA, "0", retrieves=True)
     told: list[tuple[str, bytes, bytes]] = []
 
     class Told(httpx.HTTPTransport):
         def handle_request(self, request: httpx.Request) -> httpx.Response:
             answer = super().handle_request(request)
-            told.append((request.url.path, request.read(), answer.read()))
+            told.append((request.url.raw_path.decode(), request.read(), answer.read()))
             return answer
 
-    with Client(live.url, policy=PATIENT, transport=Told()) as client:
+    with Client(finding.url, policy=PATIENT, transport=Told()) as client:
         client.rank(FIELDS)
         client.rank(COLUMNS)
+        client.top(FIELDS, 2)
+        client.retrieve({**WHO, "among": [1, "i3"], "exclude": [1], "filter": {"lang": ["da", "en"]}})
+        client.recommend(SHOWN)
         client.engage(CLICK)
         client.engage([CLICK])
-    names = {"/v1/rank": ("RankRequest", "RankAnswer"), "/v1/engagements": (None, "EngagementsAnswer")}
-    assert len(told) == 4
+    names = {
+        "/v1/rank": ("RankRequest", "RankAnswer"),
+        "/v1/rank?top=2": ("RankRequest", "TopAnswer"),
+        "/v1/retrieve": ("RetrieveRequest", "RetrieveAnswer"),
+        "/v1/recommend": ("RecommendRequest", "RecommendAnswer"),
+        "/v1/engagements": (None, "EngagementsAnswer"),
+    }
+    assert len(told) == 7
     for path, body, answer in told:
         asked, answered = names[path]
-        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document["paths"][path.partition("?")[0]]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for value, kind in (
             (body, schema if asked is None else {"$ref": f"#/components/schemas/{asked}"}),
             (answer, {"$ref": f"#/components/schemas/{answered}"}),

@@ -98,6 +98,16 @@ def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> Non
     assert found(kept, k=5, filter={"lang": "sv"}) == []
 
 
+def test_nothing_but_what_the_client_names_is_found_where_it_names_something(kept: Retrieving) -> None:
+    every = found(kept, k=1000)
+    named = [2, "i3", 4, 5, "no such"]
+    assert found(kept, k=1000, among=named) == [i for i in every if i in named] and found(kept, k=1000, among=None) == every
+    assert set(found(kept, among=named, exclude=[2], filter={"lang": "da"})) == {4}
+    assert found(kept, among=[]) == found(kept, among=["no such"]) == []
+    status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "among": named})
+    assert status == 200 and {item["item_id"] for item in answer["items"]} == {2, "i3", 4, 5}
+
+
 def test_what_the_client_left_out_is_hydrated_and_without_redis_the_answer_is_degraded(kept: Retrieving) -> None:
     hydrator = kept.keeper.retriever.hydrator
     assert isinstance(hydrator, FakeHydrator)
@@ -173,6 +183,8 @@ def test_with_nothing_to_show_nothing_is_logged(kept: Retrieving) -> None:
         ({"filter": {str(i): 1 for i in range(33)}}, 413, "$.filter"),
         ({"exclude": [1, ""]}, 400, "$.exclude[1]"),
         ({"exclude": list(range(10_001))}, 413, "$.exclude"),
+        ({"among": [1, ""]}, 400, "$.among[1]"),
+        ({"among": list(range(10_001))}, 413, "$.among"),
         ({"ro": {"moood": 1}}, 400, "$.ro.moood"),
         ({"ro": {"mood": 1e300}}, 400, "$.ro.mood"),
         ({"user_id": ""}, 400, "$.user_id"),
