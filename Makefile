@@ -12,7 +12,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo test check coverage e2e chaos soak gpu mutants bench options reset format lock promtool
+.PHONY: help setup demo test check coverage e2e chaos soak fuzz gpu mutants bench options reset format lock promtool
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -45,8 +45,11 @@ e2e: setup  ## the long runs: a full week, two stacks side by side
 chaos: setup  ## kill -9 of every process of a running stack; thousands of schedules of the simulator
 	@pytest -q -m chaos tests/chaos tests/trainer $(ARGS)
 
-soak: setup  ## half an hour at 40 requests/s under random kills, a full disk and garbage (SOAK_SEED=2, SOAK_REPORT=soak.json)
+soak: setup  ## half an hour at 40 requests/s under random kills, a full disk and garbage (SOAK_SEED=2, SOAK_SERVING=2, SOAK_REPORT=soak.json)
 	@SOAK_SECONDS=$${SOAK_SECONDS:-1800} pytest -q -m chaos tests/chaos/test_soak.py $(ARGS)
+
+fuzz: setup  ## a million nearly right inputs for each decoder (ARGS="--only rank --executions 10000")
+	@python -m tests.fuzz.fuzzing $(ARGS)
 
 gpu: setup  ## tests and benchmarks that need a CUDA device; build/gpu/report.md (ARGS="--report docs/benchmarks/gpu.md")
 	@python -m benchmarks.gpu_report $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import msgspec
@@ -51,6 +51,7 @@ LINKS = {
 
 HELPS = {
     "in_flight": "rank requests in work",
+    "connections": "that are open",
     "reading_bytes": "of bodies that are on their way",
     "keys": "bearer keys in force, expired ones too",
     "keys_file_refused": "1 = the file of keys as it is now can't be taken: the keys of before are in force",
@@ -76,6 +77,7 @@ class HttpInterface:
         if parts.items is not None:
             self._traffic["/v1/retrieve"] = RetrieveEndpoint(parts, rank, parts.items.retriever, seldom)
             self._traffic["/v1/recommend"] = RecommendEndpoint(parts, rank, parts.items.retriever, seldom)
+        self.connections: Collection[object] = ()  # open ones: those of the server that runs this
         self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
         self._open_files = frozenset(front.FILES) - {"/"}
@@ -84,6 +86,7 @@ class HttpInterface:
             "serving",
             lambda: {
                 "in_flight": rank.gate.in_flight,
+                "connections": len(self.connections),
                 "reading_bytes": self.intake.num_bytes,
                 "service_time_s": rank.gate.service_s,
                 "keys": None if parts.keys is None else len(parts.keys.keys),

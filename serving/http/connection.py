@@ -39,12 +39,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head, self._refused = True, False
         self._barren_bytes = 0  # that came since the last time they were good for something
         self._head_timer: asyncio.TimerHandle | None = None
-        self._active_s = time.monotonic()
+        self._active_s = self._head_began_s = time.monotonic()
 
     @property
     def is_idle(self) -> bool:
         """Between requests, with nothing of the next one here."""
-        return self._in_head and not self._barren_bytes and (self.cycle is None or self.cycle.response_complete)
+        return self._in_head and not self._barren_bytes and self._owes_nothing
+
+    @property
+    def is_in_head(self) -> bool:
+        """Some of a request's headers came, not all, and nothing else is under way."""
+        return self._in_head and self._barren_bytes > 0 and self._owes_nothing and not self._refused
+
+    @property
+    def _owes_nothing(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -122,6 +131,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _time_head(self) -> None:
+        self._head_began_s = time.monotonic()
         self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
 
     def _head_is_here(self) -> None:
@@ -140,11 +150,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
 
     def _make_room(self) -> None:
-        """The connection that has been idle longest goes; where all are at work, the new one does."""
-        others = (c for c in self.connections if c is not self and isinstance(c, LimitedProtocol) and c.is_idle)
-        oldest = min(others, key=lambda c: c._active_s, default=None)
-        if oldest is not None:
-            oldest._close()
+        """The connection that has been idle longest goes; else that whose headers have been coming longest, so that whoever never
+        ends them keeps nobody out; where all are at work, the new one does."""
+        others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
+        idle = min((c for c in others if c.is_idle), key=lambda c: c._active_s, default=None)
+        slow = min((c for c in others if c.is_in_head), key=lambda c: c._head_began_s, default=None)
+        if idle is not None:
+            idle._close()
+        elif slow is not None:
+            slow._refuse(
+                RequestError(408, "other connections wait for a place: expected complete headers", code="header_timeout")
+            )
         else:
             message = f"{self.max_connections} connections are open, the most that this process takes; try again"
             self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))

@@ -71,6 +71,7 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.parts.tls)
 
     server = _OwnServer(config)
+    app.connections = server.server_state.connections
 
     async def end() -> None:
         left_s = budget.left_s()  # counts from here

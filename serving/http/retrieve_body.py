@@ -22,7 +22,7 @@ MOST_NAMED = 10_000  # that one list of ids names
 MOST_FILTERED = 32  # names of a filter
 _WHO = ("request_id", "user_id", "session_id", "surface", "ro")
 _Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
-_COMMON = [
+_COMMON: list[Any] = [
     ("task", Annotated[str, limits("label whose towers are asked; '' = the one that orders")], ""),
     (
         "exclude",

@@ -1,12 +1,14 @@
 """A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` takes half an hour of it.
 
-What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory of every program flat.
-The figures (memory over time, kills, dead letters) go to SOAK_REPORT, if that is set.
+What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory and open files of every
+program flat. SOAK_SERVING=2: so many serving processes, which share the rows of a program that is killed too. The figures (memory
+and files over time, kills, dead letters) go to SOAK_REPORT, if that is set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -29,6 +31,9 @@ from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, produce_g
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
+SERVING = int(os.environ.get("SOAK_SERVING", "1"))
+MORE_FILES = 32
+"""Beyond those of the second third: connections come and go, and a killed Kafka or Redis is dialled again."""
 KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
 GROWN_UP_S = 45.0  # a program's memory counts from this age on
@@ -37,6 +42,9 @@ STILL_FILLING_MB = {
     "auditor": 128,  # the ids of the newest 30 minutes
 }
 """Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""
+
+SHARED_ROWS = ("serving-1", "serving-rows")
+"""Programs that a stack of several serving processes has besides."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
 
@@ -60,6 +68,8 @@ class Faults:
         self.stack, self.ballast = stack, disk / "ballast" if disk else None
         self.rng, self.began_s = random.Random(SEED), time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = {}
+        self.files: dict[str, list[tuple[float, int]]] = {}
+        self.victims = [v for v in (*VICTIMS, *SHARED_ROWS) if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
         self.num_garbage = self.num_full = 0
         self._next_s = {"kill": 20.0, "look": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}
@@ -71,19 +81,20 @@ class Faults:
                 self._next_s[name] = now_s + getattr(self, name)(now_s)
 
     def kill(self, now_s: float) -> float:
-        victim = self.rng.choice(VICTIMS)
+        victim = self.rng.choice(self.victims)
         with contextlib.suppress(RoostreamError):  # it is down already
             self.stack.kill(victim)
             self.kills.append((now_s, victim))
         return KILL_EVERY_S * self.rng.uniform(0.5, 1.5)
 
     def look(self, now_s: float) -> float:
-        """Resident memory of every program that has run for a while, by its name."""
+        """Resident memory and open files of every program that has run for a while, by its name."""
         for name in self.stack.expand(["all", "simulate"]):
             pid = self.stack.pid(name)
             with contextlib.suppress(psutil.Error):
                 if pid is not None and time.time() - (process := psutil.Process(pid)).create_time() >= GROWN_UP_S:
                     self.memory.setdefault(name, []).append((now_s, process.memory_info().rss))
+                    self.files.setdefault(name, []).append((now_s, process.num_fds()))
         return LOOK_EVERY_S
 
     def garbage(self, now_s: float) -> float:
@@ -116,29 +127,40 @@ class Faults:
             "garbage_records": self.num_garbage,
             "disk_filled": self.num_full,
             "memory_mb": {name: [(round(at), rss >> 20) for at, rss in seen] for name, seen in self.memory.items()},
+            "files": {name: [(round(at), number) for at, number in seen] for name, seen in self.files.items()},
             "growth": growth(self.memory, SECONDS),
+            "more_files": more(self.files, SECONDS),
         }
 
 
 def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
     """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a program that reads
     anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
+    return {name: round(last / before, 3) for name, (before, last) in _thirds(memory, seconds).items()}
+
+
+def more(files: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
+    """Program → open files of the last third of the run beyond those of the second one, as `growth` compares."""
+    return {name: last - before for name, (before, last) in _thirds(files, seconds).items()}
+
+
+def _thirds(figures: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, tuple[float, float]]:
     found = {}
-    for name, seen in memory.items():
+    for name, seen in figures.items():
         thirds: list[list[int]] = [[], [], []]
-        for at_s, rss in seen:
-            thirds[min(int(3 * at_s / seconds), 2)].append(rss)
+        for at_s, value in seen:
+            thirds[min(int(3 * at_s / seconds), 2)].append(value)
         if thirds[1] and thirds[2]:
-            found[name] = round(_usual(thirds[2]) / _usual(thirds[1]), 3)
+            found[name] = (_usual(thirds[1]), _usual(thirds[2]))
     return found
 
 
-def _usual(rss: list[int]) -> float:
-    return statistics.quantiles(rss, n=4)[0] if len(rss) > 1 else rss[0]
+def _usual(values: list[int]) -> float:
+    return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
 def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Path) -> None:
-    options = quick_options()
+    options = dataclasses.replace(quick_options(), serving_processes=SERVING)
     options.overrides["simulate"]["rate"] = 40.0  # type: ignore[index]
     with small_disk(tmp_path / "home" / "shard-0") as mounted, Stack(tmp_path / "home", options) as stack:
         stack.start(["all", "simulate"])
@@ -159,6 +181,7 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
             # the heaps of the servers that aren't ours are bounded by their options
             ours = {*kinds.names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
             assert {name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1} == {}
+            assert {name: number for name, number in report["more_files"].items() if name in ours and number > MORE_FILES} == {}
             for name, most_mb in STILL_FILLING_MB.items():
                 assert max(rss >> 20 for _, rss in faults.memory[name]) < most_mb, (name, report["memory_mb"][name])
 

@@ -1,0 +1,88 @@
+"""Bytes that are nearly right: a seed, changed here and there, as bytes or as the JSON that it is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1 << 31,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    1 << 64,
+    -(1 << 63),
+    0.5,
+    -0.0,
+    1e308,
+    3.5e38,
+    "",
+    "a" * 65,
+    "é\u0000\ud7ff",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"ids": [1], "weights": [1, 2]},
+)
+_MOST_BYTES = 4096
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Another one like it, of at most 4 KiB."""
+    if rng.random() < 0.5:
+        try:
+            changed = _json_changed(msgspec.json.decode(data), rng)
+            return msgspec.json.encode(changed)[:_MOST_BYTES]
+        except (msgspec.DecodeError, msgspec.EncodeError, UnicodeError, RecursionError, ValueError, TypeError, OverflowError):
+            pass
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        _change_bytes(out, rng)
+    return bytes(out[:_MOST_BYTES])
+
+
+def _change_bytes(out: bytearray, rng: random.Random) -> None:
+    at = rng.randrange(len(out) + 1)
+    many = min(rng.choice((1, 1, 1, 2, 4, 8, 64)), max(len(out) - at, 0))
+    match rng.randrange(5):
+        case 0 if at < len(out):
+            out[at] ^= 1 << rng.randrange(8)
+        case 1:
+            out[at:at] = rng.randbytes(rng.choice((1, 2, 8)))
+        case 2:
+            del out[at : at + many]
+        case 3:
+            out[at:at] = out[at : at + many]
+        case _ if at < len(out):
+            out[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, 0x22, 0x5B, 0x7B))
+
+
+def _json_changed(value: Any, rng: random.Random) -> Any:
+    """One place of it."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.15:
+        return _odd(value, rng)
+    place = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    match rng.randrange(8):
+        case 0:
+            value.pop(place)
+        case 1 if isinstance(value, dict):
+            value[f"{place}{rng.choice(('', 's', '.'))}"] = value[place]
+        case 2 if isinstance(value, list):
+            value.extend(value[: rng.choice((1, 4, 32))])
+        case _:
+            value[place] = _json_changed(value[place], rng)
+    return value
+
+
+def _odd(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.5:
+        return -value if rng.random() < 0.5 else value * rng.choice((10, 1e20))
+    return rng.choice(ODD)

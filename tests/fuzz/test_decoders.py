@@ -1,0 +1,37 @@
+"""Decoders take what they should, and refuse anything else in their own words; `make fuzz` tries a million of each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fuzz.decoders import Target, targets
+from tests.fuzz.mutation import mutated
+
+TARGETS = targets()
+NEVER_REFUSE = {"samples", "log-segment"}  # what they can't read is told beside what they can
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_decoder_takes_its_seeds_and_refuses_what_is_changed_at_random(name: str) -> None:
+    target, rng, taken = TARGETS[name], random.Random(7), 0
+    assert all(target.try_one(seed) for seed in target.seeds)
+    for _ in range(200):
+        taken += target.try_one(mutated(mutated(rng.choice(target.seeds), rng), rng))
+    assert taken < 200 or name in NEVER_REFUSE
+
+
+def test_what_is_no_refusal_is_told() -> None:
+    target = Target(read=lambda data: data[9], seeds=(bytes(10),))
+    assert target.try_one(bytes(10))
+    with pytest.raises(IndexError):
+        target.try_one(b"")
+
+
+def test_changed_bytes_are_bounded_others_and_the_same_for_a_seed() -> None:
+    data = b'{"a": [1, {"b": null}]}'
+    found = {mutated(data, random.Random(n)) for n in range(200)}
+    assert len(found) > 100 and all(len(one) <= 4096 for one in found)
+    assert mutated(data, random.Random(3)) == mutated(data, random.Random(3))
+    assert len(mutated(bytes(5000), random.Random(1))) <= 4096
