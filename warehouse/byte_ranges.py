@@ -28,24 +28,31 @@ class ByteRange(NamedTuple):
 def merged(needed: Iterable[ByteRange], over_read: float = MOST_OVER_READ) -> list[ByteRange]:
     """The fewest ranges that hold all of `needed` and at most `over_read` times as many bytes that aren't needed.
 
-    The holes are filled from the smallest on, so that none is filled while a smaller one is not: what a reader with one
-    `hole_size_limit` for the file does, with the largest limit that keeps within the bound.
+    Holes are filled from the smallest on, of those alike the first, as long as the bound allows: columns of one width leave
+    holes of one width, and a rule by width would have to fill all of these or none.
     """
-    ranges = _joined(sorted(needed), 0)
+    ranges = _joined(needed)
     budget = over_read * sum(end - start for start, end in ranges)
-    limit = 0
-    for hole in sorted(b.start - a.end for a, b in itertools.pairwise(ranges)):
+    filled = set()
+    for hole, n in sorted((b.start - a.end, n) for n, (a, b) in enumerate(itertools.pairwise(ranges))):
         budget -= hole
         if budget < 0:
             break
-        limit = hole
-    return _joined(ranges, limit)
+        filled.add(n)
+    out = ranges[:1]
+    for n, one in enumerate(ranges[1:]):
+        if n in filled:
+            out[-1] = ByteRange(out[-1].start, one.end)
+        else:
+            out.append(one)
+    return out
 
 
-def _joined(ranges: list[ByteRange], hole: int) -> list[ByteRange]:
+def _joined(needed: Iterable[ByteRange]) -> list[ByteRange]:
+    """In order, those that touch or overlap as one."""
     out: list[ByteRange] = []
-    for one in ranges:
-        if out and one.start - out[-1].end <= hole:
+    for one in sorted(needed):
+        if out and one.start <= out[-1].end:
             out[-1] = ByteRange(out[-1].start, max(out[-1].end, one.end))
         else:
             out.append(one)

@@ -110,6 +110,14 @@ def test_the_smallest_holes_are_filled_first(over_read: float, expected: list[tu
     assert merged(needed, over_read) == expected
 
 
+def test_columns_of_one_width_are_merged_within_the_bound() -> None:
+    """Every hole is as wide as the next: some are filled, not all."""
+    needed = [ByteRange(20 * n, 20 * n + 10) for n in range(100)]
+    plan = merged(needed, 0.08)
+    assert sum(b - a for a, b in plan) == 1080 and len(plan) == 92
+    assert all(any(a <= r.start and r.end <= b for a, b in plan) for r in needed)
+
+
 def test_every_damaged_byte_of_a_file_is_told_with_its_name_or_changes_nothing(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS[:40]), place_of(SCHEMA))
     path, wanted = store.path(f"samples/{file.path}"), decoded(SCHEMA, RECORDS[:40])
