@@ -137,7 +137,11 @@ class TargetAttention(nn.Module):
 
     def forward(self, query_BQ: Tensor, entry_LE: Tensor, sequence: Sequence, groups: CandidateGroups) -> Tensor:
         """`entry_LE`: of `sequence`, jagged. → [B, width]."""
-        return attend_to_histories(self.query(query_BQ), self.key_value(entry_LE), sequence, groups, self._heads)
+        return self.to_keys(query_BQ, self.key_value(entry_LE), sequence, groups)
+
+    def to_keys(self, query_BQ: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups) -> Tensor:
+        """The same where keys and values are there already, as `key_value` gives them."""
+        return attend_to_histories(self.query(query_BQ), key_value_LD2, sequence, groups, self._heads)
 
 
 class ListAttention(nn.Module):

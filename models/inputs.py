@@ -1,7 +1,7 @@
 """A batch, its lookup and its rows as tensors: the only way into a model, for training and for serving.
 
 Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D width of a
-stack, L entries, S bags (one a feature and row), N the longest of a sequence in the batch.
+stack, L entries, V entries that remain, S bags (one a feature and row), N the longest of a sequence in the batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.candidate_groups import CandidateGroups, build_groups
 from roo.batch import Batch
+from roo.inverse import Inverse, Shifted
 from roo.jagged import Jagged
 from roo.lookup import Lookup
 from roo.schema import Feature
@@ -49,6 +50,24 @@ class PaddedEntries:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KeptEntries:
+    """A sequence's entries of which several requests have the same: each once (RecD's partial IKJT, roo/inverse.py). What is made
+    of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
+
+    index_V: Tensor  # int64, positions in the stack's rows
+    column_V: dict[str, Tensor]
+    at_L: Tensor  # int64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class UniqueRequests:
+    """Requests that have all request-only features in common, times left out: what is made of these is made once (RecD §5)."""
+
+    first_U: Tensor  # int64: a request of each
+    index_B: Tensor  # int64: which of them each candidate's request is; not sorted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sequence:
     """A request-only sequence, jagged: all requests' entries behind each other, and how a part that wants squares pads them.
 
@@ -67,6 +86,7 @@ class Sequence:
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
     groups: CandidateGroups
     padded: PaddedEntries | None = None  # None: when somebody asks
+    kept: KeptEntries | None = None  # None: nothing is shared, or nobody looked
 
     def squares(self, x_L: Tensor) -> Tensor:
         """[L, ...] → [R · N, ...]; padding holds some entry's value and must be masked."""
@@ -112,6 +132,16 @@ class Inputs:
     bags: tuple[Bags, ...]
     sequences: dict[str, Sequence]
     groups: CandidateGroups
+    unique: UniqueRequests | None = None  # None: requests differ, or nobody looked
+
+    def once(self, x_RD: Tensor) -> Tensor:
+        """[R, D] → [U, D]: of equal requests one. What is made of it goes on by `shared_index_B`."""
+        return x_RD if self.unique is None else x_RD.index_select(0, self.unique.first_U)
+
+    @property
+    def shared_index_B(self) -> Tensor:
+        """int64: each candidate's row of what was made of `once`."""
+        return self.request_index_B if self.unique is None else self.unique.index_B
 
 
 def build_inputs(
@@ -120,10 +150,11 @@ def build_inputs(
     """Wrap without copying where the device is the CPU; `train=True` makes the rows leaves that require grad.
 
     `rows`: stack → float32 [U, D], aligned with `lookup`: an array (`Replica.gather`), or a tensor wherever it is (trainer's
-    `Rows.pull`), which is not written to. `device`: None = rows stay where they are, and all else is on the host.
+    `Rows.pull`), which is not written to. `device`: None = rows stay where they are, and all else is on the host. What the lookup
+    says requests share is said to the model too; results are the same but for the order of sums.
     """
     schema = batch.schema
-    ro_float_RG, nro_float_BG = apply(batch)
+    ro_float_RG, nro_float_BG = apply(batch, lookup.unique)
     groups = build_groups(batch.num_candidates_R)
     inputs = Inputs(
         ro_float_RG=_wrap(np.arcsinh(ro_float_RG)),
@@ -137,6 +168,7 @@ def build_inputs(
         bags=_build_bags(batch, lookup),
         sequences={f.name: _build_sequence(f, batch, lookup, groups) for f in schema.lists("ro") if f.kind == "sequence"},
         groups=groups,
+        unique=None if lookup.unique is None else _unique(lookup.unique, batch),
     )
     on_host = device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values())
     if on_host:
@@ -241,7 +273,21 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
         host_length_R=length_R,
         gap_ms_L=gap_ms,
         groups=groups,
+        kept=None if (shared := lookup.shared.get(f.name)) is None else _build_kept(f, shared, index_of),
     )
+
+
+def _build_kept(f: Feature, shared: Shifted, index_of: Callable[[str, str], Tensor]) -> KeptEntries:
+    entry_V = _wrap(shared.entry_V)
+    return KeptEntries(
+        index_V=index_of(f.table, f.name)[entry_V],
+        column_V={c: index_of(table, f"{f.name}.{c}")[entry_V] for c, table in f.column_tables.items()},
+        at_L=_wrap(shared.at_L),
+    )
+
+
+def _unique(of: Inverse, batch: Batch) -> UniqueRequests:
+    return UniqueRequests(first_U=_wrap(of.first_U), index_B=_wrap(of.row_N[batch.request_index_B]))
 
 
 def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:

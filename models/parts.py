@@ -8,6 +8,7 @@ Letters: R requests, B candidates, G floats, N sequence entries, D width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from models.attention import TargetAttention
 from models.config import RankerConfig
 from models.gather import gather, pool_bags
-from models.inputs import Inputs, Sequence
+from models.inputs import Inputs, KeptEntries, Sequence
 from roo.schema import Feature, Schema
 from roo.transform import output_names
 
@@ -101,12 +102,30 @@ class HistoryAttention(Part):
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
         sequence = inputs.sequences[self._feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
-        return self.attention(query_BQ, self._entries(inputs, sequence), sequence, inputs.groups)
+        if sequence.kept is not None:
+            return self.attention.to_keys(query_BQ, self._keys(inputs, sequence, sequence.kept), sequence, inputs.groups)
+        sources = self._rows(inputs, {"": sequence.index_L, **sequence.column_L})
+        return self.attention(query_BQ, gather([*sources, *self._times(sequence)]), sequence, inputs.groups)
 
-    def _entries(self, inputs: Inputs, sequence: Sequence) -> Tensor:
-        index_L = {"": sequence.index_L, **sequence.column_L}
-        sources = [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
+    def _rows(self, inputs: Inputs, index_L: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
+
+    def _times(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
+        sources = []
         for column, table in self.times.items():
             assert isinstance(table, nn.Embedding)
             sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
-        return gather(sources)
+        return sources
+
+    def _keys(self, inputs: Inputs, sequence: Sequence, kept: KeptEntries) -> Tensor:
+        """Keys and values of all entries, [L, 2 · width], as `attention.key_value` would give them: what rows bring is worked out
+        once an entry that remains, what times bring once a bucket; each entry has the sum of its own."""
+        row_VE = gather(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
+        weight, bias = self.attention.key_value.weight, self.attention.key_value.bias
+        keys_LD2 = gather([(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), kept.at_L)])
+        first = row_VE.shape[1]
+        for table, bucket_L in self._times(sequence):
+            of_bucket = nn.functional.linear(table, weight[:, first : first + table.shape[1]])
+            keys_LD2 = keys_LD2 + gather([(of_bucket, bucket_L)])
+            first += table.shape[1]
+        return keys_LD2

@@ -60,7 +60,7 @@ class Ranker(Model):
         pooled = pool(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         if request := self.request(inputs, pooled):
-            blocks.insert(0, gather([(x_RD, inputs.request_index_B) for x_RD in request]))
+            blocks.insert(0, gather([(x_UD, inputs.shared_index_B) for x_UD in request]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
@@ -71,8 +71,8 @@ class Ranker(Model):
         return loss(logits_BT, targets, self._tasks, inputs.groups)
 
     def request(self, inputs: Inputs, pooled: Pooled) -> list[Tensor]:
-        """What all candidates of a request share, blocks of [R, D]."""
-        blocks = [part(inputs, pooled) for part in self.request_parts.values()]
+        """What all candidates of a request share, [U, D] of equal requests once; `inputs.shared_index_B` tells whose."""
+        blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
         shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
         return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
 

@@ -32,7 +32,7 @@ class LinearCompression(nn.Module):
 
 
 class UserArch(Part):
-    """[R, O · P] of a request's pooled lists and floats; P = C.
+    """[U, O · P] of a request's pooled lists and floats, of equal requests once (`Inputs.once`); P = C.
 
     Lists of another width than C go through a matrix of their own first; all floats become one embedding by a layer. There are
     never more out than in.
@@ -52,8 +52,9 @@ class UserArch(Part):
         self.width = num_out * width
 
     def forward(self, inputs: Inputs, pooled: Pooled) -> Tensor:
-        tokens = [self.widen[name](pooled[name]) if name in self.widen else pooled[name] for name in self._names]
+        once = {name: inputs.once(pooled[name]) for name in self._names}
+        tokens = [self.widen[name](once[name]) if name in self.widen else once[name] for name in self._names]
         if self._floats is not None and self.dense is not None:
-            tokens.append(self.dense(self._floats(inputs, pooled)))
+            tokens.append(self.dense(inputs.once(self._floats(inputs, pooled))))
         assert self.compression is not None, "without a request feature there is nothing to compress"
         return self.compression(torch.stack(tokens, dim=2)).flatten(1)

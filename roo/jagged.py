@@ -76,7 +76,7 @@ class Jagged:
         """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
         pieces, weights, columns = [], [], dict[str, np.ndarray]()
         for k, key in enumerate(self.keys):
-            at = _ranges(self.offsets_of(key)[rows_M], self.lengths_KN[k][rows_M])
+            at = ranges(self.offsets_of(key)[rows_M], self.lengths_KN[k][rows_M])
             pieces.append(self.values_of(key)[at])
             if self.weights is not None:
                 weights.append(self.weights[self.starts_K1[k] :][at])
@@ -93,7 +93,7 @@ class Jagged:
         )
 
 
-def _ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
+def ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:
     """Concatenation of arange(start, start + length)."""
     ends = np.cumsum(lengths_M, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0

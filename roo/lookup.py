@@ -1,11 +1,15 @@
 """Which rows a batch needs: the unique (table, id) of every stack, and where each list entry finds its row.
 
 Letters: U unique rows of a stack, L entries of one list feature (or of one of its id columns).
+
+Deduplicated (roo/inverse.py), entries that several requests' sequences share are looked up once; what is found is the same, and
+rows are in another order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +17,7 @@ from numba import njit
 
 from roo.batch import Batch
 from roo.columns import Side
+from roo.inverse import WORTH, Inverse, Shifted, by_user, find_inverse, find_shifted, request_values
 from roo.jagged import Jagged
 from roo.schema import Schema, Table
 
@@ -30,6 +35,8 @@ class StackLookup:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookup:
     stacks: dict[str, StackLookup]  # every stack of the schema, in its order; one that the batch doesn't use has U = 0
+    shared: Mapping[str, Shifted] = dataclasses.field(default_factory=dict)  # request-only sequences worth deduplicating
+    unique: Inverse | None = None  # of requests with equal request-only features; None: not asked for, or not worth it
 
 
 class Source(NamedTuple):
@@ -41,15 +48,35 @@ class Source(NamedTuple):
     is_column: bool
 
 
-def build_lookup(batch: Batch) -> Lookup:
-    """Deduplicated row keys of a batch; a pure function of it, so equal on every machine and in every run."""
+def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
+    """The row keys of a batch, each once; a pure function of it, so equal on every machine and in every run. `deduplicated`: say
+    too which request-only values requests share, where that takes away a third or more (`roo.inverse.WORTH`)."""
     lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
-    return Lookup(
-        {
-            stack: _dedupe([(s.key, s.table.id, _ids_of(lists[s.side], s)) for s in sources])
-            for stack, sources in batch.schema.derived(sources_of).items()
-        }
-    )
+    shared = shared_sequences(batch) if deduplicated else {}
+    stacks = {}
+    for stack, sources in batch.schema.derived(sources_of).items():
+        its = {s.key: shared.get(s.key.split(".", 1)[0]) for s in sources if s.side == "ro"}
+        found = _dedupe([(s.key, s.table.id, _kept(_ids_of(lists[s.side], s), its.get(s.key))) for s in sources])
+        found.index.update({key: found.index[key][of.at_L] for key, of in its.items() if of is not None})
+        stacks[stack] = found
+    return Lookup(stacks, shared, _unique_requests(batch) if deduplicated else None)
+
+
+def shared_sequences(batch: Batch, worth: float = WORTH) -> dict[str, Shifted]:
+    """The request-only sequences of which requests share at least so much: entries over entries that remain."""
+    names = [f.name for f in batch.schema.lists("ro") if f.kind == "sequence" and batch.ro_lists.total_of(f.name)]
+    order_M = by_user(batch) if names else None
+    found = {name: find_shifted(batch.ro_lists, name, order_M=order_M) for name in names}
+    return {name: of for name, of in found.items() if batch.ro_lists.total_of(name) >= worth * len(of.entry_V)}
+
+
+def _unique_requests(batch: Batch) -> Inverse | None:
+    found = find_inverse(request_values(batch), batch.num_requests)
+    return found if batch.num_requests and batch.num_requests >= WORTH * found.num_unique else None
+
+
+def _kept(id_L: np.ndarray, of: Shifted | None) -> np.ndarray:
+    return id_L if of is None else id_L[of.entry_V]
 
 
 def sources_of(schema: Schema) -> dict[str, tuple[Source, ...]]:

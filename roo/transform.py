@@ -22,6 +22,7 @@ from numba import njit
 
 from roo.batch import Batch
 from roo.columns import Side
+from roo.inverse import Inverse
 from roo.schema import Schema
 
 _OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}
@@ -34,12 +35,15 @@ class _Steps(NamedTuple):
     settings_O2: np.ndarray  # float64
 
 
-def apply(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """(RO floats f4[R, G_ro], NRO floats f4[B, G_nro]); columns are `output_names`."""
+def apply(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(RO floats f4[R, G_ro], NRO floats f4[B, G_nro]); columns are `output_names`. `unique`: requests with equal RO features are
+    worked out once; the bits are the same."""
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)
     np.cumsum(batch.num_candidates_R, out=starts_R1[1:])
     ro, nro = batch.schema.derived(_programs)
-    return _run(ro, batch.ro_float_RF, np.zeros(1, dtype=np.int64)), _run(nro, batch.nro_float_BF, starts_R1)
+    once_UF = batch.ro_float_RF if unique is None else batch.ro_float_RF[unique.first_U]
+    once_UG = _run(ro, once_UF, np.zeros(1, dtype=np.int64))
+    return once_UG if unique is None else once_UG[unique.row_N], _run(nro, batch.nro_float_BF, starts_R1)
 
 
 def output_names(schema: Schema, side: Side) -> tuple[str, ...]:

@@ -45,6 +45,9 @@ class LoopConfig(Settings):
     clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
     dedupe_horizon_ms: int = setting(3_600_000, "a sample id is trained once within this much close time", least=0)
     exact: bool = setting(False, "bit-equal parameters whatever is killed: whole batches of one partition after the other")
+    deduplicate: bool = setting(
+        False, "find what requests of a batch share, and compute it once: for batches that are clustered by user (inspect dedupe)"
+    )
     corrections: Literal["off", "on", "downgrades"] = setting(
         "off", "what labels become behind the close is trained: all of it, or only what is no longer positive"
     )

@@ -38,19 +38,19 @@ class ChunkPart:
         return self.trains and bool(self.batch.weight_BT.any())
 
 
-def part_of(batch: Batch, *, trains: bool) -> ChunkPart:
-    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch))
+def part_of(batch: Batch, *, trains: bool, deduplicated: bool = False) -> ChunkPart:
+    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated))
 
 
-def split_at(batch: Batch, freeze_at_ms: int) -> tuple[ChunkPart, ...]:
+def split_at(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> tuple[ChunkPart, ...]:
     """Requests from `freeze_at_ms` on (0 = never) are only scored, behind the others; none where there is no request."""
     frozen_R = batch.time_ms_R >= freeze_at_ms if freeze_at_ms else np.zeros(batch.num_requests, np.bool_)
     if not batch.num_requests:
         return ()
     if frozen_R.all() or not frozen_R.any():
-        return (part_of(batch, trains=not frozen_R.any()),)
+        return (part_of(batch, trains=not frozen_R.any(), deduplicated=deduplicated),)
     trained, scored = (batch.take_requests(np.flatnonzero(of_R)) for of_R in (~frozen_R, frozen_R))
-    return part_of(trained, trains=True), part_of(scored, trains=False)
+    return part_of(trained, trains=True, deduplicated=deduplicated), part_of(scored, trains=False, deduplicated=deduplicated)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -224,7 +224,10 @@ class TrainLoop:
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
             batch = corrections.without_idle(batch, self.config)
-            return Claimed(chunk=chunk, new_R=new_R, parts=split_at(batch, self.config.freeze_at_ms))
+            return Claimed(chunk=chunk, new_R=new_R, parts=self._parts(batch))
+
+    def _parts(self, batch: Batch) -> tuple[ChunkPart, ...]:
+        return split_at(batch, self.config.freeze_at_ms, deduplicated=self.config.deduplicate)
 
     def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
         """The rows of its first part, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.

@@ -17,7 +17,6 @@ from benchmarks.workloads.sharing import bound
 from benchmarks.workloads.sharing.architectures import ARCHITECTURES, pointwise
 from benchmarks.workloads.sharing.counting import bytes_of_batch, bytes_of_inputs, bytes_of_rows, flops
 from benchmarks.workloads.sharing.forms import FORMS
-from benchmarks.workloads.sharing.inverse import deduplicated
 from benchmarks.workloads.sharing.pools import pool
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND, absent
@@ -28,6 +27,7 @@ from models.candidate_groups import build_groups
 from models.inputs import build_inputs
 from models.model import Model, Targets
 from roo.batch import Batch
+from roo.inverse import grouped
 from roo.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -90,7 +90,7 @@ def assert_close(got: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarr
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("make", [Batch.expand, lambda batch: deduplicated(batch.expand())], ids=["expanded", "deduplicated"])
+@pytest.mark.parametrize("make", [Batch.expand, lambda batch: grouped(batch.expand())], ids=["expanded", "deduplicated"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_impressions_of_requests_give_the_same_losses_logits_and_gradients(name: str, make: Callable[[Batch], Batch]) -> None:
     model, batch = model_of(name), concatenate(pool(*SITE))
@@ -142,10 +142,10 @@ def test_of_each_request_its_first_candidate_and_of_all_a_single_one() -> None:
 def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 2, 5], seed=1)
-    twin = deduplicated(batch.expand())
+    twin = grouped(batch.expand())
     assert twin.num_candidates_R.tolist() == [3, 1, 2, 5] and twin.request_index_B.tolist() == batch.request_index_B.tolist()
     assert twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist() and twin.item_B.tolist() == batch.item_B.tolist()
-    assert deduplicated(make_batch(schema, []).expand()).num_requests == 0
+    assert grouped(make_batch(schema, []).expand()).num_requests == 0
 
 
 @pytest.mark.parametrize("what", ["float", "presence", "time", "value", "weight", "column", "length"])
@@ -153,7 +153,7 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
     """One request of two impressions, of which the second is changed in one place."""
     batch = make_batch(make_schema("everything"), [2], seed=4).expand()
     lists, columns = batch.ro_lists, dict(batch.ro_lists.columns)
-    assert lists.weights is not None and deduplicated(batch).num_requests == 1
+    assert lists.weights is not None and grouped(batch).num_requests == 1
 
     def last_changed(array: np.ndarray, to: object = None) -> np.ndarray:
         out = array.copy()
@@ -174,7 +174,7 @@ def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
             )
         },
     }
-    assert deduplicated(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
+    assert grouped(dataclasses.replace(batch, **changes[what])).num_requests == 2  # type: ignore[arg-type]
 
 
 def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:

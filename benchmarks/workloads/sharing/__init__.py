@@ -3,6 +3,6 @@
 architectures.py  what is trained             forms.py     how it arrives: requests, impressions, inverse indices
 pools.py          made-up requests, logs      training.py  a step, timed
 logs.py           logs as samples             counting.py  FLOPs and bytes
-rebatch.py        the adapter (ROO paper)     inverse.py   deduplicated tensors (RecD)
+rebatch.py        the adapter (ROO paper)
 long_history.py   HSTU where a history is long
 """

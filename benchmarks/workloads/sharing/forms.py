@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.workloads.sharing.inverse import deduplicated
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from roo.batch import Batch
+from roo.inverse import grouped
 
 
 class Arrival(NamedTuple):
@@ -53,7 +53,7 @@ def impressions(pool: Sequence[Batch], size: int) -> Arrival:
 def recd(pool: Sequence[Batch], size: int) -> Arrival:
     """Impressions of a clustered log: those of a request next to each other. Made deduplicated tensors in the step."""
     twins = cut(concatenate(pool).expand(), size)
-    return Arrival(twins, map(deduplicated, itertools.cycle(twins)))
+    return Arrival(twins, map(grouped, itertools.cycle(twins)))
 
 
 FORMS: dict[str, Callable[[Sequence[Batch], int], Arrival]] = {
