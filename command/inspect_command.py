@@ -1,4 +1,4 @@
-"""`roostream inspect batch`."""
+"""`roostream inspect`: a saved batch here, what is told of data in command/data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from command.data.dedupe_command import dedupe
 from roo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
 
 @click.group()
 def inspect() -> None:
-    """Look at what a program has saved.
+    """Look at what a program has saved, or at data.
 
     \b
     Example:
       roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
+      roostream inspect dedupe --schema my_site.toml monday.jsonl
     """
+
+
+inspect.add_command(dedupe)
 
 
 @inspect.command("batch")

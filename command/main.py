@@ -17,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from command.checkpoint.checkpoint_command import checkpoint
+from command.data.import_command import import_group
 from command.inspect_command import inspect
 from command.keys_command import keys
 from command.model_command import check_model
@@ -284,7 +285,21 @@ def schema_show(file: Path) -> None:
     click.echo(f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False)
 
 
-for _group in (replay, check, topics, scale, preempt, trainer, checkpoint, inspect, check_model, next_item, keys, versions):
+for _group in (
+    replay,
+    check,
+    topics,
+    scale,
+    preempt,
+    trainer,
+    checkpoint,
+    inspect,
+    import_group,
+    check_model,
+    next_item,
+    keys,
+    versions,
+):
     cli.add_command(_group)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from models.candidate_groups import CandidateGroups, build_groups
 from roo.batch import Batch
-from roo.inverse import Inverse, Shifted
 from roo.jagged import Jagged
 from roo.lookup import Lookup
 from roo.schema import Feature
+from roo.sharing.inverse import Inverse, Shifted
 from roo.transform import apply
 
 # Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
@@ -51,8 +51,8 @@ class PaddedEntries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeptEntries:
-    """A sequence's entries of which several requests have the same: each once (RecD's partial IKJT, roo/inverse.py). What is made
-    of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
+    """A sequence's entries of which several requests have the same: each once (roo/sharing/inverse.py, `Shifted`). What is
+    made of an entry alone, without its time, is made V times; `at_L` gives each request its own."""
 
     index_V: Tensor  # int64, positions in the stack's rows
     column_V: dict[str, Tensor]

@@ -2,8 +2,8 @@
 
 Letters: U unique rows of a stack, L entries of one list feature (or of one of its id columns).
 
-Deduplicated (roo/inverse.py), entries that several requests' sequences share are looked up once; what is found is the same, and
-rows are in another order.
+Deduplicated (roo/sharing/inverse.py), entries that several requests' sequences share are looked up once; what is found is the
+same, and rows are in another order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numba import njit
 
 from roo.batch import Batch
 from roo.columns import Side
-from roo.inverse import WORTH, Inverse, Shifted, by_user, find_inverse, find_shifted, request_values
 from roo.jagged import Jagged
 from roo.schema import Schema, Table
+from roo.sharing.inverse import WORTH, Inverse, Shifted, by_user, find_inverse, find_shifted, request_values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
     """The row keys of a batch, each once; a pure function of it, so equal on every machine and in every run. `deduplicated`: say
-    too which request-only values requests share, where that takes away a third or more (`roo.inverse.WORTH`)."""
+    too which request-only values requests share, where that takes away a third or more (`roo.sharing.inverse.WORTH`)."""
     lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
     shared = shared_sequences(batch) if deduplicated else {}
     stacks = {}

@@ -22,8 +22,8 @@ from numba import njit
 
 from roo.batch import Batch
 from roo.columns import Side
-from roo.inverse import Inverse
 from roo.schema import Schema
+from roo.sharing.inverse import Inverse
 
 _OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}
 _MOST = float(np.finfo(np.float32).max)

@@ -30,7 +30,7 @@ class LogError(RoostreamError):
     """A line that can't be used; says file and line."""
 
 
-class ImpressionLine(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True):
+class ImpressionLine(msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True, omit_defaults=True):
     """`candidates`: rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`; features may
     also stand under `nro`."""
 
@@ -46,7 +46,7 @@ class ImpressionLine(msgspec.Struct, tag_field="type", tag="impression", forbid_
     weight: float = 1.0
 
 
-class EngagementLine(msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True):
+class EngagementLine(msgspec.Struct, tag_field="type", tag="engagement", forbid_unknown_fields=True, omit_defaults=True):
     """Names its request by `request_id` and the same user and session."""
 
     request_id: str

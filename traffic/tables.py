@@ -165,8 +165,7 @@ class _Impressions:
     """Rows that belong together are one impression."""
 
     def __init__(self, tables: Sequence[LogTable], schema: Schema, reader: LineReader) -> None:
-        self._in_time, self.reader = _InTime(tables, reader), reader
-        self._ro, self._nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
+        self._in_time, self.reader, self.schema = _InTime(tables, reader), reader, schema
 
     def events(self) -> Iterator[Event]:
         """In time order; of the same time by their first rows."""
@@ -183,28 +182,35 @@ class _Impressions:
         for rows in groups.values():
             where = rows[0][0]
             try:
-                yield self.reader.event(self._line([row for _, row in rows], time_ms), where)
+                yield self.reader.event(impression_line([row for _, row in rows], time_ms, self.schema), where)
             except UNREADABLE as error:
                 self.reader.refuse(where, error)
 
-    def _line(self, rows: list[Row], time_ms: int) -> ImpressionLine:
-        first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
-        for name in names.keys() & (self._ro | {"weight"}):
-            if any(not _equal(row.get(name), first.get(name)) for row in rows):
-                raise ValueError(f"{name}: expected one value in all rows of request {first.get('request_id')!r}, got several")
-        columns = {name: [row.get(name) for row in rows] for name in names if name in self._nro or name == "item_id"}
-        given: Row = {name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first}
-        for key, name in (("positions", "position"), ("propensities", "propensity")):
-            if name in names:
-                given[key] = [row.get(name) for row in rows]
-        line: Row = {
-            "type": "impression",
-            "request_id": _request_id(first),
-            "time": time_ms,
-            "candidates": columns,
-            "ro": {name: first[name] for name in names if name in self._ro and name in first},
-        }
-        return msgspec.convert(line | given, ImpressionLine)
+
+def impression_line(rows: Sequence[Row], time_ms: int, schema: Schema) -> ImpressionLine:
+    """Rows of one request, in their order, as one impression.
+
+    Raises:
+        ValueError: rows differ in what a request has once.
+    """
+    ro, nro = {f.name for f in schema.ro}, {f.name for f in schema.nro}
+    first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
+    for name in names.keys() & (ro | {"weight"}):
+        if any(not _equal(row.get(name), first.get(name)) for row in rows):
+            raise ValueError(f"{name}: expected one value in all rows of request {first.get('request_id')!r}, got several")
+    columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
+    given: Row = {name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first}
+    for key, name in (("positions", "position"), ("propensities", "propensity")):
+        if name in names:
+            given[key] = [row.get(name) for row in rows]
+    line: Row = {
+        "type": "impression",
+        "request_id": _request_id(first),
+        "time": time_ms,
+        "candidates": columns,
+        "ro": {name: first[name] for name in names if name in ro and name in first},
+    }
+    return msgspec.convert(line | given, ImpressionLine)
 
 
 class _Engagements:

@@ -27,8 +27,8 @@ from models.candidate_groups import build_groups
 from models.inputs import build_inputs
 from models.model import Model, Targets
 from roo.batch import Batch
-from roo.inverse import grouped
 from roo.lookup import build_lookup
+from roo.sharing.inverse import grouped
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
 SITE = 4, 12, 3  # candidates a request, impressions a batch, batches

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.workloads.sharing.rebatch import Rebatcher, concatenate, cut, shuffled
 from roo.batch import Batch
-from roo.inverse import grouped
+from roo.sharing.inverse import grouped
 
 
 class Arrival(NamedTuple):

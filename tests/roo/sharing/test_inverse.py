@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roo import inverse
-from roo.inverse import by_user, dedupe_factor, dedupe_len, find_inverse, find_shifted, grouped, list_values, request_values
 from roo.jagged import Jagged
+from roo.sharing import inverse
+from roo.sharing.inverse import (
+    by_user,
+    dedupe_factor,
+    dedupe_len,
+    find_inverse,
+    find_shifted,
+    grouped,
+    list_values,
+    request_values,
+)
 from tests.models.model_cases import make_batch, make_schema
 
 Rows = list[list[int]]

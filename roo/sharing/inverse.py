@@ -42,7 +42,7 @@ def dedupe_factor(length: float, rows: float, session_rows: float, same: float) 
     return length * rows / remain if remain else 1.0
 
 
-class Ragged(NamedTuple):
+class RowValues(NamedTuple):
     """One thing that rows have, as whole numbers: row n has bits_L[offset_N1[n] : offset_N1[n + 1]]."""
 
     offset_N1: np.ndarray  # int64
@@ -82,7 +82,7 @@ class Shifted:
         return ranges(self.span_N2[:, 0], self.span_N2[:, 1])
 
 
-def find_inverse(group: Sequence[Ragged], num_rows: int) -> Inverse:
+def find_inverse(group: Sequence[RowValues], num_rows: int) -> Inverse:
     """Of `num_rows` rows with everything in `group`; without anything, all rows are equal."""
     hash_N = np.zeros(num_rows, dtype=np.uint64)
     for of in group:
@@ -99,17 +99,23 @@ def find_inverse(group: Sequence[Ragged], num_rows: int) -> Inverse:
 
 
 def find_shifted(
-    lists: Jagged, key: str, *, newest_first: bool = True, order_M: np.ndarray | None = None, of: Inverse | None = None
+    lists: Jagged,
+    key: str,
+    *,
+    newest_first: bool = True,
+    order_M: np.ndarray | None = None,
+    apart_N: np.ndarray | None = None,
 ) -> Shifted:
     """Of the feature `key` with all of its columns.
 
     A row can overlap the one visited before it, so rows of one user should be next to each other, in time order: as they lie, or
     as `order_M` (int64, each row once) says. `newest_first`: a list grows at its front, as the schema's histories do; else at its
-    end. `of`: what `find_inverse` gave for the feature, if it is known.
+    end. `apart_N`: int64, rows with different numbers share nothing (each is of a batch of its own).
     """
-    group = list_values(lists, key)
-    inverse = of or find_inverse(group, lists.num_rows)
-    offset_N1 = lists.offsets_of(key)
+    group, offset_N1 = list_values(lists, key), lists.offsets_of(key)
+    if apart_N is not None:
+        group.append(RowValues(offset_N1, np.repeat(apart_N, lists.lengths_KN[lists.index(key)])))
+    inverse = find_inverse(group, lists.num_rows)
     rank_N = np.arange(lists.num_rows, dtype=np.int64)
     if order_M is not None:
         rank_N[order_M] = np.arange(len(order_M))
@@ -125,16 +131,16 @@ def find_shifted(
     return Shifted(kept_L[:count].copy(), np.stack([start_U[inverse.row_N], lengths_N], axis=1))
 
 
-def list_values(lists: Jagged, key: str) -> list[Ragged]:
+def list_values(lists: Jagged, key: str) -> list[RowValues]:
     """A list feature: whether it is there, then all that an entry has."""
     k, offset_N1 = lists.index(key), lists.offsets_of(key)
     weight_L = lists.weights_of(key)
     columns = [column_L for name, column_L in lists.columns.items() if name.split(".", 1)[0] == key]
     entries = [lists.values_of(key), *columns, *([] if weight_L is None else [weight_L.view(np.int32)])]
-    return [_of_matrix(lists.present_KN[k][:, None]), *(Ragged(offset_N1, column_L.astype(np.int64)) for column_L in entries)]
+    return [_of_matrix(lists.present_KN[k][:, None]), *(RowValues(offset_N1, column_L.astype(np.int64)) for column_L in entries)]
 
 
-def request_values(batch: Batch, names: Collection[str] | None = None) -> list[Ragged]:
+def request_values(batch: Batch, names: Collection[str] | None = None) -> list[RowValues]:
     """The request-only features `names` of a batch, None = all: a group for `find_inverse`, as bits, so that a number equals
     itself only. Times in a list are as the log has them; how long ago they were is no part of it."""
     columns = [i for i, f in enumerate(batch.schema.floats("ro")) if names is None or f.name in names]
@@ -161,16 +167,16 @@ def grouped(expanded: Batch) -> Batch:
     """Impressions, each a request of its own, as requests again: those whose time and request-only features are equal are one.
     Nothing but these says which are; candidates of a request are in the order in which they came."""
     assert expanded.num_requests == expanded.num_candidates, "expected impressions"
-    group = [Ragged(np.arange(expanded.num_requests + 1), expanded.time_ms_R), *request_values(expanded)]
+    group = [RowValues(np.arange(expanded.num_requests + 1), expanded.time_ms_R), *request_values(expanded)]
     inverse = find_inverse(group, expanded.num_requests)
     order_B = np.argsort(inverse.row_N, kind="stable")
     counts_U = np.bincount(inverse.row_N, minlength=inverse.num_unique)
     return expanded.take(inverse.first_U, order_B, inverse.row_N[order_B], counts_U)
 
 
-def _of_matrix(x_NF: np.ndarray) -> Ragged:
+def _of_matrix(x_NF: np.ndarray) -> RowValues:
     width = x_NF.shape[1]
-    return Ragged(np.arange(len(x_NF) + 1, dtype=np.int64) * width, x_NF.astype(np.int64).ravel())
+    return RowValues(np.arange(len(x_NF) + 1, dtype=np.int64) * width, x_NF.astype(np.int64).ravel())
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,58 @@
+"""`roostream import`: other sites' data as a log of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group("import")
+def import_group() -> None:
+    """Make other sites' data a log that everything here reads (docs/bring-your-own-data.md).
+
+    \b
+    Example:
+      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
+    """
+
+
+@import_group.command("parquet")
+@click.argument("files", nargs=-1, required=True)
+@click.option("--schema", type=click.Path(), required=True, help="schema TOML: which features and actions there are")
+@click.option("--map", "map_file", type=click.Path(), required=True, help="TOML: which column says what")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="the log: OUT.jsonl or OUT.jsonl.gz, a free name")
+@click.option("--skip-bad", is_flag=True, help="leave requests out that can't be used, and count them")
+def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_bad: bool) -> None:
+    """FILES with one row an impression, in any order, become a log with one line a request. Rows of a request are brought
+    together in bounded memory; the log is there only once it is whole.
+
+    \b
+    Example:
+      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
+      roostream check --schema shop.toml --log shop.jsonl.gz
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from roo.schema_file import load_schema
+    from traffic.intake.import_map import load_map
+    from traffic.intake.parquet_import import import_parquet
+
+    its_schema = load_schema(schema)
+    its_map = load_map(map_file, its_schema)
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("rows", total=None)
+        told = import_parquet(
+            files,
+            its_schema,
+            its_map,
+            out,
+            skip_bad=skip_bad,
+            progress=lambda done, rows: bar.update(task, completed=done, total=rows),
+        )
+    click.echo(f"{out}: {told.rows:,} rows became {told.requests:,} requests with {told.engagements:,} engagements")
+    if told.skipped:
+        click.echo(f"{told.skipped:,} requests were left out; the first: {told.first_skipped}", err=True)

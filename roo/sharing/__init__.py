@@ -1,0 +1,1 @@
+"""What rows share: found (inverse.py), and counted over a log (duplicates.py). RecD: docs/deduplication.md."""

@@ -1,0 +1,30 @@
+"""`deduplicate`: parts of a chunk say what their requests share, and training goes on as before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roo.decode import Decoder
+from tests.trainer import samples
+from tests.trainer.loops import build
+from trainer.feed import part_of, split_at
+
+N12 = samples.records(range(1, 13))
+
+
+def test_a_part_says_what_its_requests_share_only_where_that_is_asked_for() -> None:
+    batch = Decoder(samples.schema(), {}.get).decode(N12)[0].take_requests(np.array([0, 0, 0, 1]))
+    assert part_of(batch, trains=True).lookup.unique is None
+    (part,) = split_at(batch, 0, deduplicated=True)
+    assert part.lookup.unique is not None and part.lookup.unique.row_N.tolist() == [0, 0, 0, 1]
+    between_ms = int(batch.time_ms_R.max())
+    parts = split_at(batch, between_ms, deduplicated=True)
+    assert [p.lookup.unique is not None for p in parts] == [True, False], "a single request shares nothing"
+
+
+def test_training_says_the_same_of_every_request() -> None:
+    plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
+    for one, other in zip(plain.predicted, shared.predicted, strict=True):
+        assert one.sample_id == other.sample_id and list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
+    assert shared.pushes() == plain.pushes() and shared.loop.num_steps == plain.loop.num_steps
