@@ -195,7 +195,7 @@ def _lines(
                 continue
             value = row[f"value\0{name}"] if action.value else said
             done_ms = row[f"time\0{name}"]
-            who = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
+            who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
             line: Row = {"type": "engagement", "request_id": request_id, "item_id": own.get("item_id"), "action": name, **who}
             line |= {"time": time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms, "value": float(value or 0.0)}
             lines.append(msgspec.convert(line, EngagementLine))
