@@ -8,6 +8,7 @@ request's row. Candidates of a request are adjacent and in shown order. R, B or 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -93,6 +94,21 @@ class Batch:
         changes |= {"ro_lists": self.ro_lists.take_rows(rows_M), "nro_lists": self.nro_lists.take_rows(at_B)}
         changes |= {"request_index_B": index_B, "num_candidates_R": counts_M.astype(np.int32)}
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Their requests one batch after the other; of one schema, one batch at least."""
+        first = batches[0]
+        if len(batches) == 1:
+            return first
+        changes: dict[str, object] = {
+            name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _ARRAYS if name != "request_index_B"
+        }
+        counts_R = np.concatenate([batch.num_candidates_R for batch in batches])
+        changes["request_index_B"] = np.repeat(np.arange(len(counts_R), dtype=np.int64), counts_R)
+        changes["ro_lists"] = Jagged.concat([batch.ro_lists for batch in batches])
+        changes["nro_lists"] = Jagged.concat([batch.nro_lists for batch in batches])
+        return dataclasses.replace(first, **changes)  # type: ignore[arg-type]
 
 
 _ARRAYS = {f.name: f.name.endswith(_BY_REQUEST) for f in dataclasses.fields(Batch) if f.type == "np.ndarray"}

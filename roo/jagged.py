@@ -11,6 +11,7 @@ K features over N rows (N = R requests or B candidates), feature-major, e.g. K =
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -90,6 +91,22 @@ class Jagged:
             present_KN=np.ascontiguousarray(self.present_KN[:, rows_M]),
             weights=np.concatenate(weights) if weights else None,
             columns=columns,
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Jagged]) -> Jagged:
+        """Their rows one after the other; of the same features and columns, one at least."""
+        keys, first = parts[0].keys, parts[0]
+        weighted = first.weights is not None
+        values = [part.values_of(key) for key in keys for part in parts]
+        weights = [weights for key in keys for part in parts if (weights := part.weights_of(key)) is not None]
+        return Jagged(
+            keys=keys,
+            lengths_KN=np.concatenate([part.lengths_KN for part in parts], axis=1),
+            values=np.concatenate(values) if values else first.values,
+            present_KN=np.concatenate([part.present_KN for part in parts], axis=1),
+            weights=(np.concatenate(weights) if weights else first.weights) if weighted else None,
+            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
         )
 
 

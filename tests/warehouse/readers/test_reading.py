@@ -1,0 +1,94 @@
+"""A session's rows in this process: each sample once, and nothing that earlier sessions had."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.trainer import samples
+from tests.warehouse.memory_table import MemoryTable, table_of
+from warehouse.readers.reading import LocalRows, newest_ids
+from warehouse.readers.splits import TableSplit
+
+
+def read(table: MemoryTable, **spec: object) -> list[int]:
+    """Sample ids in the order of reading."""
+    session = table.session(**spec)
+    rows, found = LocalRows(session, table), []
+    for split in session.order.splits:
+        at = split.at
+        while at < split.behind:
+            piece = rows.piece(split, at)
+            assert at <= piece.end - piece.num_rows and piece.end > at
+            assert ((piece.at_R >= at) & (piece.at_R < piece.end)).all()
+            found += piece.batch.sample_id_R.tolist()
+            at = piece.end
+    return found
+
+
+def test_of_a_sealed_file_alone_nothing_but_its_rows_is_read() -> None:
+    table = table_of(samples.records([1, 3, 5]))
+    table.files = [dataclasses.replace(file, sealed=True) for file in table.files]
+    table.marks = lambda path: pytest.fail("it was sealed")  # type: ignore[method-assign]
+    assert read(table) == [1, 3, 5]
+
+
+def test_every_row_is_read_once_a_row_group_at_a_time() -> None:
+    table = table_of(samples.records(list(range(1, 30))))
+    assert sorted(read(table)) == list(range(1, 30))
+    assert all(end - start <= 4 and start % 4 == 0 for _, start, end in table.reads)
+
+
+def test_a_sample_that_the_joiner_emitted_again_is_read_once_wherever_its_copies_lie() -> None:
+    again = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
+    assert sorted(read(table_of(again, rows_of_file=3, seed=4))) == [1, 2, 3, 4, 5, 6, 7, 9, 11, 13]
+
+
+def test_a_later_session_reads_what_is_new_also_where_a_seal_merged_old_and_new() -> None:
+    table = table_of(samples.records([1, 3, 5, 7, 3, 9, 2, 4]), rows_of_file=100, seed=1)
+    assert sorted(read(table, from_offsets={0: 1, 1: 3})) == [4, 7, 9], "offset 4 of partition 1 is sample 3 again"
+
+
+def test_copies_of_what_an_earlier_session_had_are_left_out_though_its_file_isn_t_read() -> None:
+    table = table_of(samples.records([1, 3, 5, 1, 7]), rows_of_file=3)
+    assert read(table, from_offsets={1: 3}) == [7]
+    assert {path for path, _, _ in table.reads} == {table.files[1].path}
+
+
+def test_whoever_goes_on_in_the_middle_of_a_row_group_reads_the_same_rest() -> None:
+    table = table_of(samples.records([1, 3, 5, 1, 7, 9]), rows_of_file=6)
+    session = table.session()
+    (split,) = session.order.splits
+    for position in range(6):
+        piece = LocalRows(session, table).piece(split, position)
+        assert piece.at_R.tolist() == [p for p in (0, 1, 2, 4, 5) if position <= p < piece.end], piece.end
+
+
+def test_a_piece_is_parted_where_asked() -> None:
+    table = table_of(samples.records([1, 3, 5, 7]))
+    piece = LocalRows(table.session(), table).piece(TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0)
+    first, others = piece.parted(3)
+    assert (first.batch.sample_id_R.tolist(), first.end) == ([1, 3, 5], 3)
+    assert (others.batch.sample_id_R.tolist(), others.end) == ([7], 4)
+    whole, nothing = piece.parted(4)
+    assert (whole.num_rows, whole.end, nothing.num_rows, nothing.end) == (4, 4, 0, 4)
+
+
+def test_the_newest_ids_are_those_within_the_horizon_of_the_newest_closes() -> None:
+    numbers = list(range(1, 80, 2))
+    table = table_of(samples.records(numbers), rows_of_file=7, seed=2)
+    ids, times = newest_ids(table.session(), table, 1, 20_000)
+    middle = sorted(samples.T0 + n * 1000 + 500 for n in numbers)[-15:][7]
+    assert ids.tolist() == [n for n in numbers if samples.T0 + n * 1000 + 500 >= middle - 20_000]
+    assert (np.diff(times) >= 0).all()
+    assert newest_ids(table.session(), table, 3, 20_000)[0].tolist() == []
+
+
+def test_a_single_time_far_ahead_does_not_empty_the_newest_ids() -> None:
+    table = table_of(samples.records(list(range(1, 80, 2))), rows_of_file=100)
+    batch = next(iter(table.batches.values()))
+    batch.close_ms_R[3] += 10**11
+    ids, _ = newest_ids(table.session(), table, 1, 20_000)
+    assert len(ids) > 15

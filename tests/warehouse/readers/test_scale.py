@@ -1,0 +1,62 @@
+"""Readers and units in flight follow the fullness of the trainer's buffer, and don't swing."""
+
+from __future__ import annotations
+
+import pytest
+
+from warehouse.readers.scale import FULL_FOR_S, LEAST_DOWN_S, Appetite, ReaderCount, wanted_in_flight
+
+
+@pytest.mark.parametrize(
+    ("fullness", "stalled_s_ago", "full_s", "wanted", "why"),
+    [
+        (0.2, 1.0, 0.0, 4, "empty, and training waited"),
+        (0.2, 9.0, 0.0, 3, "empty, but nobody waited"),
+        (0.7, 1.0, 0.0, 3, "half full"),
+        (0.95, 9.0, FULL_FOR_S, 2, "full for long"),
+        (0.95, 9.0, 1.0, 3, "full for a moment"),
+    ],
+)
+def test_the_rule(fullness: float, stalled_s_ago: float, full_s: float, wanted: int, why: str) -> None:
+    assert wanted_in_flight(3, fullness, stalled_s_ago, full_s, 8) == wanted, why
+
+
+def test_the_rule_stays_within_its_bounds() -> None:
+    assert wanted_in_flight(8, 0.0, 0.0, 0.0, 8) == 8
+    assert wanted_in_flight(1, 1.0, 99.0, 99.0, 8) == 1
+    assert wanted_in_flight(12, 0.7, 99.0, 0.0, 8) == 8
+
+
+def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_less_after_a_while() -> None:
+    it, now_s = Appetite(most=6), 0.0
+    for tick in range(21):
+        now_s = tick * 0.25
+        it.observe(0.0, stalled=True, now_s=now_s)
+    assert it.in_flight == 6, "one a second, 5 s long"
+    before = it.in_flight
+    for tick in range(4 * 50):
+        it.observe(1.0, stalled=False, now_s=now_s + tick * 0.25)
+    assert 1 < it.in_flight < before, "two down at most in 50 s"
+
+
+def test_a_buffer_that_is_half_full_changes_nothing() -> None:
+    it = Appetite(most=6, in_flight=3)
+    for tick in range(400):
+        it.observe(0.6 + 0.1 * (tick % 3), stalled=False, now_s=tick * 0.25)
+    assert it.in_flight == 3
+
+
+def test_readers_come_at_once_and_go_one_at_a_time() -> None:
+    it = ReaderCount(least=1, most=8)
+    assert it.of(5, 0.0) == 3
+    assert it.of(99, 1.0) == 8
+    assert it.of(1, 2.0) == 8, "too soon after it grew"
+    assert it.of(1, 1.0 + LEAST_DOWN_S) == 7
+    assert it.of(1, 2.0 + LEAST_DOWN_S) == 7
+    assert it.of(1, 1.0 + 2 * LEAST_DOWN_S) == 6
+
+
+def test_without_anything_to_read_they_all_go() -> None:
+    it = ReaderCount(least=1, most=8)
+    it.of(2, 0.0)
+    assert it.of(0, LEAST_DOWN_S) == 0

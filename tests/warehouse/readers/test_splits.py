@@ -1,0 +1,124 @@
+"""The order in which a session's rows are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from datetime import date
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roo.errors import ConfigError
+from warehouse.readers.session import SessionSpec, days_of
+from warehouse.readers.splits import MOST_CANDIDATES, plan
+
+SPEC = SessionSpec(table="t", version=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    path: str
+    day: date
+    partition: int
+    rows: int
+    candidates: int
+    first_offset: int
+    last_offset: int
+    last_close_ms: int = 0
+    sealed: bool = False
+
+
+def file(path: str, day: int = 1, partition: int = 0, rows: int = 10, candidates: int = 50, first: int = 0) -> File:
+    return File(path, date(2024, 5, day), partition, rows, candidates, first, first + rows - 1)
+
+
+def test_days_come_in_order_and_the_files_of_a_day_shuffled_by_the_seed_alone() -> None:
+    files = [file(f"f{i}", day=1 + i % 2, first=10 * i) for i in range(16)]
+    for seed in (0, 1, None):
+        order = plan(files, dataclasses.replace(SPEC, shuffle_seed=seed), 4)
+        assert [s.day for s in order.splits] == ["2024-05-01"] * 8 + ["2024-05-02"] * 8
+        assert order.splits == plan(files[::-1], dataclasses.replace(SPEC, shuffle_seed=seed), 4).splits
+    by_offset = [s.path for s in plan(files, dataclasses.replace(SPEC, shuffle_seed=None), 4).splits]
+    assert by_offset == [f"f{i}" for i in (*range(0, 16, 2), *range(1, 16, 2))]
+    shuffled = [[s.path for s in plan(files, dataclasses.replace(SPEC, shuffle_seed=seed), 4).splits] for seed in (0, 1)]
+    assert shuffled[0] != shuffled[1] != by_offset
+
+
+def test_a_split_is_whole_row_groups_of_bounded_candidates() -> None:
+    order = plan([file("f", rows=10, candidates=3 * MOST_CANDIDATES)], SPEC, 2)
+    assert [(s.start, s.end) for s in order.splits] == [(0, 2), (2, 6), (6, 10)]
+    (whole,) = plan([file("f", rows=10, candidates=MOST_CANDIDATES)], SPEC, 2).splits
+    assert (whole.start, whole.end) == (0, 10)
+    assert len(plan([file("f", rows=3, candidates=9 * MOST_CANDIDATES)], SPEC, 2).splits) == 2, "a row group is never cut"
+
+
+def test_days_outside_and_files_that_earlier_sessions_had_are_left_out() -> None:
+    files = [file("a", 1), file("b", 2, first=10), file("c", 3, first=20), file("d", 3, 1, rows=0)]
+    some = dataclasses.replace(SPEC, first_day="2024-05-02", last_day="2024-05-02")
+    assert [s.path for s in plan(files, some, 4).splits] == ["b"]
+    newer = dataclasses.replace(SPEC, from_offsets={0: 19})
+    assert [s.path for s in plan(files, newer, 4).splits] == ["b", "c"], "b ends at 19"
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 12)), max_size=8), st.integers(1, 5))
+def test_every_row_has_one_position_of_its_partition(files: list[tuple[int, int, int]], row_group: int) -> None:
+    these = [file(f"f{i}", day, p, rows, candidates=rows * 20_000) for i, (day, p, rows) in enumerate(files)]
+    order = plan(these, SPEC, row_group)
+    seen: Counter[tuple[str, int]] = Counter()
+    for partition, rows in order.rows.items():
+        for position in range(rows):
+            split = order.split_at(partition, position)
+            assert split and split.partition == partition and split.at <= position < split.behind
+            seen[split.path, split.row(position)] += 1
+        assert order.split_at(partition, rows) is None
+    assert seen == Counter((f.path, row) for f in these for row in range(f.rows))
+    assert [s.number for s in order.splits] == list(range(len(order.splits)))
+
+
+def test_what_comes_next_is_in_the_order_of_all_and_begins_with_what_is_begun() -> None:
+    files = [file("a", 1, 0), file("b", 1, 1, first=1), file("c", 2, 0, first=10), file("d", 2, 1, first=20)]
+    order = plan(files, dataclasses.replace(SPEC, shuffle_seed=None), 10)
+    assert [s.path for s in order.from_here({0: 3, 1: 10}, 2)] == ["a", "c"]
+    assert [s.path for s in order.from_here({0: 0, 1: 0}, 9)] == ["a", "b", "c", "d"]
+    assert order.from_here({0: 20, 7: 0}, 9) == []
+
+
+def test_a_spec_survives_its_plain_form_and_its_digest_says_whether_two_are_equal() -> None:
+    spec = dataclasses.replace(SPEC, features=("a", "b"), from_offsets={3: 7, 1: 2}, shuffle_seed=None, labels="as_streamed")
+    assert SessionSpec.of(spec.plain()) == spec
+    assert spec.digest == dataclasses.replace(spec, from_offsets={1: 2, 3: 7}).digest
+    assert spec.digest != dataclasses.replace(spec, version=4).digest
+
+
+@pytest.mark.parametrize(
+    ("text", "days"),
+    [
+        ("2024-05-01..2024-05-07", ("2024-05-01", "2024-05-07")),
+        ("2024-05-01", ("2024-05-01", "2024-05-01")),
+        ("2024-05-01..", ("2024-05-01", "")),
+        ("..2024-05-07", ("", "2024-05-07")),
+    ],
+)
+def test_days_can_be_said(text: str, days: tuple[str, str]) -> None:
+    assert days_of(text) == days
+
+
+@pytest.mark.parametrize("text", ["", "..", "monday", "2024-5-1..2024-05-07", "2024-05-01..x"])
+def test_days_that_are_none_are_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected days as"):
+        days_of(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"first_day": "2024-05-02", "last_day": "2024-05-01"}, "in order"),
+        ({"first_day": "May"}, "YYYY-MM-DD"),
+        ({"labels": "newest"}, "expected labels latest or as_streamed"),
+    ],
+)
+def test_a_spec_that_can_not_be_read_is_refused(changes: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        dataclasses.replace(SPEC, **changes)  # type: ignore[arg-type]

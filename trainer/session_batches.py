@@ -1,0 +1,181 @@
+"""Chunks from a session of the warehouse: the order of its splits, cut into chunks of whatever size training asks for.
+
+Offsets are positions (warehouse/readers/splits.py). Which rows a chunk has is a function of the positions, the size asked for and
+the bounds, never of when rows arrived: what comes slowly is waited for, and after a restore the same chunks come again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from roo.batch import Batch
+from runtime.clock import Clock
+from runtime.kafka.record_reader import PartitionLag
+from runtime.kafka.topics import SAMPLES, Partition, Progress
+from trainer.batches import Chunk
+from trainer.pipeline.stages import Stages
+from warehouse.readers.reading import Piece, SessionRows
+from warehouse.readers.splits import ReadOrder
+
+MOST_EXPECTED = 64  # splits of which readers are told that they come
+
+
+class SessionBatches:
+    """See `BatchSource`. A chunk that isn't full comes only before a bound, or at the end of everything."""
+
+    def __init__(
+        self,
+        order: ReadOrder,
+        rows: SessionRows,
+        empty: Batch,
+        clock: Clock,
+        *,
+        partitions: Collection[Partition],
+        newest: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        """`partitions`: of the stream that follows, corrections among them where they are trained; `empty`: a batch without
+        requests; `newest`: partition → ids that the stream must not train again, and their close times."""
+        self.order, self.rows, self.empty, self.clock = order, rows, empty, clock
+        self.stages = stages or Stages(clock)
+        self._newest, self._all = newest, tuple(sorted(partitions))
+        self._ends: Progress = {}
+        self._reached: Progress | None = None  # those of `_ends` before which nothing is left
+        self._begin(self._all)
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        ends, ends_s = self._ends, self.clock.monotonic_s() + timeout_s
+        while self._num_gathered < max_requests and (number := self._turn(partition, ends)) is not None:
+            if not self._gather(number, max_requests, ends, max(ends_s - self.clock.monotonic_s(), 0.0)):
+                return None
+        if self._gathered:
+            return self.rest(max_requests)
+        return self._at_bounds(ends, partition)
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        """What a slow reader hasn't let become whole."""
+        if not self._gathered:
+            return None
+        with self.stages("decode"):
+            batch = Batch.concat([piece.batch for piece in self._gathered])
+        after: Progress = {(SAMPLES, number): self._at[number] for number in {int(p) for p in batch.partition_R.tolist()}}
+        self._gathered, self._num_gathered = [], 0
+        self._given |= after
+        return Chunk(batch=batch, rejects=(), after=after, read_ms=self.clock.now_ms())
+
+    def seek(self, at: Progress) -> None:
+        self._begin(tuple(self._given))
+        known = {
+            partition: min(position, self._rows(partition)) for partition, position in at.items() if partition in self._given
+        }
+        self._given |= known
+        self._at |= {number: position for (topic, number), position in known.items() if topic == SAMPLES}
+        self._expect()
+
+    def assign(self, numbers: Collection[int]) -> None:
+        self._begin(tuple(partition for partition in self._all if partition[1] in numbers))
+
+    def bound(self, ends: Progress) -> None:
+        self._ends = dict(ends)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._ends) and self._reached is self._ends
+
+    @property
+    def is_over(self) -> bool:
+        """All rows of these partitions were gathered."""
+        return all(at >= self.order.rows.get(number, 0) for number, at in self._at.items())
+
+    def newest_ids(self) -> dict[Partition, tuple[np.ndarray, np.ndarray]]:
+        """When all is given: of each partition, ids that the stream must not train again, with their close times; before: {}.
+
+        Raises:
+            UnavailableError: the table can't be read now.
+        """
+        if self._newest is None or not self.is_over:
+            return {}
+        return {partition: self._newest(partition[1]) for partition in self._given if partition[0] == SAMPLES}
+
+    def positions(self) -> Progress:
+        return dict(self._given)
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        """Of rows, as offsets."""
+        return {
+            partition: PartitionLag(position=at, stable_end=rows, high_watermark=rows, position_ms=0, newest_ms=0)
+            for partition, at in dict(self._given).items()
+            if (rows := self._rows(partition))
+        }
+
+    @property
+    def num_lost(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.rows.close()
+
+    # Inside
+
+    def _begin(self, partitions: Sequence[Partition]) -> None:
+        self._given: Progress = dict.fromkeys(partitions, 0)
+        self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # gathered up to it
+        self._left: dict[int, Piece] = {}  # read, behind what is gathered
+        self._gathered: list[Piece] = []
+        self._num_gathered = 0
+
+    def _rows(self, partition: Partition) -> int:
+        return self.order.rows.get(partition[1], 0) if partition[0] == SAMPLES else 0
+
+    def _end(self, number: int, ends: Progress) -> int:
+        return min(self.order.rows.get(number, 0), ends.get((SAMPLES, number), 1 << 62))
+
+    def _turn(self, partition: Partition | None, ends: Progress) -> int | None:
+        """Of which the next rows are: the one asked for, or that of the first split in the order of all. None: none is
+        left."""
+        open_ = [number for number in self._at if self._at[number] < self._end(number, ends)]
+        if partition is not None:
+            return partition[1] if partition[1] in open_ else None
+        splits = {number: self.order.split_at(number, self._at[number]) for number in open_}
+        return min(open_, key=lambda number: splits[number].number if splits[number] else 1 << 62, default=None)  # type: ignore[union-attr]
+
+    def _gather(self, number: int, max_requests: int, ends: Progress, timeout_s: float) -> bool:
+        """Some rows of this partition more. False: they aren't there yet."""
+        piece = self._left.pop(number, None)
+        if piece is None:
+            split = self.order.split_at(number, self._at[number])
+            assert split is not None
+            piece = self.rows.piece(split, self._at[number], timeout_s)
+            if piece is None:
+                return False
+        before = int(np.searchsorted(piece.at_R, self._end(number, ends)))
+        taken, left = piece.parted(min(before, max_requests - self._num_gathered))
+        position, self._at[number] = self._at[number], min(taken.end, self._end(number, ends))
+        if self.order.split_at(number, position) is not self.order.split_at(number, self._at[number]):
+            self._expect()
+        if left.num_rows:
+            self._left[number] = left
+        if taken.num_rows:
+            self._gathered.append(taken)
+            self._num_gathered += taken.num_rows
+        return True
+
+    def _expect(self) -> None:
+        self.rows.expect(self.order.from_here(self._at, MOST_EXPECTED))
+
+    def _at_bounds(self, ends: Progress, partition: Partition | None) -> Chunk | None:
+        """As `bound` says: an empty chunk, so that the turn of a partition at its bound passes. None: everything was given."""
+        if not ends:
+            return None
+        if partition is not None and self._turn(None, ends) is not None:
+            return Chunk(batch=self.empty, rejects=(), after={partition: self._given[partition]}, read_ms=self.clock.now_ms())
+        self._reached = ends
+        return None
+
+
+def without_requests(batch: Batch) -> Batch:
+    """An empty batch like this one."""
+    return dataclasses.replace(batch.take_requests(np.arange(0)))

@@ -1,0 +1,1 @@
+"""Sessions of the warehouse: which rows are read, in which order, by whom."""
