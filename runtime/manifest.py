@@ -18,10 +18,11 @@ import xxhash
 from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.kafka.topics import Progress, flat, nested
+from runtime.work_unit import TableInput
 
 log = logging.getLogger("roostream.manifest")
 
-FORMAT = 2
+FORMAT = 3
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
 DISCARDED = "discarded"  # manifests that somebody went back behind
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
@@ -81,7 +82,7 @@ def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
 class WorkerPart:
     """What one worker alone knew: how far its partitions are trained, and a file with the rest of their state."""
 
-    offsets: Progress
+    offsets: Progress  # positions while a session of the warehouse is trained (`Manifest.input`)
     file: StoredFile
     dedupe: int  # sample ids in the file
     metrics: dict[str, Any]  # of this worker's partitions since the beginning
@@ -107,6 +108,7 @@ class Manifest:
     dense: StoredFile  # the model's shared part
     model: dict[str, Any]  # the model's configuration
     workers: dict[int, WorkerPart]  # index → what it alone knew
+    input: TableInput | None = None  # the session of the warehouse that is trained; None = the stream
     time_ms: int = 0
 
     @property
@@ -120,7 +122,13 @@ class Manifest:
 
     @property
     def offsets(self) -> Progress:
-        """Partition → next offset to train, of all workers."""
+        """Partition → next offset of the stream to train, of all workers. While a session of the warehouse is trained: what was
+        before it, since of the stream nothing else is."""
+        return self.input.stream_at(self.positions) if self.input else self.positions
+
+    @property
+    def positions(self) -> Progress:
+        """Partition → how far it is trained in what is read now, of all workers."""
         return {partition: offset for part in self.workers.values() for partition, offset in part.offsets.items()}
 
     @property
@@ -132,7 +140,8 @@ class Manifest:
         return _canonical({"checksum": checksum_of(_canonical(body)), "body": body})
 
     def _body(self) -> dict[str, Any]:
-        body = {"format": FORMAT, **dataclasses.asdict(self)}
+        body = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(self, input=None))}
+        body["input"] = self.input.plain() if self.input else None
         for part in body["workers"].values():
             part["offsets"] = nested(part["offsets"])
         return json.loads(json.dumps(body))  # keys become text here, so that sorting is the same when it is read back
@@ -150,7 +159,7 @@ class Restorable(NamedTuple):
 
 
 def decode(data: bytes) -> Restorable:
-    """Verified inverse of `Manifest.encode`; format 1 is read too.
+    """Verified inverse of `Manifest.encode`; formats 1 and 2 are read too.
 
     Raises:
         CheckpointError: not JSON, a checksum that isn't the body's, another format, or a missing or unknown key.
@@ -164,10 +173,11 @@ def decode(data: bytes) -> Restorable:
     if actual != stated:
         raise CheckpointError(f"expected checksum {stated}, got {actual}: the manifest is damaged")
     version = body.pop("format", None)
-    if version not in (1, FORMAT):
-        raise CheckpointError(f"expected manifest format 1 or {FORMAT}, got {version!r}; use the Roostream that wrote it")
+    if version not in (1, 2, FORMAT):
+        raise CheckpointError(f"expected manifest format 1 to {FORMAT}, got {version!r}; use the Roostream that wrote it")
     try:
-        return Restorable(_manifest(_from_format_1(body) if version == 1 else body), stated)
+        body = _from_format_1(body) if version == 1 else body
+        return Restorable(_manifest(body if version == FORMAT else {**body, "input": None}), stated)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"expected the keys of manifest format {version}: {error!r}") from None
 
@@ -183,6 +193,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         "shards": {int(i): shard for i, shard in body["shards"].items()},
         "dense": StoredFile(**body["dense"]),
         "workers": workers,
+        "input": TableInput.of(body["input"]),
     }
     return Manifest(**{**body, **numbered})
 

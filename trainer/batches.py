@@ -1,6 +1,7 @@
 """What training reads: chunks of decoded samples, each with the progress that it stands for.
 
-Kafka is one source (trainer/record_batches.py over runtime/kafka/reader.py), records in memory another; files can be a third.
+Kafka is one source (trainer/record_batches.py over runtime/kafka/reader.py), records in memory another, a session of the
+warehouse a third (trainer/sessions/session_batches.py); one that has both phases wraps two (trainer/sessions/phased_source.py).
 Gathering belongs to the source: it alone knows whether more will come (a live topic waits for a while, a file never), and a
 source that reads ahead can wrap another one.
 """
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from roo.batch import Batch
+from roo.errors import ConfigError
 from roo.wire import Record
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import Partition, Progress
+from runtime.work_unit import TableInput
 
 
 class Rejected(NamedTuple):
@@ -68,6 +71,13 @@ def said_of(what: str, chunk: Chunk) -> Iterator[None]:
         raise
 
 
+class NewestIds(NamedTuple):
+    """Samples of a partition, by close time; int64 [N] both."""
+
+    sample_id: np.ndarray
+    close_ms: np.ndarray
+
+
 class BatchSource(Protocol):
     """Chunks of chosen partitions. One thread, but for `lag`."""
 
@@ -89,8 +99,14 @@ class BatchSource(Protocol):
             UnavailableError: the source is away; nothing was changed.
         """
 
-    def assign(self, numbers: Collection[int]) -> None:
-        """Give chunks of the partitions with these numbers alone from now on, which are the worker's own; `seek` must follow."""
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        """Give chunks of the partitions with these numbers alone from now on, which are the worker's own: of this session of the
+        warehouse, whose positions are offsets then, or (None) of the stream; `seek` must follow.
+
+        Raises:
+            UnavailableError: the session can't be read now. CheckpointError: it isn't what was committed. ConfigError: this
+                source has no sessions.
+        """
 
     def bound(self, ends: Progress) -> None:
         """Give nothing of these partitions from these offsets on, until told otherwise; {} = everything. The chunk before a bound
@@ -100,6 +116,14 @@ class BatchSource(Protocol):
     @property
     def ended(self) -> bool:
         """Everything before the bounds was given; False where there are none. Any thread."""
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """Where a session is over when everything before `trained` is: of its partitions, what the stream must not train again.
+        Else {}.
+
+        Raises:
+            UnavailableError: it can't be read now.
+        """
 
     def positions(self) -> Progress:
         """Every partition of this source → offset behind the last chunk that was given, or where `seek` put it."""
@@ -113,3 +137,9 @@ class BatchSource(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
+
+
+def refuse_session(session: TableInput | None) -> None:
+    """Of a source of the stream alone. Raises ConfigError: a session is to be read."""
+    if session is not None:
+        raise ConfigError(f"expected the stream, got a session of {session.table}; this program reads no warehouse")

@@ -24,6 +24,7 @@ from roo.batch import Batch
 from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
+from runtime.work_unit import TableInput
 from trainer import corrections, dense
 from trainer.adam import DenseAdam
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
@@ -171,10 +172,10 @@ class TrainLoop:
         self._seek(at.progress)
         self.own.load(at.own)
 
-    def assign(self, numbers: Collection[int]) -> None:
-        """The partitions with these numbers are this worker's own from now on; `restore` or `reset` must follow."""
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        """These partitions, of `session` or the stream, are this worker's own from now on; `restore` or `reset` must follow."""
         self.feed.forget()
-        self.source.assign(numbers)
+        self.source.assign(numbers, session)
 
     def reset(self) -> None:
         """Become untrained, at the beginning of the source."""

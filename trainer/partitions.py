@@ -145,6 +145,10 @@ class Partitions:
             if partition[0] == SAMPLES and (windows := _part(cuts[partition].tensors, "windows.")):
                 self.windowed.load(partition[1], windows)
 
+    def know(self, partition: Partition, sample_id: np.ndarray, close_ms: np.ndarray) -> None:
+        """These samples, by close time, are what is remembered of a partition's from now on; nothing may be claimed."""
+        self._states[partition].dedupe.load({"id": sample_id, "close_ms": close_ms})
+
     def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
         windows = self.windowed.state(partition[1]) if partition[0] == SAMPLES else {}
         return self._states[partition].tensors() | {f"windows.{name}": value for name, value in windows.items()}

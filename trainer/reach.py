@@ -51,10 +51,17 @@ class Reach:
         return all(trained.get(partition, 0) >= at for partition, at in self.loop.source.positions().items())
 
     def settle(self) -> None:
-        """For a cut: what is trained to its end is at its end."""
+        """For a cut: what is trained to its end is at its end, and at that of a session what the stream must not train again is
+        known.
+
+        Raises:
+            UnavailableError: the warehouse can't be read now; call again.
+        """
         if self.is_trained:
             trained = self.loop.own.progress
             trained.update({p: max(trained[p], end) for p, end in self._ends.items() if p in trained})
+        for partition, newest in self.loop.source.newest_ids(self.loop.own.progress).items():
+            self.loop.own.know(partition, *newest)
 
     @property
     def _ends(self) -> Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from roo.decode import Decoder
 from roo.errors import UnavailableError
@@ -11,7 +11,8 @@ from roo.wire import Record
 from runtime.clock import Clock
 from runtime.kafka.record_reader import PartitionLag, RecordReader
 from runtime.kafka.topics import CORRECTIONS, Partition, Progress
-from trainer.batches import Chunk, Rejected
+from runtime.work_unit import TableInput
+from trainer.batches import Chunk, NewestIds, Rejected, refuse_session
 from trainer.pipeline.stages import Stages
 
 
@@ -66,7 +67,8 @@ class RecordBatches:
         self._waiting.clear()
         self._given = self.reader.positions()
 
-    def assign(self, numbers: Collection[int]) -> None:
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        refuse_session(session)
         wanted = tuple(partition for partition in self._all if partition[1] in numbers)
         if set(wanted) == self.reader.positions().keys():
             return
@@ -85,6 +87,10 @@ class RecordBatches:
     @property
     def ended(self) -> bool:
         return bool(self._ends) and self._reached is self._ends
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """It has no sessions."""
+        return {}
 
     def positions(self) -> Progress:
         return dict(self._given)

@@ -30,6 +30,7 @@ from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.kafka.topics import CORRECTIONS, Partition, nested
 from runtime.manifest import Manifest
+from runtime.work_unit import TableInput
 from trainer import worker_file
 from trainer.breaks import Breaks
 from trainer.identity import Identity
@@ -216,9 +217,11 @@ class Worker:
         self.reduction.leave()
         self.reach.clear()
         if "partitions" in command:
-            self.loop.assign([int(number) for number in command["partitions"]])
+            self.loop.assign([int(number) for number in command["partitions"]], TableInput.of(command.get("input")))
         name = str(command.get("manifest", ""))
         manifest, checksum = manifests.load(self.store, name) if name else (None, "")
+        if manifest and manifest.input != TableInput.of(command.get("input")):
+            raise FencedError(f"expected what {name} was trained from, got another input: its offsets would mean something else")
         self.breaks.restored(int(command["incarnation"]), name, checksum)
         if manifest:
             self._check(manifest)

@@ -30,8 +30,9 @@ from runtime.clock import SystemClock
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
+from runtime.work_unit import TableInput
 from trainer.adam import DenseAdam
-from trainer.batches import Chunk
+from trainer.batches import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
 from trainer.predictions import predictions_of
@@ -63,7 +64,7 @@ class Endless:
     def seek(self, at: Progress) -> None:
         """There is no place to go back to."""
 
-    def assign(self, numbers: Collection[int]) -> None:
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         """What is of other partitions doesn't come any more."""
         self.numbers = sorted(numbers)
         self.records = [record for record in self.all if record.partition in self.numbers]
@@ -75,6 +76,10 @@ class Endless:
     @property
     def ended(self) -> bool:
         return False
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """It never ends."""
+        return {}
 
     def positions(self) -> Progress:
         return {(SAMPLES, p): 0 for p in self.numbers}

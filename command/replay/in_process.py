@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from command.replay.as_served import AsServed
 from command.replay.choices import choices_of, with_sets
@@ -48,8 +48,9 @@ from runtime.kafka.topics import (
 )
 from runtime.program import Stop
 from runtime.transport import InMemoryTransport
+from runtime.work_unit import TableInput
 from traffic.config import ReplayConfig
-from trainer.batches import Chunk
+from trainer.batches import Chunk, NewestIds
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import TrainLoop, Wiring
@@ -102,7 +103,7 @@ class ReadySamples:
     def seek(self, at: Progress) -> None:
         assert not any(at.values()) and self._count == 0, "a replay in one process has no way back"
 
-    def assign(self, numbers: Collection[int]) -> None:
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         """All of it is one worker's."""
 
     def bound(self, ends: Progress) -> None:
@@ -111,6 +112,10 @@ class ReadySamples:
     @property
     def ended(self) -> bool:
         return False
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        """It has no sessions."""
+        return {}
 
     def positions(self) -> Progress:
         return dict(self._given)

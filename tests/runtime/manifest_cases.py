@@ -9,6 +9,7 @@ from typing import Any
 from runtime import manifest as manifests
 from runtime.kafka.topics import Progress
 from runtime.manifest import Manifest, StoredFile, WorkerPart
+from runtime.work_unit import TableInput
 
 
 def a_file(name: str, data: bytes = b"abc") -> StoredFile:
@@ -47,3 +48,19 @@ def encoded(body: dict[str, Any]) -> bytes:
     """Any body as a manifest's bytes, with its right checksum."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"checksum": manifests.checksum_of(canonical), "body": body}).encode()
+
+
+def an_input(**changes: Any) -> TableInput:
+    """A session of two partitions, of which one had something before it."""
+    base = TableInput(
+        table="warehouse",
+        version=7,
+        digest="00000000000000aa",
+        spec={"labels": "latest"},
+        rows={0: 100, 1: 8},
+        begins={("samples", 0): 5},
+        ends={("samples", 0): 105, ("samples", 1): 9, ("corrections", 0): 3},
+        topics={"samples": "id"},
+        last_close_ms=1_700_000_000_000,
+    )
+    return dataclasses.replace(base, **changes)

@@ -15,7 +15,7 @@ from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
 from runtime.manifest import Manifest
-from tests.runtime.manifest_cases import a_manifest, a_part, encoded
+from tests.runtime.manifest_cases import a_manifest, a_part, an_input, encoded
 from tests.trainer.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_1"
@@ -79,15 +79,31 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (b"", "expected a manifest in JSON"),
         (b"[]", "expected a manifest in JSON"),
         (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
-        (encoded({"format": 3}), "expected manifest format 1 or 2, got 3; use the Roostream that wrote it"),
+        (encoded({"format": 4}), "expected manifest format 1 to 3, got 4; use the Roostream that wrote it"),
         (encoded({"format": 1}), "the keys of manifest format 1"),
         (encoded({"format": 2}), "the keys of manifest format 2"),
+        (encoded({"format": 3}), "the keys of manifest format 3"),
+        (encoded({**json.loads(a_manifest().encode())["body"], "input": {"phase": "initial"}}), "the keys of manifest format 3"),
         (encoded({**json.loads(a_manifest().encode())["body"], "samplers": {}}), "unexpected keyword argument 'samplers'"),
     ],
 )
 def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         manifests.decode(raw)
+
+
+def test_a_manifest_of_format_2_is_one_of_the_stream() -> None:
+    body = json.loads(a_manifest().encode())["body"]
+    del body["input"]
+    assert manifests.decode(encoded({**body, "format": 2})).manifest == a_manifest()
+
+
+def test_while_a_session_of_the_warehouse_is_trained_offsets_are_where_the_stream_was_before_it() -> None:
+    at = {("samples", 0): 70, ("samples", 1): 8, ("corrections", 0): 0}
+    manifest = a_manifest(input=an_input(), workers={0: a_part(at)})
+    again = manifests.decode(manifest.encode()).manifest
+    assert again == manifest and again.positions == at
+    assert again.offsets == {("samples", 0): 5, ("samples", 1): 0, ("corrections", 0): 0}
 
 
 @pytest.mark.parametrize("changed", ["num_shards", "num_buckets", "num_partitions", "seed"])

@@ -31,7 +31,7 @@ from runtime.kafka.reading import Reading
 from runtime.kafka.topics import Partition
 from runtime.manifest import Manifest
 from runtime.member import Member
-from runtime.work_unit import WorkUnit
+from runtime.work_unit import TableInput, WorkUnit
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
 from tests.trainer.actors import Hall, HallTeam, Killed
@@ -40,6 +40,7 @@ from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.network import CONTROLLER, BeatWire, Disorder, Lasting, Network, ShakyStore, StoreLink, Wire
 from tests.trainer.places import EvenClock, Place, Site, TrickleReader, WatchedController
 from tests.trainer.real_shard import RealShard
+from trainer.batches import BatchSource
 from trainer.config import LoopConfig
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
@@ -78,6 +79,7 @@ class Simulation:
         initial_batch_requests: int = 0,
         unit_records: int = 4,
         export: Mapping[int, int] | None = None,
+        from_table: bool = False,
         batch_requests: int = 4,
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
@@ -105,6 +107,7 @@ class Simulation:
             num_workers=num_workers,
             initial_workers=initial_workers,
             unit_records=unit_records,
+            from_table=from_table,
             num_buckets=64,
             num_partitions=4,
             kafka=site.kafka,
@@ -130,7 +133,15 @@ class Simulation:
         if who == CONTROLLER:
             coordinator = Coordinator(self.facts, self.clock.monotonic_s())
             store, check = self._store(CONTROLLER), self.site.identity(self.facts).check
-            self.controller = WatchedController(coordinator, store, self.clock, history=self._history, hold_s=0, check=check)
+            self.controller = WatchedController(
+                coordinator,
+                store,
+                self.clock,
+                history=self._history,
+                open_session=self._open_session,
+                hold_s=0,
+                check=check,
+            )
             self.controller.moment = self.moment
             return
         session = self.places[who].session + 1
@@ -165,6 +176,10 @@ class Simulation:
     def _history(self, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
         ends = Counter(record.partition for record in self.records)
         return tuple(historical_range({p: (0, end) for p, end in ends.items()}, committed, self.export))
+
+    def _open_session(self) -> TableInput | None:
+        """There is no warehouse."""
+        return None
 
     def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
         member = place.member
@@ -235,7 +250,7 @@ class Simulation:
 
         decoder = Decoder(self.site.schema, self.site.registry)
         wiring = Wiring(
-            source=RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read),
+            source=self._source(RecordBatches(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=self.clock,
@@ -244,6 +259,10 @@ class Simulation:
         return Worker(
             loop, self.outputs, self._store(f"worker {index}"), self.site.identity(self.facts), index, HallTeam(self.hall, index)
         )
+
+    def _source(self, stream: BatchSource) -> BatchSource:
+        """What a worker reads."""
+        return stream
 
     # Time
 

@@ -24,10 +24,10 @@ from runtime.clock import Clock
 from runtime.kafka.topics import SAMPLES, Progress
 from runtime.manifest import Manifest
 from runtime.transport import Header
-from runtime.work_unit import WorkUnit
+from runtime.work_unit import TableInput, WorkUnit
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import Spent, ratios, spending_of
-from trainer.control.protocol import TRANSIENT, Claim, Effect, Key, Link, Retire, State, Wish
+from trainer.control.protocol import TRANSIENT, Claim, Effect, Historical, Key, Link, Retire, State, Wish
 from trainer.control.roster import check_notice
 
 log = logging.getLogger("roostream.controller")
@@ -51,11 +51,13 @@ class Controller:
         *,
         check: Callable[[Manifest], None] = lambda manifest: None,
         history: Callable[[Mapping[int, int]], Sequence[WorkUnit]] = lambda committed: (),
+        open_session: Callable[[], TableInput | None] = lambda: None,
         hold_s: float = HOLD_S,
         keep_commits: int = manifests.KEEP_MANIFESTS,
     ) -> None:
-        """`history`: what is to be trained before the stream, behind what is committed of each partition of `samples`."""
-        self.keep_commits, self.history = keep_commits, history
+        """`history`: what is to be trained before the stream, behind what is committed of each partition of `samples`;
+        `open_session`: the same of the warehouse, where nothing is committed."""
+        self.keep_commits, self.history, self.open_session = keep_commits, history, open_session
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
         self.spent = Spent(clock.monotonic_s())
         self._changed = threading.Condition()
@@ -329,11 +331,26 @@ class Controller:
         ends_alone = wish.hold is not None and wish.hold.kind == TRANSIENT and not self.coordinator.facts.holds_idle
         return wish._replace(hold=None) if ends_alone else wish  # nobody would end it
 
-    def _begin(self) -> Sequence[WorkUnit]:
+    def _begin(self) -> Historical:
         """The historical range of now. What a controller that isn't fenced yet commits meanwhile is less that is left."""
         last = manifests.newest(self.store)
+        if last is None and (session := self.open_session()):
+            return Historical(session.units, False, session)
+        if not self.coordinator.facts.initial_workers:
+            return Historical((), False)
         offsets = last.manifest.offsets if last else {}
-        return self.history({number: at for (topic, number), at in offsets.items() if topic == SAMPLES})
+        committed = {number: at for (topic, number), at in offsets.items() if topic == SAMPLES}
+        return Historical(tuple(self.history(committed)), False)
+
+    def session(self) -> TableInput | None:
+        """Of the warehouse, that is trained now or has been trained last. Any thread."""
+        with self._changed:
+            return self.coordinator.phases.session if self.coordinator.phases.is_initial else None
+
+    def follow_by(self, session: TableInput | None) -> None:
+        """What comes behind the session of now when all of that is trained; None = the stream. Any thread."""
+        with self._changed:
+            self.coordinator.phases.following = session
 
     def _link(self, manifest: Manifest) -> str:
         """Outcome for `Coordinator.linked`. The name decides: a create that failed after linking has linked, and nothing is told

@@ -243,7 +243,7 @@ class Coordinator:
         self.state = State.RESTORING
         name = self.last.name if self.last else ""
         self._ask("restore", self.facts.shards, now_s, manifest=name)
-        self._ask_workers("restore", now_s, self.roster.restore_of, manifest=name)
+        self._ask_workers("restore", now_s, self.phases.restore_of, manifest=name)
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.facts.commit_interval_s, now_s
@@ -296,7 +296,7 @@ class Coordinator:
         commit = self._running_commit()
         commit.written_s = now_s
         shards, its = self._asking.answers("write", self.facts.shards), self._asking.answers("write", self.roster.workers)
-        commit.manifest = draft(self.facts, self.incarnation, self.last, commit, shards, its)
+        commit.manifest = self.phases.stated(draft(self.facts, self.incarnation, self.last, commit, shards, its))
         self._effects.append(Link(commit.manifest))
 
     def _commit(self, now_s: float) -> None:

@@ -6,16 +6,21 @@ The historical range is fixed when the phase begins, and kept in the file that c
 Which phase it is follows from that range and the committed offsets, so no second record can say otherwise, whoever dies when, and
 who goes back to an older commit is in the phase that it was made in. Kurian et al., *Scalable Machine Learning Training
 Infrastructure for Online Ads Recommendation*, §III: initial and caught-up training, epochs that end with a commit.
+
+History is a range of the topic, or a session of the warehouse. Then a commit says which session, and its offsets are positions of
+it; the commit that contains all of it has the offsets of the stream at which the table's version ends, or begins the session of
+what was archived meanwhile (docs/decisions/0061).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from runtime.kafka.topics import SAMPLES
-from runtime.manifest import Restorable
-from runtime.work_unit import STREAM, WorkUnit, source_of
+from runtime.manifest import Manifest, Restorable
+from runtime.work_unit import STREAM, TableInput, WorkUnit, source_of
 from trainer.control.protocol import Facts, Historical, Hold, Key, Wish
 from trainer.control.roster import Roster
 from trainer.control.units import HandOut
@@ -28,6 +33,9 @@ class Phases:
         self.facts, self.roster = facts, roster
         self._hand_out: HandOut | None = None
         self._began_initial = False
+        self._goes_on: TableInput | None = None  # the next session, that the last commit begins
+        self.session: TableInput | None = None  # of the warehouse, which history is
+        self.following: TableInput | None = None  # a session to come behind it; None: the stream does
 
     # Which phase
 
@@ -45,7 +53,10 @@ class Phases:
         """An incarnation is claimed for `wish`, from `last`; the number of its workers (None: as wanted). A wish that was made in
         the other phase says nothing of this one."""
         historical = wish.historical if wish else None
-        self._hand_out = HandOut(historical.whole, self.facts.unit_records) if historical else None
+        stated = last.manifest.input if last else None
+        self.session = stated or (historical.session if historical else None)
+        whole = stated.units if stated else historical.whole if historical else None
+        self._hand_out = None if whole is None else HandOut(whole, self.facts.unit_records)
         self.committed(last)
         self._began_initial = self.is_initial
         if wish is None or historical is None or historical.over != self.is_initial:
@@ -54,17 +65,38 @@ class Phases:
 
     def committed(self, last: Restorable | None) -> None:
         """This is what is committed now."""
-        if self._hand_out is not None:
-            offsets = last.manifest.offsets if last else {}
-            self._hand_out.committed({source_of(partition): at for partition, at in offsets.items()})
+        if self._hand_out is None:
+            return
+        manifest = last.manifest if last else None
+        self._goes_on = manifest.input if manifest and manifest.input != self.session else None
+        if self.session is not None and manifest is not None and manifest.input != self.session:
+            return self._hand_out.committed({source: unit.end for source, unit in self._hand_out.whole.items()})
+        positions = manifest.positions if manifest else {}
+        self._hand_out.committed({source_of(partition): at for partition, at in positions.items()})
+
+    def stated(self, manifest: Manifest) -> Manifest:
+        """What a commit is of: of a session, with the positions that its workers told; of what follows where all of that is
+        trained, the stream from the offsets at which the table's version ends, or the next session from its beginning."""
+        if self.session is None or not self._began_initial:
+            return manifest
+        positions = manifest.positions
+        if not self.session.is_trained(positions):
+            return dataclasses.replace(manifest, input=self.session)
+        follows = self.following if self.following and self.following.begins == self.session.ends else None
+        at = dict.fromkeys(positions, 0) if follows else self.session.stream_behind(positions)
+        parts = {
+            index: dataclasses.replace(part, offsets={partition: at[partition] for partition in part.offsets})
+            for index, part in manifest.workers.items()
+        }
+        return dataclasses.replace(manifest, input=follows, workers=parts)
 
     # Wishes
 
-    def kept(self, kept: Mapping[str, Any], begin: Callable[[], Sequence[WorkUnit]]) -> Wish:
+    def kept(self, kept: Mapping[str, Any], begin: Callable[[], Historical]) -> Wish:
         """What the incarnation before this controller was claimed for; the number of workers only if the settings are as they
         were. `begin` fixes the historical range where none is kept."""
-        historical = (Historical.of(kept.get("historical")) or Historical(tuple(begin()), False)) if self._is_on else None
-        configured = self.facts.num_workers if historical is None or historical.over else self.facts.initial_workers
+        historical = (Historical.of(kept.get("historical")) or begin()) if self._is_on else None
+        configured = self.facts.num_workers if historical is None or historical.over else self._initial_workers
         is_newest = kept.get("configured") == configured and isinstance(kept.get("workers"), int)
         return Wish(int(kept["workers"]) if is_newest else configured, configured, Hold.of(kept.get("hold")), historical)
 
@@ -73,11 +105,13 @@ class Phases:
         another one in the initial phase asked for that phase."""
         if self._hand_out is None:
             return Wish(self.roster.next_count, self.facts.num_workers, hold)
-        if self.switches:
+        streams = self.switches and self._goes_on is None
+        if streams:
             self.roster.want(self._configured)
-        count = self._configured if self.switches else self.roster.next_count
+        count = self._configured if streams else self.roster.next_count
         whole = tuple(self._hand_out.whole.values())
-        return Wish(count, self._configured, hold, Historical(whole, over=not self.is_initial))
+        over = not self.is_initial and self._goes_on is None
+        return Wish(count, self._configured, hold, Historical(whole, over, self.session))
 
     # Units
 
@@ -87,6 +121,11 @@ class Phases:
             return {}
         its = (source_of((SAMPLES, number)) for number in self.roster.restore_of(key)["partitions"])
         return {"epoch": (self._hand_out.epoch(its) if self._began_initial else STREAM).plain()}
+
+    def restore_of(self, key: Key) -> dict[str, Any]:
+        """What RESTORE tells a worker beside the manifest; `input` where its offsets are positions of a session."""
+        told = self.roster.restore_of(key)
+        return {**told, "input": self.session.plain()} if self.session and self._began_initial else told
 
     def is_trained(self, incarnation: int) -> bool:
         """Every worker's units are: a commit is due, and until it comes nobody has anything to do."""
@@ -106,19 +145,28 @@ class Phases:
         it = self._hand_out
         if it is None or not self.is_initial:
             return None
-        return {"epoch": it.number, "epochs": it.num_epochs, "records": it.num_records, "left": it.num_left}
+        found: dict[str, Any] = {"epoch": it.number, "epochs": it.num_epochs, "records": it.num_records, "left": it.num_left}
+        if self.session:
+            found |= {"table": self.session.table, "version": self.session.version, "last_close_ms": self.session.last_close_ms}
+        return found
 
     def why(self) -> str:
         """Why nobody goes on after a commit, "" = another reason."""
+        if self._goes_on is not None:
+            return f"a session of the warehouse is trained; the next one, of version {self._goes_on.version}, follows"
         return f"history is trained up to its export point; {self._configured} go on with the stream" if self.switches else ""
 
     @property
     def _is_on(self) -> bool:
-        return self.facts.initial_workers > 0
+        return self.facts.initial_workers > 0 or self.facts.from_table
+
+    @property
+    def _initial_workers(self) -> int:
+        return self.facts.initial_workers or self.facts.num_workers
 
     @property
     def _configured(self) -> int:
-        return self.facts.initial_workers if self.is_initial else self.facts.num_workers
+        return self._initial_workers if self.is_initial else self.facts.num_workers
 
 
 def historical_range(

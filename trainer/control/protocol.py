@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from runtime.deployment import MAX_WORKERS
 from runtime.manifest import Manifest
-from runtime.work_unit import WorkUnit, plain_units, units_of
+from runtime.work_unit import TableInput, WorkUnit, plain_units, units_of
 
 PHASES = ("cut", "freeze", "write", "link")
 """Of a commit, until its manifest is there."""
@@ -74,14 +74,22 @@ class Historical(NamedTuple):
 
     whole: tuple[WorkUnit, ...]  # of each partition, up to its export point; fixed when the phase begins
     over: bool  # the wish beside it was made for the stream
+    session: TableInput | None = None  # of the warehouse, whose positions `whole` has; None: offsets of the topic
 
     @classmethod
     def of(cls, kept: object) -> Historical | None:
         """From what was kept; None where that is no range."""
         try:
-            return cls(units_of(kept["whole"]), bool(kept["over"])) if isinstance(kept, Mapping) else None
-        except (KeyError, TypeError, ValueError, AssertionError):
+            if not isinstance(kept, Mapping):
+                return None
+            return cls(units_of(kept["whole"]), bool(kept["over"]), TableInput.of(kept.get("session")))
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
             return None
+
+    def body(self) -> dict[str, Any]:
+        """As the file has it."""
+        kept = {"whole": plain_units(self.whole), "over": self.over}
+        return {**kept, "session": self.session.plain()} if self.session else kept
 
 
 class Wish(NamedTuple):
@@ -98,7 +106,7 @@ class Wish(NamedTuple):
         if self.hold:
             kept["hold"] = self.hold._asdict()
         if self.historical:
-            kept["historical"] = {"whole": plain_units(self.historical.whole), "over": self.historical.over}
+            kept["historical"] = self.historical.body()
         return kept
 
 
@@ -133,6 +141,7 @@ class Facts:
     num_shards: int
     num_workers: int = 1  # to begin with, unless another number is kept (`Wish`)
     initial_workers: int = 0  # while history is trained; 0 = it isn't told from the stream
+    from_table: bool = False  # history is what the warehouse has, where nothing is committed yet
     unit_records: int = 1 << 16  # of each partition handed out at once, at most
     num_buckets: int
     num_partitions: int

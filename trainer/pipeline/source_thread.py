@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import Partition, Progress
-from trainer.batches import BatchSource, Chunk
+from runtime.work_unit import TableInput
+from trainer.batches import BatchSource, Chunk, NewestIds
 
 T = TypeVar("T")
 
@@ -45,8 +46,11 @@ class SourceThread:
     def seek(self, at: Progress) -> None:
         self._here(lambda: self.source.seek(at))
 
-    def assign(self, numbers: Collection[int]) -> None:
-        self._here(lambda: self.source.assign(numbers))
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        self._here(lambda: self.source.assign(numbers, session))
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        return self._here(lambda: self.source.newest_ids(trained))
 
     def bound(self, ends: Progress) -> None:
         """Waits for no poll."""

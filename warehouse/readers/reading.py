@@ -19,7 +19,7 @@ import numpy as np
 from roo.batch import Batch
 from runtime.event_time import NUM_RECENT
 from warehouse.readers.session import SessionSpec
-from warehouse.readers.splits import FileFacts, ReadOrder, TableSplit, is_read, plan
+from warehouse.readers.splits import FileFacts, ReadOrder, TableSplit, plan
 
 _GROUPS_KEPT = 8  # of which the rows that count are known, at once
 
@@ -103,9 +103,9 @@ class OpenSession:
         group = self.group(split)
         return len(group) == 1 and group[0].sealed
 
-    def read_of(self, partition: int) -> list[FileFacts]:
-        """The files of a partition that the session reads, the latest days first."""
-        its = [file for file in self.files if file.partition == partition and is_read(file, self.spec)]
+    def files_of(self, partition: int) -> list[FileFacts]:
+        """All files of a partition, also those that the session doesn't read, the latest days first."""
+        its = [file for file in self.files if file.partition == partition and file.rows]
         return sorted(its, key=lambda file: (file.day, file.first_offset), reverse=True)
 
 
@@ -159,13 +159,14 @@ def first_rows(marks: Mapping[str, Marks]) -> dict[str, np.ndarray]:
 
 def newest_ids(session: OpenSession, rows: TableRows, partition: int, horizon_ms: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids, close times), int64 [N] by close time: samples of a partition that closed within the horizon of the newest ones,
-    which the stream must not train again. The newest close is taken as `RecentTimes` takes it: no single wrong time moves it.
+    which the stream must not train again, whichever session had them. The newest close is taken as `RecentTimes` takes it: no
+    single wrong time moves it.
 
     Raises:
         UnavailableError, CheckpointError: as `TableRows.marks`.
     """
     ids, times = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for file in session.read_of(partition):
+    for file in session.files_of(partition):
         if len(times) >= NUM_RECENT and file.last_close_ms < _middle(times) - horizon_ms:
             continue
         marks = rows.marks(file.path)

@@ -12,8 +12,8 @@ from runtime.kafka.topics import Progress
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
-from trainer.batches import Chunk
-from trainer.session_batches import SessionBatches, without_requests
+from trainer.batches import Chunk, NewestIds
+from trainer.sessions.session_batches import SessionBatches, without_requests
 from warehouse.readers.reading import LocalRows, OpenSession, Piece, newest_ids
 from warehouse.readers.splits import TableSplit
 
@@ -40,7 +40,7 @@ def source(rows: int = 6, seed: int | None = None, slow: int | None = None, numb
     session = table.session(shuffle_seed=None)
     empty = without_requests(next(iter(table.batches.values())))
     its = LocalRows(session, table) if slow is None else SlowRows(session, table, slow)
-    newest = lambda partition: newest_ids(session, table, partition, 10_000)
+    newest = lambda partition: NewestIds(*newest_ids(session, table, partition, 10_000))
     made = SessionBatches(session.order, its, empty, FakeClock(samples.T0), partitions=PARTITIONS, newest=newest)
     made.seek({})
     return made
@@ -132,15 +132,15 @@ def test_rows_that_are_left_out_at_the_end_end_it_all_the_same() -> None:
     it = source(rows=4, numbers=[2, 4, 6, 8, 4, 2])
     it.bound({EVEN: 6, ODD: 0})
     assert all_of(it, 2) == [[2, 4], [6, 8]]
-    assert it.ended and it.is_over and it.positions() == {EVEN: 4, ODD: 0}, "behind what was given"
+    assert it.ended and it.positions() == {EVEN: 4, ODD: 0}, "behind what was given"
 
 
-def test_what_the_stream_must_not_train_again_is_known_when_all_is_given_and_not_before() -> None:
+def test_what_the_stream_must_not_train_again_is_known_when_all_is_trained_and_not_before() -> None:
     it = source()
-    assert it.newest_ids() == {}
     all_of(it)
-    found = it.newest_ids()
-    assert found.keys() == set(PARTITIONS) and 41 in found[ODD][0].tolist() and 1 not in found[ODD][0].tolist()
+    assert it.newest_ids({EVEN: 20, ODD: 21}) == {}
+    found = it.newest_ids({EVEN: 20, ODD: 22})
+    assert found.keys() == set(PARTITIONS) and 41 in found[ODD].sample_id.tolist() and 1 not in found[ODD].sample_id.tolist()
 
 
 def test_readers_are_told_what_comes_next() -> None:

@@ -7,7 +7,7 @@ the bounds, never of when rows arrived: what comes slowly is waited for, and aft
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from roo.batch import Batch
 from runtime.clock import Clock
 from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import SAMPLES, Partition, Progress
-from trainer.batches import Chunk
+from runtime.work_unit import TableInput
+from trainer.batches import Chunk, NewestIds
 from trainer.pipeline.stages import Stages
 from warehouse.readers.reading import Piece, SessionRows
 from warehouse.readers.splits import ReadOrder
@@ -34,16 +35,19 @@ class SessionBatches:
         clock: Clock,
         *,
         partitions: Collection[Partition],
-        newest: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None,
+        newest: Callable[[int], NewestIds],
         stages: Stages | None = None,
     ) -> None:
         """`partitions`: of the stream that follows, corrections among them where they are trained; `empty`: a batch without
-        requests; `newest`: partition → ids that the stream must not train again, and their close times."""
+        requests; `newest`: partition → what the stream must not train again."""
         self.order, self.rows, self.empty, self.clock = order, rows, empty, clock
         self.stages = stages or Stages(clock)
         self._newest, self._all = newest, tuple(sorted(partitions))
+        self._newest_known: dict[Partition, NewestIds] = {}
         self._ends: Progress = {}
         self._reached: Progress | None = None  # those of `_ends` before which nothing is left
+        self._gathered: list[Piece] = []
+        self._num_gathered = 0
         self._begin(self._all)
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
@@ -75,7 +79,8 @@ class SessionBatches:
         self._at |= {number: position for (topic, number), position in known.items() if topic == SAMPLES}
         self._expect()
 
-    def assign(self, numbers: Collection[int]) -> None:
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        """Of this session."""
         self._begin(tuple(partition for partition in self._all if partition[1] in numbers))
 
     def bound(self, ends: Progress) -> None:
@@ -85,20 +90,13 @@ class SessionBatches:
     def ended(self) -> bool:
         return bool(self._ends) and self._reached is self._ends
 
-    @property
-    def is_over(self) -> bool:
-        """All rows of these partitions were gathered."""
-        return all(at >= self.order.rows.get(number, 0) for number, at in self._at.items())
-
-    def newest_ids(self) -> dict[Partition, tuple[np.ndarray, np.ndarray]]:
-        """When all is given: of each partition, ids that the stream must not train again, with their close times; before: {}.
-
-        Raises:
-            UnavailableError: the table can't be read now.
-        """
-        if self._newest is None or not self.is_over:
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        rows = {partition: self._rows(partition) for partition in self._given if partition[0] == SAMPLES}
+        if any(trained.get(partition, 0) < count for partition, count in rows.items()):
             return {}
-        return {partition: self._newest(partition[1]) for partition in self._given if partition[0] == SAMPLES}
+        for partition in rows.keys() - self._newest_known.keys():
+            self._newest_known[partition] = self._newest(partition[1])
+        return {partition: self._newest_known[partition] for partition in rows}
 
     def positions(self) -> Progress:
         return dict(self._given)
@@ -124,8 +122,7 @@ class SessionBatches:
         self._given: Progress = dict.fromkeys(partitions, 0)
         self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # gathered up to it
         self._left: dict[int, Piece] = {}  # read, behind what is gathered
-        self._gathered: list[Piece] = []
-        self._num_gathered = 0
+        self._gathered, self._num_gathered = [], 0
 
     def _rows(self, partition: Partition) -> int:
         return self.order.rows.get(partition[1], 0) if partition[0] == SAMPLES else 0
