@@ -96,7 +96,7 @@ def auditor_body(config: AuditorConfig, stop: Stop) -> None:
         RoostreamError: a topic has other partitions than the settings say.
     """
     health = Health(config.stalled_after_ms / 1000)
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health))
     auditor = Auditor(
         config.broker,
         config.prefix,

@@ -175,7 +175,7 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health))
     reading = Reading(
         partitions=all_partitions(EVENTS, config.partitions), prefix=config.prefix, merged=True, skips_lost=config.skip_lost
     )

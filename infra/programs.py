@@ -15,6 +15,7 @@ from infra.home import Home
 from infra.kinds import Site
 from infra.options import StackOptions
 from infra.places import Places, address
+from roo.errors import ConfigError
 
 
 def site_of(name: str, home: Home, options: StackOptions, places: Places) -> Site:
@@ -36,7 +37,13 @@ def settings(site: Site) -> dict[str, Any]:
     table = {**(shared if kind.shared else {}), **kind.own(site)}
     if site.metrics:
         table["metrics_port"] = int(site.metrics.rpartition(":")[2])
-    return {**table, **options.overrides.get(kind.name, {}), **options.overrides.get(site.name, {})}
+    table |= {**options.overrides.get(kind.name, {}), **options.overrides.get(site.name, {})}
+    if table.get("tls_certificate"):
+        raise ConfigError(
+            f"{site.name}: expected no tls_certificate in a local stack, which asks its programs by http on loopback; "
+            f"start `roostream {kind.name}` by itself for that"
+        )
+    return table
 
 
 def program(site: Site, env: Mapping[str, str]) -> Program:

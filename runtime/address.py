@@ -62,14 +62,18 @@ def check_redis(key: str, url: str) -> None:
         raise refusal(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
-def check_listen(key: str, address: str, *, insecure: bool, authenticated: bool | None = None) -> None:
+SERVING_ASKS, LINK_ASKS = "tls_certificate and keys_file", "certificate, key and ca of [link]"
+"""What makes a port ask who calls."""
+
+
+def check_listen(key: str, address: str, *, insecure: bool, authenticated: bool | None = None, by: str = SERVING_ASKS) -> None:
     """The rule for every port of every program. `authenticated`: whether it asks who calls, over a line that nobody reads; None:
-    it has no way to.
+    it has no way to. `by`: what settings would make it ask.
 
     Raises:
         ConfigError: it isn't host:port, or others would reach it and nobody has said that they may.
     """
     check_addresses(key, address)
     if not (insecure or authenticated or is_loopback(parse_address(address)[0])):
-        way = "" if authenticated is None else "give it tls_certificate and keys_file, or "
+        way = "" if authenticated is None else f"give it {by}, or "
         raise refusal(key, "a loopback address such as 127.0.0.1", address, f"to let others reach it, {way}set insecure = true")

@@ -15,13 +15,14 @@ from runtime.address import check_addresses, check_listen, check_redis
 from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from runtime.program import LogFormat
+from runtime.tls import SpeaksTls
 
 MAX_WORKERS = 64
 """A shard holds a push of each, and a thread (param_server/step_sum.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Watched(Settings):
+class Watched(SpeaksTls):
     """A program with a port on which it is watched (runtime/metrics.py)."""
 
     metrics_host: str = setting("127.0.0.1", "address of /metrics, /livez and /readyz")
@@ -32,7 +33,13 @@ class Watched(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen("metrics_host", f"{self.metrics_host}:{self.metrics_port}", insecure=self.insecure)
+        check_listen(
+            "metrics_host",
+            f"{self.metrics_host}:{self.metrics_port}",
+            insecure=self.insecure,
+            authenticated=self.tls_client_required,  # keys are for serving's own port, which has /metrics too
+            by="tls_certificate and tls_client_required",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

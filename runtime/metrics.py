@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
+import logging
 import socket
+import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
@@ -20,11 +24,17 @@ from prometheus_client.utils import floatToGoString
 from roo.errors import SetupError
 from runtime.deployment import Watched
 from runtime.health import Health
+from runtime.tls import Tls
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
+log = logging.getLogger("roostream.metrics")
+
+MOST_AT_ONCE = 64  # connections; more are closed at once
+MOST_S = 30.0  # of a connection, from its beginning to its end
+SILENT_S = 10.0  # that it may say nothing
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -144,15 +154,24 @@ PAGE_HEADERS = (
 Pages = Mapping[str, Callable[[], Answer]]
 
 
-def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTRY, pages: Pages | None = None) -> int:
+def serve(
+    config: Watched,
+    health: Health,
+    registry: CollectorRegistry = REGISTRY,
+    pages: Pages | None = None,
+    tls: Tls | None = None,
+) -> int:
     """Answer `/metrics`, `/livez` and `/readyz`, and `pages` by their paths, where the settings say, from threads of their own
     until the process ends; the port in use. Both probes answer 200, or 503 with the reason as one line of text. What is added to
-    `pages` later is answered from then on.
+    `pages` later is answered from then on. `tls`: that of the program's other ports, which somebody keeps up to date; without it
+    one is made where the settings have a certificate.
 
     Raises:
         SetupError: the port is taken, or the address isn't this machine's.
+        Refusal: certificate or key can't be used.
     """
     host, port = config.metrics_host.strip("[]"), config.metrics_port
+    tls = tls or _own_tls(config)
     try:
         server = make_server(
             host, port, _routes(health, registry, {} if pages is None else pages), _server_of(host), _QuietHandler
@@ -160,8 +179,17 @@ def serve(config: Watched, health: Health, registry: CollectorRegistry = REGISTR
     except OSError as error:
         reason = error.strerror or error
         raise SetupError(f"metrics port {host}:{port} can't be used ({reason}); choose another metrics_port, or 0") from None
+    server.context = tls.context if tls else None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return int(server.server_address[1])
+
+
+def _own_tls(config: Watched) -> Tls | None:
+    if config.tls is None:
+        return None
+    tls = Tls(config.tls)
+    threading.Thread(target=tls.run, args=(threading.Event(),), name="metrics-tls", daemon=True).start()
+    return tls
 
 
 def _routes(health: Health, registry: CollectorRegistry, pages: Pages) -> WSGIApplication:
@@ -199,7 +227,47 @@ def _page(answer: Callable[[], Answer], method: str, start: StartResponse) -> It
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a connection, so many and for so long as the bounds say: whoever is slow or silent takes no place for ever."""
+
     daemon_threads = True
+    context: ssl.SSLContext | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._begun_s: dict[socket.socket, float] = {}
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The handshake is for the connection's own thread."""
+        connection, address = super().get_request()
+        if self.context is not None:
+            connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        self._begun_s[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._begun_s.pop(request, None)
+            self._places.release()
+
+    def service_actions(self) -> None:
+        """Twice a second, from the accepting thread."""
+        for connection, begun_s in list(self._begun_s.items()):
+            if time.monotonic() - begun_s > MOST_S:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS' own would take it from beneath its thread
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went, was silent, or isn't let in."""
+        log.debug("a connection of the metrics port ended", exc_info=True)
 
 
 class _Server6(_Server):
@@ -211,5 +279,7 @@ def _server_of(host: str) -> type[_Server]:
 
 
 class _QuietHandler(WSGIRequestHandler):
+    timeout = SILENT_S
+
     def log_message(self, format: str, *args: object) -> None:
         """A line a probe would be most of the log."""

@@ -27,8 +27,8 @@ from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
 from runtime.manifest import Manifest
+from runtime.tls import Tls
 from serving.access.key_file import Keyring
-from serving.access.tls import Tls
 from serving.config import ServingConfig
 from serving.errors import REFUSALS
 from serving.exports import ServingMetrics

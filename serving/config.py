@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from roo.config import MAX_SEED, Refusal, refusal, setting
+from roo.config import MAX_SEED, refusal, setting
 from runtime.address import check_listen
 from runtime.deployment import CachedInRedis
-from serving.access.tls import TlsFiles
 from serving.retrieval.config import ServesItems
 from serving.rows.config import ServesRows
 from serving.versions.split import Routing, split_of
@@ -76,10 +75,6 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
         False, "a span a call by OpenTelemetry, continuing the caller's traceparent (package extra opentelemetry)"
     )
     keys_file: str = setting("", "file of bearer keys, made by `roostream keys`; read anew when it changes; '' = nobody is asked")
-    tls_certificate: str = setting("", "PEM file of a certificate chain; read anew when it changes; '' = no TLS")
-    tls_key: str = setting("", "PEM file of its private key")
-    tls_client_ca: str = setting("", "PEM file of authorities of client certificates; '' = none are asked for")
-    tls_client_required: bool = setting(False, "refuse whoever has no certificate of theirs")
     log_bytes: int = setting(256 << 20, "size of the feature log; when it is full, requests are answered 503", most=1 << 40)
     segment_bytes: int = setting(8 << 20, "size of one of its files", least=1 << 20, most=1 << 30)
     status_page: str = setting("", "URL of the controller's page, which the front page links to")
@@ -92,12 +87,6 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if bool(self.tls_certificate) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_certificate):
-            raise Refusal("tls_certificate", "expected tls_certificate with tls_key, and tls_client_ca only beside them")
-        if self.tls_client_required and not self.tls_client_ca:
-            raise Refusal(
-                "tls_client_required", "expected it with tls_client_ca, got none; who may sign the clients' certificates?"
-            )
         check_listen("listen", self.listen, insecure=self.insecure, authenticated=self.is_authenticated)
         if self.status_page and not re.fullmatch(r"https?://[^\s<>\"']+", self.status_page):
             raise refusal("status_page", "a URL such as http://127.0.0.1:9100/", self.status_page)
@@ -107,7 +96,13 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
             raise refusal("rows", '"replica" or "shared" with items: their rows are read every second', self.rows)
         self.routing()
         if self.admin_listen:
-            check_listen("admin_listen", self.admin_listen, insecure=self.insecure)
+            check_listen(
+                "admin_listen",
+                self.admin_listen,
+                insecure=self.insecure,
+                authenticated=bool(self.tls_certificate),  # it always asks, by its token or by keys
+                by="tls_certificate",
+            )
             if not self.keys_file:
                 self.require("admin_token_file")
 
@@ -115,18 +110,6 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
     def is_authenticated(self) -> bool:
         """Whether `listen` asks who calls, and nobody on the way can read the proof."""
         return bool(self.tls_certificate) and (bool(self.keys_file) or self.tls_client_required)
-
-    @property
-    def tls(self) -> TlsFiles | None:
-        """None without TLS."""
-        if not self.tls_certificate:
-            return None
-        return TlsFiles(
-            certificate=self.tls_certificate,
-            key=self.tls_key,
-            client_ca=self.tls_client_ca,
-            client_required=self.tls_client_required,
-        )
 
     def routing(self) -> Routing:
         """Raises Refusal."""

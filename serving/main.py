@@ -60,7 +60,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as resources:
         bound = resources.enter_context(contextlib.closing(http_server.bind(config.listen, reuse_port=config.reuse_port)))
         process = build_process(config, is_stopping=stop.is_set)
-        metrics.serve(config, health, process.parts.metrics.registry)
+        metrics.serve(config, health, process.parts.metrics.registry, tls=process.parts.tls)
         halt, crew = threading.Event(), Crew(stop)
         warm(process.parts)  # what that scored, the first version that is loaded is tried with
         process.dense.poll()
@@ -105,8 +105,9 @@ def _start_admin(crew: Crew, process: Process, halt: threading.Event, resources:
     desk = AdminDesk(service.versions, process.recent, process.shadow, service.credits, process.clock.now_ms)
     app = admin_server.AdminInterface(desk, _admin_token(process))
     bound = resources.enter_context(contextlib.closing(http_server.bind(config.admin_listen, "admin_listen")))
-    log.info("admin interface on http://%s:%d%s", *bound.getsockname()[:2], ROOT)
-    crew.start("admin", admin_server.run, app, bound, halt)
+    tls = process.parts.tls
+    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *bound.getsockname()[:2], ROOT)
+    crew.start("admin", admin_server.run, app, bound, tls, halt)
 
 
 def _admin_token(process: Process) -> AdminToken | Keyring:

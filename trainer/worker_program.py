@@ -68,6 +68,8 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
     seen_at = told_to(config.metrics_host, metrics.serve(config, health), config.controller)
+    if seen_at and config.tls:
+        seen_at = f"https://{seen_at}"
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)

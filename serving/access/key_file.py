@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from roo.errors import ConfigError
+from runtime.watched_files import Watch
 from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of
 from serving.errors import RequestError
 
@@ -20,30 +20,6 @@ _LOOK_S = 1.0
 _SCHEME = b"bearer "
 ANY = ""
 """In place of a scope: whatever the key's are."""
-
-
-class Watch:
-    """Whether files were changed since one last looked: by their size, time and inode, so that a file that is moved into place
-    counts."""
-
-    def __init__(self, *files: Path) -> None:
-        self.files = files
-        self._stamp = self._look()
-
-    def changed(self) -> bool:
-        """Also when one is gone, or back."""
-        before, self._stamp = self._stamp, self._look()
-        return self._stamp != before
-
-    def _look(self) -> tuple[object, ...]:
-        return tuple(_stamp(file) for file in self.files)
-
-
-def _stamp(file: Path) -> tuple[int, ...] | None:
-    with contextlib.suppress(OSError):
-        about = file.stat()
-        return about.st_mtime_ns, about.st_size, about.st_ino
-    return None
 
 
 class Keyring:

@@ -11,6 +11,7 @@ import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from runtime.tls import Tls
 from serving.access.key_file import Keyring
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -57,13 +58,13 @@ class AdminInterface:
         return self.desk.answer(scope["method"], scope["path"], body)
 
 
-def run(app: AdminInterface, bound: socket.socket, stop: threading.Event) -> None:
+def run(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: threading.Event) -> None:
     """Answer until `stop`; `bound` is closed then."""
-    uvloop.run(_serve(app, bound, stop))
+    uvloop.run(_serve(app, bound, tls, stop))
 
 
-async def _serve(app: AdminInterface, bound: socket.socket, stop: threading.Event) -> None:
-    server = http_server.plain_server(app, MOST_CONNECTIONS)
+async def _serve(app: AdminInterface, bound: socket.socket, tls: Tls | None, stop: threading.Event) -> None:
+    server = http_server.other_server(app, MOST_CONNECTIONS, tls)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not stop.is_set() and not serving.done():
         await asyncio.sleep(_LOOK_S)

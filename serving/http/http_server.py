@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from roo.errors import SetupError
 from runtime.address import parse_address
 from runtime.crew import StopBudget
-from serving.access.tls import Tls
+from runtime.tls import Tls
 from serving.http.app import HttpInterface
 from serving.http.connection import LimitedProtocol, limited_to
 
@@ -83,12 +83,12 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
         uvloop.run(_serve(server, bound, budget.stop, turned, end))
 
 
-def plain_server(app: ASGIApp, max_connections: int) -> uvicorn.Server:
+def other_server(app: ASGIApp, max_connections: int, tls: Tls | None) -> uvicorn.Server:
     """With the limits of every connection (serving/http/connection.py), for whoever runs it in a loop of its own."""
-    return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1))
+    return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
 
 
-def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None = None) -> uvicorn.Config:
+def _settings(app: ASGIApp, protocol: type[LimitedProtocol], graceful_s: int, tls: Tls | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,

@@ -81,3 +81,9 @@ def test_one_serving_process_has_its_own_port_and_rows(tmp_path: Path) -> None:
     assert [n for n in kinds.names(StackOptions()) if n.startswith("serving")] == ["serving"]
     table = settings(site_of("serving", Home(tmp_path), StackOptions(), placed(StackOptions(), ["serving"])))
     assert not {"reuse_port", "rows", "rows_home"} & set(table)
+
+
+def test_a_local_stack_asks_by_http_and_says_so(tmp_path: Path) -> None:
+    options = StackOptions(overrides={"serving": {"tls_certificate": "c", "tls_key": "k"}})
+    with pytest.raises(ConfigError, match="serving: expected no tls_certificate in a local stack"):
+        settings(site_of("serving", Home(tmp_path), options, placed(options, ["serving"])))

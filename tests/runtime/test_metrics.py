@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from roo.errors import SetupError
+from roo.errors import ConfigError, SetupError
 from runtime import metrics
 from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
 from runtime.metrics import Histogram, Quantiles
+from runtime.tls import Tls
+from tests.certificates import Authority, trusting
 
 
 def test_quantiles_are_of_the_newest_observations() -> None:
@@ -99,6 +104,79 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
 def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, host: str) -> None:
     port = metrics.serve(Watched(metrics_host=host), health)
     assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
+
+
+def told(port: int, authority: Authority, *own: str) -> int:
+    """Status of a GET of /metrics."""
+    with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", timeout=30, context=trusting(authority, *own)) as answer:
+        assert answer.read()
+        return int(answer.status)
+
+
+def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new_one(health: Health, tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    certificate, key = old.issue("program")
+    config = Watched(tls_certificate=certificate, tls_key=key)
+    assert config.tls is not None
+    tls = Tls(config.tls)
+    ports = [metrics.serve(config, health), metrics.serve(config, health, tls=tls)]
+    assert [told(port, old) for port in ports] == [200, 200]
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        told(ports[0], new)
+    with pytest.raises(OSError):
+        asked(ports[0], "/livez")
+    new.issue("program")
+    tls.poll()
+    assert told(ports[1], new) == 200
+
+
+def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Health, tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = ours.issue("program")
+    asking = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": str(theirs.pem), "tls_client_required": True}
+    port = metrics.serve(Watched(**asking), health)  # type: ignore[arg-type]
+    assert told(port, ours, *theirs.issue("friend")) == 200
+    for own in ((), ours.issue("stranger")):
+        with pytest.raises(OSError):
+            told(port, ours, *own)
+    assert told(port, ours, *theirs.issue("friend")) == 200
+
+
+def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
+    files = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}
+    for settings in ({}, files):
+        with pytest.raises(ConfigError, match="give it tls_certificate and tls_client_required, or set insecure = true"):
+            Watched(metrics_host="0.0.0.0", **settings)  # type: ignore[arg-type]
+    assert Watched(metrics_host="0.0.0.0", **files, tls_client_required=True).scheme == "https"  # type: ignore[arg-type]
+    assert Watched(metrics_host="0.0.0.0", insecure=True).scheme == "http"
+    with pytest.raises(ConfigError, match="expected PEM files of a certificate chain"):
+        metrics.serve(Watched(tls_certificate="none.crt", tls_key="none.key"), Health(60))
+
+
+@pytest.mark.parametrize("speaks", [b"", b"GET /livez HTTP/1.1\r\nx: "], ids=["silent", "headers without an end"])
+def test_connections_that_end_nothing_take_no_place_for_ever(
+    health: Health, monkeypatch: pytest.MonkeyPatch, speaks: bytes
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_AT_ONCE", 4)
+    monkeypatch.setattr(metrics, "MOST_S", 0.5)
+    port = metrics.serve(Watched(), health)
+    held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(4)]
+    for line in held:
+        line.sendall(speaks)
+    more = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with contextlib.suppress(ConnectionResetError):
+        assert more.recv(100) == b"", "a fifth is closed at once"
+    for line in held:
+        with contextlib.suppress(ConnectionResetError):
+            assert line.recv(100) == b"", "and the others at their time"
+        line.close()
+    more.close()
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError):
+            assert asked(port, "/livez")[0] == 200
+            return
+    raise AssertionError("no place was given back")
 
 
 def test_a_histogram_is_read_as_prometheus_has_them() -> None:

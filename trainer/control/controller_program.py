@@ -56,7 +56,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     schema = load_schema(config.schema)
     pages = files()
     at = metrics.serve(config, health, pages=pages)
-    log.info("the page of this controller is at http://%s:%d/", config.metrics_host, at)
+    log.info("the page of this controller is at %s://%s:%d/", config.scheme, config.metrics_host, at)
     host, port = parse_address(config.listen)
     store, clock = open_store(config.store), SystemClock()
     Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)

@@ -16,7 +16,7 @@ from runtime.scrape import Scraped
 
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
 LOOK_S = 5.0
-_ADDRESS = re.compile(r"[\w.:\[\]-]+:\d{1,5}")  # nothing else that a member says becomes part of a URL
+_ADDRESS = re.compile(r"(https://)?[\w.:\[\]-]+:\d{1,5}")  # nothing else that a member says becomes part of a URL
 STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
 
 Fetch = Callable[[Mapping[str, str | None]], dict[str, Scraped]]
@@ -33,7 +33,8 @@ class Neighbours:
         fetch: Fetch = scrape.fetch_all,
         workers: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """`workers()`: those that are there → "host:port" of their metrics, "" where they can't say. Any thread calls it."""
+        """`workers()`: those that are there → "host:port" of their metrics, "https://host:port", or "" where they can't say. Any
+        thread calls it."""
         self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
         self._found: tuple[float, dict[str, Scraped]] | None = None
 
@@ -66,8 +67,12 @@ def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[st
         name: url for name, url in urls.items() if not workers or (number := _worker_number(name)) is None or number in workers
     }
     known, numbers = set(kept.values()), {_worker_number(name) for name in kept}
-    told = {n: f"http://{at}/metrics" for n, at in sorted(workers.items()) if _ADDRESS.fullmatch(at) and n not in numbers}
+    told = {n: _url(at) for n, at in sorted(workers.items()) if _ADDRESS.fullmatch(at) and n not in numbers}
     return kept | {f"worker-{n}" if n else "worker": url for n, url in told.items() if url not in known}
+
+
+def _url(at: str) -> str:
+    return f"{at if at.startswith('https://') else f'http://{at}'}/metrics"
 
 
 def _worker_number(name: str) -> int | None:

@@ -16,14 +16,14 @@ from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roo.errors import ConfigError
+from runtime.tls import Tls, TlsFiles
 from serving.access.bearer_keys import new_key
 from serving.access.doors import needed
 from serving.access.key_file import Keyring, write_keys
-from serving.access.tls import Tls, TlsFiles
 from serving.client import Client, RetryPolicy, ServingError
 from serving.exports import ServingMetrics
 from serving.http.app import HttpInterface
-from tests.serving.access.certificates import Authority, trusting
+from tests.certificates import Authority, trusting
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 PATIENT = RetryPolicy(deadline_ms=60_000)
@@ -171,6 +171,9 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         ({"tls_client_ca": "c"}, "only beside them"),
         ({"tls_client_required": True}, "who may sign"),
         ({"admin_listen": "127.0.0.1:1"}, "admin_token_file"),
+        ({"admin_listen": "0.0.0.0:1", "keys_file": "f"}, "give it tls_certificate, or set insecure = true"),
+        ({"admin_listen": "0.0.0.0:1", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, ""),
+        ({"metrics_host": "0.0.0.0", "keys_file": "f", "tls_certificate": "c", "tls_key": "k"}, "tls_client_required"),
         ({"admin_listen": "127.0.0.1:1", "keys_file": "f"}, ""),
     ],
 )

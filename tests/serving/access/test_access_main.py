@@ -14,7 +14,7 @@ import httpx2 as httpx
 from serving.access.bearer_keys import new_key
 from serving.access.key_file import write_keys
 from serving.client import Client, RetryPolicy, ServingError
-from tests.serving.access.certificates import Authority, trusting
+from tests.certificates import Authority, trusting
 from tests.serving.test_serving_main import Running, write_config
 
 PATIENT = RetryPolicy(deadline_ms=60_000)
@@ -33,7 +33,7 @@ def addresses(running: Running) -> tuple[str, str]:
     found: dict[str, str] = {}
     for line in running:
         message = json.loads(line)["message"]
-        for name, pattern in (("admin", r"admin interface on (http://[\d.:]+)"), ("serving", r"serving on (https://[\d.:]+),")):
+        for name, pattern in (("admin", r"admin interface on (https://[\d.:]+)"), ("serving", r"serving on (https://[\d.:]+),")):
             if told := re.search(pattern, message):
                 found[name] = told[1]
         if len(found) == 2:
@@ -73,7 +73,8 @@ def test_a_process_asks_who_calls_and_follows_its_files(tmp_path: Path) -> None:
     new.issue("serving")
     until(is_new)
     for given, expected in ((text, 401), (admin_text, 200)):
-        answer = httpx.get(f"{admin_url}/admin/v1/versions", headers={"authorization": f"Bearer {given}"}, timeout=60)
+        headers = {"authorization": f"Bearer {given}"}
+        answer = httpx.get(f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=trusting(new))
         assert answer.status_code == expected
     running.child.send_signal(signal.SIGTERM)
     assert running.end() == 0, "".join(running.lines)

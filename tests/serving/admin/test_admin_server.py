@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -11,10 +12,14 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
+from click.testing import CliRunner
 from serving_cases import SCHEMA, Built, build
 from serving_fakes import FakeRows
 
+from command.main import cli
+from roo.errors import ConfigError, UnavailableError
 from runtime.clock import FakeClock
+from runtime.tls import Tls, TlsFiles
 from serving.admin import admin_server
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
@@ -22,6 +27,7 @@ from serving.http import http_server
 from serving.versions.quiet import Quiet
 from serving.versions.recent import RecentRequests
 from serving.versions.shadow_scoring import ShadowScoring
+from tests.certificates import Authority
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -34,25 +40,54 @@ def built(tmp_path: Path) -> Iterator[Built]:
     built.close()
 
 
-@pytest.fixture
-def http(built: Built) -> Iterator[httpx2.Client]:
+@contextlib.contextmanager
+def admin_of(built: Built, tls: Tls | None = None) -> Iterator[int]:
+    """Its port."""
     service, clock = built.service, FakeClock()
     shadow = ShadowScoring(service.versions, service.rows, 0, Quiet(clock))
     desk = AdminDesk(service.versions, RecentRequests(), shadow, service.credits, clock.now_ms)
     bound, stop = http_server.bind("127.0.0.1:0"), threading.Event()
     bound.listen(8)
-    thread = threading.Thread(target=admin_server.run, args=(admin_server.AdminInterface(desk, AdminToken(TOKEN)), bound, stop))
+    app = admin_server.AdminInterface(desk, AdminToken(TOKEN))
+    thread = threading.Thread(target=admin_server.run, args=(app, bound, tls, stop))
     thread.start()
     try:
-        with httpx2.Client(
-            base_url=f"http://127.0.0.1:{bound.getsockname()[1]}/admin/v1", headers={"authorization": f"Bearer {TOKEN}"}
-        ) as client:
-            yield client
+        yield bound.getsockname()[1]
     finally:
         stop.set()
         thread.join(20)
         bound.close()
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def http(built: Built) -> Iterator[httpx2.Client]:
+    with (
+        admin_of(built) as port,
+        httpx2.Client(base_url=f"http://127.0.0.1:{port}/admin/v1", headers={"authorization": f"Bearer {TOKEN}"}) as client,
+    ):
+        yield client
+
+
+def test_with_a_certificate_the_token_goes_over_tls_alone(built: Built, tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    certificate, key = ours.issue("serving")
+    files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=True)
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    friend = tmp_path / "friend.both"
+    friend.write_text("".join(Path(file).read_text() for file in theirs.issue("friend")))
+    with admin_of(built, Tls(files)) as port:
+        told = ["versions", "list", "--admin", f"127.0.0.1:{port}", "--token-file", str(token)]
+        own = ["--ca", str(ours.pem), "--certificate", str(friend)]
+        assert CliRunner().invoke(cli, [*told, *own]).output.startswith("0-0  served")
+        for given, error in (
+            ([], UnavailableError),  # http
+            (["--ca", str(ours.pem)], UnavailableError),  # no certificate of its own
+            (["--ca", str(theirs.pem), "--certificate", str(friend)], UnavailableError),  # another authority
+            (["--ca", str(tmp_path / "none.pem")], ConfigError),
+        ):
+            assert isinstance(CliRunner().invoke(cli, [*told, *given]).exception, error), given
 
 
 def test_what_is_changed_here_is_what_requests_meet(http: httpx2.Client, built: Built) -> None:

@@ -83,6 +83,8 @@ def test_partitions_of_all_workers_are_told_together() -> None:
         ({"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"}, {0: ""}, {"worker", "shard-1"}, "one that went"),
         ({"worker-0": "http://a", "worker-1": "http://b"}, {0: "h:1", 1: "h:2"}, {"worker-0", "worker-1"}, "names of one's own"),
         ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
+        ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "one that speaks TLS"),
+        ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "what is no address"),
         ({}, {0: "[::1]:1"}, {"worker": "http://[::1]:1/metrics"}, "nothing is set"),
     ],
 )

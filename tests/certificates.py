@@ -23,24 +23,24 @@ class Authority:
         self.pem = folder / f"{name}.pem"
         self.pem.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> tuple[str, str]:
-        """(certificate, key) as files; the same names are written over."""
+    def issue(self, name: str, *hosts: str) -> tuple[str, str]:
+        """(certificate, key) as files; the same names are written over. Of 127.0.0.1 and these hosts."""
         key = ec.generate_private_key(ec.SECP256R1())
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        files[0].write_bytes(self._sign(name, key).public_bytes(serialization.Encoding.PEM))
+        files[0].write_bytes(self._sign(name, key, hosts).public_bytes(serialization.Encoding.PEM))
         forms = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         files[1].write_bytes(key.private_bytes(*forms))
         return str(files[0]), str(files[1])
 
-    def _sign(self, name: str, key: Any, is_authority: bool = False) -> x509.Certificate:
+    def _sign(self, name: str, key: Any, hosts: tuple[str, ...] = (), is_authority: bool = False) -> x509.Certificate:
         subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, self.name))
         begin = datetime.datetime(2020, 1, 1)
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin)
         builder = builder.not_valid_after(datetime.datetime(2120, 1, 1))
         builder = builder.add_extension(x509.BasicConstraints(is_authority, None), True)
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        return builder.add_extension(names, False).sign(self.key, hashes.SHA256())
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
+        return builder.add_extension(x509.SubjectAlternativeName(names), False).sign(self.key, hashes.SHA256())
 
 
 def trusting(authority: Authority, *own: str) -> ssl.SSLContext:

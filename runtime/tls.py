@@ -1,4 +1,4 @@
-"""TLS of serving's port: certificate and key from files, read anew when they change; client certificates where wanted."""
+"""TLS of ports that speak HTTP: certificate and key from files, read anew when they change; client certificates where wanted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import ssl
 import threading
 from pathlib import Path
 
-from roo.config import Refusal
-from serving.access.key_file import Watch
+from roo.config import Refusal, Settings, setting
+from runtime.watched_files import Watch
 
-log = logging.getLogger("roostream.serving.access")
+log = logging.getLogger("roostream.tls")
 
 _LOOK_S = 5.0
 
@@ -24,6 +24,44 @@ class TlsFiles:
     key: str
     client_ca: str = ""
     client_required: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeaksTls(Settings):
+    """A program whose HTTP ports are encrypted where it is given a certificate: all of them by the same files."""
+
+    tls_certificate: str = setting(
+        "", "PEM file of the certificate chain of this program's HTTP ports; read anew when it changes; '' = no TLS"
+    )
+    tls_key: str = setting("", "PEM file of its private key")
+    tls_client_ca: str = setting("", "PEM file of authorities of client certificates; '' = none are asked for")
+    tls_client_required: bool = setting(False, "refuse whoever has no certificate of theirs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.tls_certificate) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_certificate):
+            raise Refusal("tls_certificate", "expected tls_certificate with tls_key, and tls_client_ca only beside them")
+        if self.tls_client_required and not self.tls_client_ca:
+            raise Refusal(
+                "tls_client_required", "expected it with tls_client_ca, got none; who may sign the clients' certificates?"
+            )
+
+    @property
+    def scheme(self) -> str:
+        """Of URLs of its ports."""
+        return "https" if self.tls_certificate else "http"
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """None without TLS."""
+        if not self.tls_certificate:
+            return None
+        return TlsFiles(
+            certificate=self.tls_certificate,
+            key=self.tls_key,
+            client_ca=self.tls_client_ca,
+            client_required=self.tls_client_required,
+        )
 
 
 class Tls:
