@@ -137,6 +137,11 @@ def _auditor(site: Site) -> dict[str, Any]:
     return {**own, "horizon_ms": 0 if site.options.replay else max(2 * settle_ms, 1_800_000)}
 
 
+def _archiver(site: Site) -> dict[str, Any]:
+    own = {"store": site.home.store, "warehouse": site.home.root / "warehouse", "index": site.index}
+    return {**own, "num_archivers": site.options.num_archivers}
+
+
 def _joiner(site: Site) -> dict[str, Any]:
     """A job that runs already is watched; a new one goes on from the newest savepoint or checkpoint."""
     own = {"store": site.home.store, "home": site.home.root / site.name, "flink": site.at.flink, "replay": site.options.replay}
@@ -257,6 +262,16 @@ KINDS = (  # in order of starting
         needs=_joiner_needs,
         ready=_joiner_ready,
         stop_rank=StopRank.JOINER,
+    ),
+    Kind(
+        name="archiver",
+        help="Keep samples and corrections in the warehouse, exactly once.",
+        config="warehouse.config:ArchiverConfig",
+        run="warehouse.archiver_program:run_archiver",
+        own=_archiver,
+        count=lambda options: options.num_archivers,
+        first_plain=True,
+        stop_rank=StopRank.FEATURES,
     ),
     Kind(
         name="simulate",

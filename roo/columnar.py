@@ -5,7 +5,7 @@ Letters: R requests, B candidates, F floats of a side, N rows of a side (R or B)
     column                    of           what
     offset, close_ms, …       request      fields of Batch that a request has (REQUEST)
     item, position, …         candidate    those that a candidate has (CANDIDATE)
-    label__<label>            candidate    also score__<label>, label_before__<label>
+    label__<label>            candidate    also score__<label>, as served
     ro__<feature>             request      a float, NaN = missing; or a list, each row of it present or missing
     ro__<feature>__<column>   request      a sequence's column, as long as its ids; `weights` of a weighted list
     nro__<feature>…           candidate    the same of candidates
@@ -64,7 +64,7 @@ CANDIDATE: Mapping[str, Form] = {
     "propensity": Form("candidate", "float", "f4"),
 }
 _SIDES: tuple[tuple[Side, Of], ...] = (("ro", "request"), ("nro", "candidate"))
-_BY_LABEL = {"label": "label_BT", "score": "served_score_BT", "label_before": "label_before_BT"}
+_BY_LABEL = {"label": "label_BT", "score": "served_score_BT"}
 _FLOAT = Form("request", "float", "f4")
 
 
@@ -74,7 +74,7 @@ def column_of(side: Side, feature: str, column: str = "") -> str:
 
 
 def label_column(label: str, what: str = "label") -> str:
-    """`what`: label, score or label_before."""
+    """`what`: label, score, or what corrections have."""
     return f"{what}__{label}"
 
 
@@ -213,7 +213,7 @@ def batch_of(reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.nda
 
 def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], index_B: np.ndarray) -> dict[str, np.ndarray]:
     shape = (len(index_B), len(labels))
-    absent = {"label": 0.0, "score": np.nan, "label_before": np.nan}
+    absent = {"label": 0.0, "score": np.nan}
     out = {array: np.full(shape, absent[what], dtype=np.float32) for what, array in _BY_LABEL.items()}
     weight_BT = np.zeros(shape, dtype=np.float32)
     for t, label in enumerate(labels):
@@ -222,7 +222,7 @@ def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], 
         for what, array in _BY_LABEL.items():
             if (found := columns.get(label_column(label.name, what))) is not None:
                 out[array][:, t] = found.values
-    return {**out, "weight_BT": weight_BT}
+    return {**out, "weight_BT": weight_BT, "label_before_BT": np.full(shape, np.nan, dtype=np.float32)}
 
 
 def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, np.ndarray | Jagged]:

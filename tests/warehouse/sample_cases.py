@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from roo import roo_pb2 as pb
 from roo.batch import Batch
 from roo.columnar import columns_of, forms, whole
+from roo.ids import key_bytes
 from roo.jagged import Jagged
 from roo.schema import Schema
 from roo.wire import Record
@@ -71,3 +73,12 @@ def rows_of(writer: Schema, records: list[Record]) -> Rows:
 
 def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FilePlace:
     return FilePlace(table=table, day=date(1970, 1, 1), partition=partition, fingerprint=writer.fingerprint)
+
+
+def keyed(records: list[Record]) -> list[Record]:
+    """As the joiner keys them."""
+    out = []
+    for record in records:
+        header = pb.Sample.FromString(record.value[2:]).header
+        out.append(record._replace(key=key_bytes(header.user_id, header.session_id, header.request_id)))
+    return out

@@ -1,0 +1,173 @@
+"""Records become rows that are those records again; a day's rows lie by user."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from joiner.config import JoinerConfig
+from joiner.local_engine import LocalEngine
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.schema import Schema
+from roo.wire import Record
+from runtime.checkpoint_store import FileStore
+from tests.joiner import generated
+from tests.joiner.cases import SCHEMA as JOINED
+from tests.joiner.cases import SCHEMAS
+from tests.warehouse.sample_cases import decoded, keyed, place_of, rich_records, rich_schema, same_batch
+from warehouse.archive import by_day, by_user, by_writer, correction_rows, sample_forms, sample_rows
+from warehouse.data_file import day_of
+from warehouse.file_reader import SampleFile
+from warehouse.file_writer import write_rows
+from warehouse.rebuild import rebuilt
+
+SCHEMA = rich_schema()
+
+
+def golden(name: str) -> bytes:
+    return bytes.fromhex((Path(__file__).parents[1] / "golden" / f"{name}.hex").read_text(encoding="ascii"))
+
+
+def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[tuple[bytes, bytes]]:
+    rows, dead = sample_rows(schema, records)
+    assert not dead
+    reading = SampleFile(store, "samples", write_rows(store, rows, place_of(schema)))
+    return [*rebuilt(schema, *reading.columns(sample_forms(schema)))]
+
+
+def test_samples_read_back_from_a_file_are_byte_equal_to_those_on_the_topic(tmp_path: Path) -> None:
+    records = keyed(rich_records(SCHEMA, 300))
+    assert read_back(FileStore(tmp_path), SCHEMA, records) == [(r.key, r.value) for r in records]
+    rows, _ = sample_rows(SCHEMA, records)
+    kept_whole = [r for r, raw in zip(records, rows.columns["raw"].values, strict=True) if raw is not None]
+    used_in_part = [any(p.rows for p in pb.Sample.FromString(r.value[2:]).parts) for r in kept_whole]
+    assert 0 < len(kept_whole) < 300 and sum(used_in_part) > 0.8 * len(kept_whole)
+
+
+def test_samples_that_the_joiner_makes_are_made_again_from_their_columns_alone(tmp_path: Path) -> None:
+    schema = JOINED
+    engine = LocalEngine(JoinerConfig(**generated.SETTINGS), schema, SCHEMAS.get)  # type: ignore[arg-type]
+    outputs = [out for record in generated.placed(generated.arrivals(3)) for out in engine.process(record)]
+    made = [out for out in outputs if out.topic == "samples"]
+    records = [Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value) for n, out in enumerate(made)]
+    assert len(records) > 100
+    assert read_back(FileStore(tmp_path), schema, records) == [(r.key, r.value) for r in records]
+    rows, _ = sample_rows(schema, records)
+    whole = [raw for raw in rows.columns["raw"].values if raw is not None]
+    assert len(whole) < 0.5 * len(records), "kept beside their columns: those of which an impression was used in part"
+    assert all(any(p.rows for p in pb.Sample.FromString(raw[2:]).parts) for raw in whole)
+
+
+def odd_forms(record: Record) -> dict[str, bytes]:
+    """The same sample in bytes that our writers don't make."""
+    text, actions = (pb.Sample.FromString(record.value[2:]) for _ in range(2))
+    text.header.surface = "x" * 100
+    actions.actions.append("never used")
+    odd = {"long surface": wire.encode(wire.SAMPLE, text), "actions": wire.encode(wire.SAMPLE, actions)}
+    return odd | {"unknown field": record.value + bytes((0xF8, 0x7F, 1)), "explicit zero": record.value + bytes((0xA8, 1, 0))}
+
+
+def test_whatever_a_sample_s_bytes_are_they_come_back(tmp_path: Path) -> None:
+    for n, record in enumerate(keyed(rich_records(SCHEMA, 12))):
+        for what, value in odd_forms(record).items():
+            odd = record._replace(value=value)
+            assert read_back(FileStore(tmp_path / str(n)), SCHEMA, [odd]) == [(odd.key, odd.value)], what
+
+
+def test_the_golden_sample_comes_back(tmp_path: Path) -> None:
+    value = golden("sample")
+    sample = pb.Sample.FromString(value[2:])
+    sample.header.schema = SCHEMA.fingerprint
+    records = keyed(rich_records(SCHEMA, 1))
+    assert read_back(FileStore(tmp_path), SCHEMA, records)[0][1] == records[0].value
+    of, dead = by_writer([records[0]._replace(value=value)], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
+    assert of == {} and dead[0].reason == "unknown_schema"
+
+
+def test_a_damaged_sample_is_dead_and_the_others_are_rows() -> None:
+    records = keyed(rich_records(SCHEMA, 20))
+    broken = pb.Sample.FromString(records[7].value[2:])
+    broken.labels.append(1.0)
+    records[7] = records[7]._replace(value=wire.encode(wire.SAMPLE, broken))
+    rows, dead = sample_rows(SCHEMA, records)
+    assert [(d.record.offset, d.reason) for d in dead] == [(7, "bad_shape")]
+    assert rows.columns["offset"].values.tolist() == [n for n in range(20) if n != 7]
+
+
+def test_records_are_told_apart_by_their_writer_and_kind() -> None:
+    records = keyed(rich_records(SCHEMA, 3))
+    strange = records[0]._replace(value=b"\x09\x01xx")
+    garbage = records[1]._replace(value=b"\x03\x01\xff\xff\xff")
+    of, dead = by_writer([records[0], strange, garbage, records[2]], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
+    assert of == {SCHEMA.fingerprint: [records[0], records[2]]}
+    assert [d.reason for d in dead] == ["unknown_type", "undecodable"]
+
+
+def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
+    records = []
+    for n, record in enumerate(rich_records(SCHEMA, 60)):
+        sample = pb.Sample.FromString(record.value[2:])
+        sample.header.user_id = (7 * n) % 5 + 1
+        sample.close_ms += (n % 2) * 86_400_000
+        records.append(record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms))
+    rows, _ = sample_rows(SCHEMA, keyed(records))
+    days = by_day(rows)
+    assert [len(day.counts_R) for day in days.values()] == [30, 30]
+    for day, part in days.items():
+        users = part.columns["user_id"].values
+        assert (np.diff(users) >= 0).all() and {day_of(int(ms)) for ms in part.columns["close_ms"].values} == {day}
+    wanted = decoded(SCHEMA, keyed(records))
+    order = np.concatenate([part.columns["offset"].values for part in days.values()])
+    store = FileStore(tmp_path)
+    for part, places in zip(days.values(), np.split(order, [30]), strict=True):
+        same_batch(
+            SampleFile(store, "samples", write_rows(store, part, place_of(SCHEMA))).read(SCHEMA, SCHEMA),
+            wanted.take_requests(places),
+        )
+
+
+def a_correction(record: Record, item: int, before: float, after: float, *, offset: int, event: int) -> Record:
+    """Of the sample of `record`: one item's labels are others."""
+    sample = pb.Sample.FromString(record.value[2:])
+    header = sample.header
+    made = pb.Sample(header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True)
+    made.labels.extend([after, 0.0])
+    made.labels_before.extend([before, 0.0])
+    made.parts.add(num_rows=1)
+    made.event_ids.append(event)
+    made.event_candidates.append(0)
+    made.event_actions.append(0)
+    made.event_values.append(1.0)
+    made.event_times.append(header.time_ms + 5)
+    made.actions.append("click")
+    return Record("corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, made))
+
+
+def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
+    sample = keyed(rich_records(SCHEMA, 5))[4]
+    told = [a_correction(sample, 77, 0.0, 1.0, offset=0, event=5), a_correction(sample, 78, 1.0, 0.0, offset=1, event=6)]
+    rows, dead = correction_rows(SCHEMA, told)
+    assert not dead
+    store = FileStore(tmp_path)
+    reading = SampleFile(store, "corrections", write_rows(store, rows, place_of(SCHEMA, table="corrections")))
+    columns, counts_R = reading.columns(rows.forms)
+    assert counts_R.tolist() == [1, 1] and columns["item"].values.tolist() == [77, 78]
+    assert columns["label__click"].values.tolist() == [1.0, 0.0] and columns["label_before__click"].values.tolist() == [0.0, 1.0]
+    assert len(set(columns["of_sample"].values.tolist())) == 1 and columns["event__action"].values.tolist() == ["click", "click"]
+
+
+def test_rows_of_a_user_keep_their_order_in_time() -> None:
+    rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 30)))
+    ordered = by_user(rows)
+    assert ordered.columns["time_ms"].values.tolist() == sorted(rows.columns["time_ms"].values.tolist())
+    assert Counter(ordered.counts_R.tolist()) == Counter(rows.counts_R.tolist())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_records_are_rows_too(count: int) -> None:
+    rows, dead = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, count)))
+    assert (len(rows.counts_R), dead) == (count, [])
