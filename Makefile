@@ -12,7 +12,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo test check coverage e2e chaos soak fuzz gpu mutants bench options reset format lock promtool
+.PHONY: help setup demo test check coverage e2e chaos soak fuzz gpu mutants bench k8s options reset format lock promtool
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -53,6 +53,9 @@ fuzz: setup  ## a million nearly right inputs for each decoder (ARGS="--only ran
 
 gpu: setup  ## tests and benchmarks that need a CUDA device; build/gpu/report.md (ARGS="--report docs/benchmarks/gpu.md")
 	@python -m benchmarks.gpu_report $(ARGS)
+
+k8s: setup  ## the manifests: schemas, policies, arrows, a real API server (built once, minutes), every pod's program started here
+	@pytest -q tests/k8s $(ARGS)
 
 mutants: setup  ## break the core files at random and see whether a test notices (ARGS="--count 60 --seed 2 --only joiner"); hours
 	@python -m tests.mutants $(ARGS)

@@ -162,12 +162,12 @@ def preempt(home: Path, controller: str, name: str, notice_s: float) -> int:
 
 
 def job_of(name: str) -> tuple[str, int]:
-    """Role and index of a program of the trainer, by its name in a stack.
+    """Role and index of a program of the trainer, by its name in a stack, or in a set whose members count from 0.
 
     Raises:
         ConfigError: it has no other name there, or keeps nothing that a commit would save.
     """
-    match = re.fullmatch(r"(controller)|(worker)(?:-([1-9]\d*))?|(shard)-(\d+)", name)
+    match = re.fullmatch(r"(controller)|(worker)(?:-(\d+))?|(shard)-(\d+)", name)
     if match is None:
         raise ConfigError(
             f"expected controller, worker, worker-N or shard-N, got {name!r}: other programs lose nothing that is trained; "

@@ -22,6 +22,10 @@ class JoinerConfig(Rules, Deployment):
     flink: str = setting("", "REST address of the Flink cluster, http://host:port")
     restore: str = setting("", "savepoint or checkpoint that a new Flink job goes on from; empty = none")
 
+    submits: bool = setting(
+        True, "start a job where the cluster has none; false = something else does, such as Flink's operator: it is waited for"
+    )
+
     lateness_ms: int = setting(2_000, "bound of disorder within a partition: watermark = newest time - lateness - 1 ms", least=0)
     idleness_ms: int = setting(0, "a partition silent for this long no longer holds the watermark; 0 = off (replays)", least=0)
     checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or the local engine's snapshots", least=100)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY
 
@@ -87,14 +87,15 @@ def run_local(config: JoinerConfig, schema: Schema, meters: Meters, health: Heal
 
 
 def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) -> None:
-    """Adopt the cluster's joiner job, or submit one; then watch it until `stop` is set, and leave it running.
+    """Adopt the cluster's joiner job, submit one, or wait for it where somebody else submits; then watch it until `stop` is set,
+    and leave it running.
 
     Raises:
         UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. Starting again
             submits it anew, from the key `restore`.
     """
     rest = FlinkRest(config.flink)
-    found = ask(rest, rest.live_job, stop)
+    found = ask(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if found:
         log.info("the job is there already (%s); watching it", found["state"])
         job = str(found["jid"])
@@ -105,6 +106,22 @@ def run_flink(config: JoinerConfig, meters: Meters, health: Health, stop: Stop) 
     kept = ask(rest, rest.high_availability, stop)
     log.info("if the job manager dies: %s", f"its high availability ({kept}) {_KEPT}" if kept else _RESUBMITTED)
     watch(FlinkJob(rest, job, _losses(config)), meters, health, stop, patience_s=_RECOVERY_S if kept else 0.0)
+
+
+def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
+    """The job that somebody else submits. Raises UnavailableError when `stop` is set first."""
+    said = False
+    while not stop.is_set():
+        with health.waiting(f"Flink at {rest.url}"):
+            found = ask(rest, rest.live_job, stop)
+        if found:
+            return found
+        if not said:
+            log.info("no job runs at %s yet, and this program submits none (submits = false): waiting", rest.url)
+            said = True
+        health.turned("no job runs yet")
+        stop.wait(WATCH_S)
+    raise UnavailableError("stopped while waiting for the job")
 
 
 def _losses(config: JoinerConfig) -> GroupLosses | None:

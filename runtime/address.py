@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from roo.config import refusal
@@ -42,11 +44,36 @@ def told_to(host: str, port: int, other: str) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
+_COUNTED = re.compile(r"\{(\d{1,4})\}")
+
+
+def expanded(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Each address, one with `{N}` as N of them: `shard-{3}.shards:7000` is shard-0, shard-1 and shard-2 there, as orchestrators
+    name the members of a set. N is at least 1.
+
+    Raises:
+        ConfigError: N is 0, or a brace is otherwise than that.
+    """
+    found: list[str] = []
+    for address in addresses:
+        counted = _COUNTED.search(address)
+        if counted is None:
+            found.append(address)
+        elif int(counted[1]) == 0:
+            raise ConfigError(f"expected an address like 'shard-{{3}}.shards:7000' with 1 or more, got {address!r}")
+        else:
+            found += [address[: counted.start()] + str(i) + address[counted.end() :] for i in range(int(counted[1]))]
+    if wrong := next((a for a in found if "{" in a or "}" in a), ""):
+        raise ConfigError(f"expected an address like 'shard-{{3}}.shards:7000', got {wrong!r}")
+    return tuple(found)
+
+
 def check_addresses(key: str, *addresses: str) -> None:
-    """Raises ConfigError: one isn't host:port; names the key."""
+    """Raises ConfigError: one isn't host:port, `{N}` in it or not; names the key."""
     for address in addresses:
         try:
-            parse_address(address)
+            for one in expanded((address,)):
+                parse_address(one)
         except ConfigError:
             raise refusal(key, "an address like '127.0.0.1:7000'", address) from None
 

@@ -119,7 +119,7 @@ class WorkerConfig(LoopConfig, Deployment):
 
     model: str = setting("", "path of the model TOML; empty = defaults")
     controller: str = setting(help="the controller's host:port")
-    shards: tuple[str, ...] = setting(help="host:port of shards 0..N-1, in order")
+    shards: tuple[str, ...] = setting(help="host:port of shards 0..N-1, in order; one with {N} stands for N of them")
     index: int = setting(0, "which worker this is, from 0", least=0)
     read_ahead: int = setting(
         2, "chunks read and decoded ahead of training, pushes made behind it, in threads; 0 = one thread", least=0, most=16

@@ -18,7 +18,7 @@ from roo.schema import Registry, Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
 from runtime import metrics
-from runtime.address import told_to
+from runtime.address import expanded, told_to
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
@@ -77,7 +77,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         stages = Stages(clock)
-        shards = [SocketTransport(address) for address in config.shards]
+        shards = [SocketTransport(address) for address in expanded(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
@@ -128,7 +128,7 @@ def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: St
         schema=schema,
         registry=registry,
         kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
-        num_shards=len(config.shards),
+        num_shards=len(expanded(config.shards)),
         num_buckets=config.buckets,
         num_partitions=config.partitions,
         seed=config.seed,

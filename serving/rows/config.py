@@ -15,7 +15,9 @@ from runtime.deployment import Deployment
 class FollowsRows(Deployment):
     """A program that reads rows of the shards."""
 
-    shards: tuple[str, ...] = setting((), "host:port of every shard, in order; rows are bootstrapped from them")
+    shards: tuple[str, ...] = setting(
+        (), "host:port of every shard, in order, to bootstrap rows from; one with {N} stands for N of them"
+    )
     rows_home: str = setting("", "directory of rows that processes of this machine share: on tmpfs, or it is written to disk too")
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from param_server.replica.shared_reader import SharedReader
 from param_server.replica.some_buckets import SomeBuckets
 from roo.lookup import Lookup
 from roo.schema import Schema
+from runtime.address import expanded
 from runtime.clock import Clock
 from runtime.kafka.reader import KafkaReader
 from runtime.metrics import freshness
@@ -167,7 +168,7 @@ def open_follower(
 ) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
     topic = KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions))
-    return RowFollower(replica, topic, [SocketTransport(a) for a in config.shards], freshness().observe, clock, stepped)
+    return RowFollower(replica, topic, [SocketTransport(a) for a in expanded(config.shards)], freshness().observe, clock, stepped)
 
 
 def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:

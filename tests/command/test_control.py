@@ -21,9 +21,10 @@ def test_jobs_are_called_as_their_programs_are_in_a_stack(index: int) -> None:
     assert job_of(kinds.BY_NAME["worker"].name_of(index)) == ("worker", index)
     assert job_of(kinds.BY_NAME["shard"].name_of(index)) == ("shard", index)
     assert job_of("controller") == ("controller", 0)
+    assert job_of("worker-0") == ("worker", 0)  # of a set whose members count from 0
 
 
-@pytest.mark.parametrize("name", ["serving", "shard", "worker-0", "worker-x", "controller-1", "kafka", "", "shard-1 "])
+@pytest.mark.parametrize("name", ["serving", "shard", "worker-", "worker-x", "controller-1", "kafka", "", "shard-1 "])
 def test_a_program_that_keeps_nothing_of_training_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"expected controller, worker, worker-N or shard-N, got .*: other programs lose nothing"

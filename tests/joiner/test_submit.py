@@ -177,3 +177,23 @@ def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Flink"):
         main.run_flink(JoinerConfig(flink="http://127.0.0.1:9"), Meters(CollectorRegistry()), Health(60), stop)
+
+
+def test_where_somebody_else_submits_the_job_is_waited_for(flink: FakeFlink) -> None:
+    flink.answers["/jobs/overview"] = {"jobs": []}
+    flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
+    stop, health, meters = Stop(), Health(60), Meters(registry := CollectorRegistry())
+    running = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
+    threading.Timer(0.3, lambda: flink.answers.update({"/jobs/overview": running})).start()
+    threading.Timer(2.0, stop.set).start()
+    main.run_flink(JoinerConfig(flink=flink.url, submits=False), meters, health, stop)
+    assert registry.get_sample_value("roostream_joiner_running") == 1
+
+
+def test_waiting_for_a_job_that_somebody_else_submits_ends_with_a_signal(flink: FakeFlink) -> None:
+    flink.answers["/jobs/overview"] = {"jobs": []}
+    stop, health = Stop(), Health(60)
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(UnavailableError, match="stopped while waiting for the job"):
+        main.wait_for_job(FlinkRest(flink.url), health, stop)
+    assert health.unready() == "no job runs yet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roo.errors import ConfigError
-from runtime.address import check_addresses, check_listen, is_loopback, told_to
+from runtime.address import check_addresses, check_listen, expanded, is_loopback, told_to
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
@@ -43,3 +43,22 @@ def test_what_is_no_address_is_named_with_its_key() -> None:
 )
 def test_what_another_one_is_told_leads_here_or_is_nothing(host: str, other: str, expected: str, why: str) -> None:
     assert told_to(host, 9, other) == expected, why
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (("a:1", "b:2"), ("a:1", "b:2")),
+        (("shard-{3}.shards:7000",), ("shard-0.shards:7000", "shard-1.shards:7000", "shard-2.shards:7000")),
+        (("shard-{1}.shards:7000", "late:7000"), ("shard-0.shards:7000", "late:7000")),
+    ],
+)
+def test_an_address_with_a_number_in_braces_stands_for_so_many(given: tuple[str, ...], meant: tuple[str, ...]) -> None:
+    assert expanded(given) == meant
+    check_addresses("shards", *given)
+
+
+@pytest.mark.parametrize("address", ["shard-{0}.shards:7000", "shard-{}.shards:7000", "shard-{2}-{2}:7000", "shard-{2}.shards"])
+def test_braces_that_say_nothing_are_refused_with_their_key(address: str) -> None:
+    with pytest.raises(ConfigError, match="key 'shards': expected an address"):
+        check_addresses("shards", address)

@@ -1,0 +1,131 @@
+"""What is said elsewhere in the project, once more in the form that operators of Kubernetes read. `python -m tests.k8s.generate`
+writes the files; `test_generated_files.py` compares them with what it would write.
+
+`runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from joiner.envelope import OUTPUTS
+from runtime.flink_rest import JOB_NAME
+from runtime.kafka import topics
+from runtime.kafka.topics import TOPICS, TopicSettings
+from tests.contract.house import ROOT
+
+K8S = ROOT / "infra" / "k8s"
+COPIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Rights:
+    """Of one program at Kafka. `group` ends with `*` where it is a prefix."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    sees: tuple[str, ...] = ()  # their ids and ends, not their records
+    group: str = ""
+    transactions: str = ""
+
+
+RIGHTS = {
+    "shard": Rights(reads=(topics.ROWS,), writes=(topics.ROWS,), group=f"{topics.ROWS}-shard"),
+    "controller": Rights(reads=(topics.SAMPLES, topics.CORRECTIONS), sees=(topics.ROWS,), group="controller"),
+    "worker": Rights(
+        reads=(topics.SAMPLES, topics.CORRECTIONS),
+        writes=(topics.PREDICTIONS, topics.DEAD_LETTERS),
+        sees=(topics.ROWS,),
+        group="worker-*",
+    ),
+    "serving": Rights(reads=(topics.ROWS,), writes=topics.EVENTS, group="serving-rows"),
+    "features": Rights(reads=topics.EVENTS, group="features"),
+    "auditor": Rights(reads=tuple(t for t in TOPICS if t != topics.ROWS), group="auditor-*"),
+    "joiner": Rights(reads=topics.EVENTS, writes=OUTPUTS, group=JOB_NAME, transactions=f"{JOB_NAME}*"),
+}
+HEADS = {
+    "kafka/topics.yaml": "# Made from runtime/kafka/topics.py by `python -m tests.k8s.generate`; don't edit.",
+    "kafka/users.yaml": "# Made by `python -m tests.k8s.generate`; don't edit. A user's certificate is in the\n"
+    "# Secret of its name.",
+    "monitoring/alerts.yaml": "# Made from infra/alerts by `python -m tests.k8s.generate`; don't edit.",
+}
+
+
+def kafka_topics() -> list[dict[str, Any]]:
+    """A KafkaTopic for each topic, with the settings that the protocol needs."""
+    found = []
+    for topic in TOPICS:
+        config = topics.configs(topic, TopicSettings(replication=COPIES))
+        spec = {
+            "topicName": topic,
+            "partitions": topics.partitions_of(topic, topics.DEFAULT_PARTITIONS),
+            "replicas": COPIES,
+            "config": {key: _number(value) for key, value in sorted(config.items())},
+        }
+        found.append(_resource("KafkaTopic", topic.replace("_", "-"), spec))
+    return found
+
+
+def kafka_users() -> list[dict[str, Any]]:
+    """A KafkaUser for each program that reads or writes topics."""
+    users = []
+    for program, rights in RIGHTS.items():
+        acls = [_acl("topic", topic, "Read", "Describe", "DescribeConfigs") for topic in rights.reads]
+        acls += [_acl("topic", topic, "Write", "Describe", "DescribeConfigs") for topic in rights.writes]
+        acls += [_acl("topic", topic, "Describe", "DescribeConfigs") for topic in rights.sees]
+        acls += [_acl("group", rights.group, "Read", "Describe")] if rights.group else []
+        acls += [_acl("transactionalId", rights.transactions, "Write", "Describe")] if rights.transactions else []
+        spec = {"authentication": {"type": "tls"}, "authorization": {"type": "simple", "acls": acls}}
+        users.append(_resource("KafkaUser", f"roostream-{program}", spec))
+    return users
+
+
+def prometheus_rules() -> list[dict[str, Any]]:
+    rules = yaml.safe_load((ROOT / "infra/alerts/roostream.rules.yml").read_text(encoding="utf-8"))
+    return [
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": {"name": "roostream"},
+            "spec": {"groups": rules["groups"]},
+        }
+    ]
+
+
+def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    labels = {"strimzi.io/cluster": "roostream"}
+    return {"apiVersion": "kafka.strimzi.io/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def _number(text: str) -> int | str:
+    """As one writes it by hand; beyond what a JSON number holds exactly, as text."""
+    return int(text) if text.lstrip("-").isdecimal() and abs(int(text)) < 1 << 53 else text
+
+
+def _acl(kind: str, name: str, *operations: str) -> dict[str, Any]:
+    resource: dict[str, Any] = {"type": kind, "name": name.removesuffix("*")}
+    resource["patternType"] = "prefix" if name.endswith("*") else "literal"
+    return {"resource": resource, "operations": list(operations), "host": "*"}
+
+
+def contents() -> dict[Path, str]:
+    """Every file that is made, with its text."""
+    made = {
+        "kafka/topics.yaml": kafka_topics(),
+        "kafka/users.yaml": kafka_users(),
+        "monitoring/alerts.yaml": prometheus_rules(),
+    }
+    return {K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in made.items()}
+
+
+def _text(documents: list[dict[str, Any]]) -> str:
+    return yaml.safe_dump_all(documents, sort_keys=False, width=160)
+
+
+if __name__ == "__main__":
+    for path, text in contents().items():
+        path.write_text(text, encoding="utf-8")

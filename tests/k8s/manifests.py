@@ -1,0 +1,127 @@
+"""The manifests as `kubectl apply -k` would send them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.contract.house import ROOT
+
+K8S = ROOT / "infra" / "k8s"
+CRDS = Path(__file__).with_name("crds")
+OVERLAYS = ("dev", "prod", "all")  # the last: everything that there is, in a folder of a user's own
+
+_ALL = """apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: shop
+resources:
+  - values.yaml
+  - {k8s}/base
+  - {k8s}/kafka
+  - {k8s}/monitoring
+components:
+  - {k8s}/components/serving-tls
+  - {k8s}/components/shared-rows
+  - {k8s}/components/gpu
+  - {k8s}/components/values
+configMapGenerator:
+  - name: roostream-schema
+    files: [schema.toml]
+"""
+VALUES = {"SHARDS": "3", "PARTITIONS": "6", "BUCKETS": "32", "IMAGE": "shop.example.org/roostream@sha256:" + "0" * 64}
+"""What that user changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Whatever makes pods: its kind and name, and the pod that it makes."""
+
+    kind: str
+    name: str
+    spec: dict[str, Any]
+    pod: dict[str, Any]
+    labels: dict[str, str]
+
+    @property
+    def containers(self) -> list[dict[str, Any]]:
+        """Those that run, and those that run first."""
+        return [*self.pod["containers"], *self.pod.get("initContainers", [])]
+
+
+@cache
+def built(overlay: str) -> tuple[dict[str, Any], ...]:
+    """Every object of an overlay; skips the test where there is no kubectl."""
+    if overlay == "all":
+        raise AssertionError("a folder of a user's own is written by `own_folder` first")
+    return build(K8S / "overlays" / overlay)
+
+
+def build(folder: Path) -> tuple[dict[str, Any], ...]:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not on PATH: nothing here builds a kustomization")
+    done = subprocess.run((kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(d for d in yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d)
+
+
+def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
+    """What a user has who wrote three files of his own beside a checkout, and took every component."""
+    k8s = os.path.relpath(K8S, folder.resolve())
+    (folder / "kustomization.yaml").write_text(_ALL.format(k8s=k8s), encoding="utf-8")
+    values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))
+    values["data"] |= VALUES
+    (folder / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    shutil.copy(K8S / "overlays/prod/schema.toml", folder)
+    return build(folder)
+
+
+def of_kind(objects: tuple[dict[str, Any], ...], *kinds: str) -> list[dict[str, Any]]:
+    return [o for o in objects if o["kind"] in kinds]
+
+
+def named(objects: tuple[dict[str, Any], ...], kind: str, name: str) -> dict[str, Any]:
+    """The one of this name; that of a ConfigMap may have a hash behind it."""
+    found = [o for o in of_kind(objects, kind) if o["metadata"]["name"] == name or _unhashed(o) == name]
+    assert len(found) == 1, f"expected one {kind} {name}, got {len(found)}"
+    return found[0]
+
+
+def _unhashed(resource: dict[str, Any]) -> str:
+    return str(resource["metadata"]["name"]).rpartition("-")[0] if resource["kind"] == "ConfigMap" else ""
+
+
+def workloads(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
+    """Everything that makes pods. Flink's operator makes two kinds of them of one template."""
+    for o in objects:
+        name, spec = o["metadata"]["name"], o.get("spec", {})
+        if o["kind"] == "FlinkDeployment":
+            labels = spec["jobManager"]["podTemplate"]["metadata"]["labels"]
+            assert labels == spec["taskManager"]["podTemplate"]["metadata"]["labels"]
+            yield Workload(o["kind"], name, spec, spec["podTemplate"]["spec"], labels)
+        elif "template" in spec and "spec" in spec["template"]:
+            template = spec["template"]
+            yield Workload(o["kind"], name, spec, template["spec"], template["metadata"]["labels"])
+
+
+@cache
+def definitions() -> dict[tuple[str, str], dict[str, Any]]:
+    """(apiVersion, kind) → schema, of the operators' resources in crds/."""
+    found = {}
+    for path in sorted(CRDS.glob("*.json")):
+        spec = json.loads(path.read_text(encoding="utf-8"))["spec"]
+        for version in spec["versions"]:
+            if version["served"]:
+                place = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
+                found[place] = version["schema"]["openAPIV3Schema"]
+    return found

@@ -1,0 +1,99 @@
+"""What every pod of ours has to be, as rules: each takes a workload and says what breaks it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runtime.program import STOP_S
+from tests.k8s.manifests import Workload
+
+Rule = Callable[[Workload], Iterator[str]]
+
+_PINNED = re.compile(r"[\w./-]+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})$")
+_ASKS_THE_API = {"FlinkDeployment"}
+_ENDS_BY_ITSELF = {"Job", "FlinkDeployment"}  # Flink's operator watches its pods by itself
+
+
+def nobody(workload: Workload) -> Iterator[str]:
+    """It runs as a user without rights, under the runtime's seccomp profile."""
+    security = workload.pod.get("securityContext", {})
+    if not security.get("runAsNonRoot") or security.get("runAsUser", 0) < 1000:
+        yield "expected runAsNonRoot and a runAsUser from 1000 on"
+    if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "expected the seccomp profile RuntimeDefault"
+    if {"hostNetwork", "hostPID", "hostIPC"} & {key for key, value in workload.pod.items() if value}:
+        yield "expected namespaces of its own"
+
+
+def without_capabilities(workload: Workload) -> Iterator[str]:
+    """No container writes to its root, gains rights or has a capability."""
+    for container in workload.containers:
+        security = container.get("securityContext", {})
+        wanted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        if {key: security.get(key) for key in wanted} != wanted or security.get("privileged"):
+            yield f"{container['name']}: expected {wanted}, got {security}"
+
+
+def with_limits(workload: Workload) -> Iterator[str]:
+    """It says what it needs, and has an end to its memory and to what it writes."""
+    for container in workload.containers:
+        if workload.kind == "FlinkDeployment" and container["name"] == "flink-main-container":
+            continue  # the operator writes them, from jobManager.resource and taskManager.resource
+        resources = container.get("resources", {})
+        if not {"cpu", "memory"} <= set(resources.get("requests", {})) or "memory" not in resources.get("limits", {}):
+            yield f"{container['name']}: expected requests of cpu and memory, and a limit of memory"
+    for volume in workload.pod.get("volumes", ()):
+        if "hostPath" in volume:
+            yield f"volume {volume['name']}: expected none of the node's folders"
+        if volume.get("emptyDir") == {}:
+            yield f"volume {volume['name']}: expected a sizeLimit"
+
+
+def pinned(workload: Workload) -> Iterator[str]:
+    """Its images have a version."""
+    images = {c["image"] for c in workload.containers if "image" in c}
+    images |= {workload.spec["image"]} if workload.kind == "FlinkDeployment" else set()
+    for image in images:
+        if not _PINNED.fullmatch(image):
+            yield f"expected an image with a tag other than latest, or a digest, got {image}"
+
+
+def probed(workload: Workload) -> Iterator[str]:
+    """Whoever runs it learns that it has begun, lives and does its work."""
+    if workload.kind not in _ENDS_BY_ITSELF:
+        for container in workload.pod["containers"]:
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                if probe not in container:
+                    yield f"{container['name']}: expected a {probe}"
+
+
+def apart_from_the_api(workload: Workload) -> Iterator[str]:
+    """It has no token of the API server, and no variables that name the namespace's services."""
+    if workload.kind not in _ASKS_THE_API and workload.pod.get("automountServiceAccountToken") is not False:
+        yield "expected automountServiceAccountToken: false"
+    if workload.pod.get("enableServiceLinks") is not False:
+        yield "expected enableServiceLinks: false"
+
+
+def with_time_to_end(workload: Workload) -> Iterator[str]:
+    """The time that it has for ending holds what happens before it is told, and what our programs take."""
+    if workload.kind != "FlinkDeployment" and _is_ours(workload):
+        container = workload.pod["containers"][0]
+        needed_s = _before_stop_s(container) + STOP_S
+        if workload.pod.get("terminationGracePeriodSeconds", 30) < needed_s:
+            yield f"expected terminationGracePeriodSeconds of at least {needed_s:g}"
+
+
+def _before_stop_s(container: dict[str, Any]) -> float:
+    command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    found = re.search(r"--notice (\d+)|^sleep (\d+)$", " ".join(command))
+    return float(found[1] or found[2]) if found else 0.0
+
+
+def _is_ours(workload: Workload) -> bool:
+    return "roostream" in str(workload.labels.get("app.kubernetes.io/part-of"))
+
+
+RULES: tuple[Rule, ...] = (nobody, without_capabilities, with_limits, pinned, probed, apart_from_the_api, with_time_to_end)

@@ -1,0 +1,69 @@
+"""What is said twice is the same twice: topics, rights, alerts, schemas, Flink's flags."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infra import flink_cluster
+from infra.flink_cluster import pyflink_home
+from runtime.kafka.topics import TOPICS, TopicSettings, configs
+from tests.contract.house import ROOT
+from tests.k8s.generate import K8S, RIGHTS, contents
+from tests.k8s.manifests import built, named, of_kind
+
+
+@pytest.mark.parametrize("path", contents(), ids=lambda path: path.name)
+def test_a_made_file_is_as_it_would_be_made(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == contents()[path], "run python -m tests.k8s.generate"
+
+
+def test_topics_are_those_that_the_protocol_needs() -> None:
+    """Through Kustomize: values change what a deployment may choose, and nothing else."""
+    made = {t["spec"]["topicName"]: t["spec"] for t in of_kind(built("prod"), "KafkaTopic")}
+    values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))["data"]
+    settings = TopicSettings(retention_ms=int(values["RETENTION_MS"]), retention_bytes=int(values["RETENTION_BYTES"]))
+    assert set(made) == set(TOPICS)
+    for topic, spec in made.items():
+        assert {key: str(value) for key, value in spec["config"].items()} == configs(topic, settings)
+        assert spec["replicas"] == int(values["KAFKA_COPIES"])
+
+
+def test_every_program_that_speaks_to_kafka_has_a_user_and_may_do_no_more_than_it_is_listed_for() -> None:
+    users = {
+        u["metadata"]["name"].removeprefix("roostream-"): u["spec"]["authorization"]["acls"]
+        for u in of_kind(built("prod"), "KafkaUser")
+    }
+    assert set(users) == set(RIGHTS)
+    for program, acls in users.items():
+        writes = {a["resource"]["name"] for a in acls if a["resource"]["type"] == "topic" and "Write" in a["operations"]}
+        assert writes == set(RIGHTS[program].writes)
+        assert not {"All", "Alter", "Delete", "Create", "ClusterAction"} & {o for a in acls for o in a["operations"]}
+
+
+def test_the_schema_of_an_overlay_is_the_demos_until_somebody_puts_his_own_there() -> None:
+    demo = (ROOT / "traffic/schemas/demo.toml").read_text(encoding="utf-8")
+    assert [(K8S / f"overlays/{o}/schema.toml").read_text(encoding="utf-8") for o in ("dev", "prod")] == [demo, demo]
+
+
+def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
+    settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    assert settings["env.java.opts.all"].split() == list(flink_cluster._OPENED)
+
+
+def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:
+    """Flink passes over what it doesn't know without a word. Its keys stand as texts in its classes."""
+    settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    asked = {re.sub(r"^metrics\.reporter\.prom\.", "", k) for k in settings if not k.startswith(("kubernetes.operator.", "s3."))}
+    known = b""
+    for jar in (*pyflink_home().glob("lib/flink-dist-*.jar"), *pyflink_home().glob("opt/flink-python-*.jar")):
+        with zipfile.ZipFile(jar) as opened:
+            names = [n for n in opened.namelist() if re.search(r"/\w*Options(\$\w+)?\.class$", n)]
+            known += b"".join(opened.read(n) for n in names)
+    assert {key for key in asked if key.encode() not in known} - {"port"} == set()
+    operator = {key for key in settings if key.startswith("kubernetes.operator.")}
+    assert operator <= set((Path(__file__).with_name("flink_operator_keys.txt")).read_text(encoding="utf-8").split())

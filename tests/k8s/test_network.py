@@ -1,0 +1,84 @@
+"""Who reaches whom: the arrows of docs/architecture.md, and no others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.k8s.manifests import built, named, of_kind, workloads
+from tests.k8s.network import Place, allows, selects
+
+ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = 7000, 7100, 8080, 8081, 9090, 9249, 9093, 443, 53
+PORTS = (ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS, 6121, 6122, 6123, 6124, 6379, 6380, 6443, 22)
+PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "joiner-watch", "joiner")
+OTHERS = (
+    Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
+    Place("stranger", {"app": "x"}),
+    Place("gateway", {"app": "gateway"}, "gateways", {"roostream.dev/clients": "true"}),
+    Place("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring"),
+    Place("flink-operator", {"app.kubernetes.io/name": "flink-kubernetes-operator"}, "operators"),
+    Place("foreigner", {"app.kubernetes.io/part-of": "roostream"}, "elsewhere"),
+    Place("names", {"k8s-app": "kube-dns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
+    Place("outside", None),
+)
+ARROWS = {
+    *(("gateway", "serving", RANK), ("worker", "shard", ROWS), ("serving", "shard", ROWS)),
+    *(("shard", "controller", ROWS), ("worker", "controller", ROWS)),
+    *(("controller", watched, METRICS) for watched in ("worker", "serving", "features", "auditor", "joiner-watch")),
+    *(("worker", "worker", port) for port in PORTS),
+    *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
+    *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
+    *((program, "kafka", KAFKA) for program in PROGRAMS),
+    *((program, "names", DNS) for program in PROGRAMS),
+    *((program, "outside", STORE) for program in PROGRAMS),
+    *((program, "outside", 6380) for program in ("serving", "features")),
+    *(("prometheus", program, port) for program in PROGRAMS for port in (METRICS, FLINK_METRICS)),
+}
+
+
+def places(overlay: str) -> list[Place]:
+    pods = [
+        Place(w.labels["app.kubernetes.io/component"], w.labels) for w in workloads(built(overlay)) if w.name != "roostream-redis"
+    ]
+    assert {p.name for p in pods} >= set(PROGRAMS)
+    return [*pods, *OTHERS]
+
+
+def test_exactly_the_arrows_of_the_picture_can_be_followed() -> None:
+    policies = of_kind(built("prod"), "NetworkPolicy")
+    found = {
+        (a.name, b.name, port)
+        for a, b in itertools.product(places("prod"), repeat=2)
+        for port in PORTS
+        if (a.name in PROGRAMS or b.name in PROGRAMS) and allows(policies, a, b, port)
+    }
+    # Where a rule says a port alone (an address outside has no labels), pods of others are behind it too.
+    unnamed = {(a, other.name, port) for a, b, port in ARROWS if b == "outside" for other in OTHERS}
+    assert ARROWS - found == set()
+    assert found - ARROWS - unnamed == set()
+
+
+def test_everybody_may_ask_for_names() -> None:
+    policies = of_kind(built("prod"), "NetworkPolicy")
+    names = next(p for p in OTHERS if p.name == "names")
+    assert all(allows(policies, p, names, DNS, "UDP") for p in places("prod") if p.name in PROGRAMS)
+
+
+@pytest.mark.parametrize("overlay", ["dev", "prod"])
+def test_kafka_lets_in_whoever_has_leave_to_go_there(overlay: str) -> None:
+    """Strimzi makes the brokers' side of its listener."""
+    listener = named(built(overlay), "Kafka", "roostream")["spec"]["kafka"]["listeners"][0]
+    assert listener["tls"] and listener["authentication"] == {"type": "tls"} and listener["port"] == KAFKA
+    peer = listener["networkPolicyPeers"][0]["podSelector"]
+    assert {w.name for w in workloads(built(overlay)) if selects(peer, w.labels)} == {
+        w.name for w in workloads(built(overlay)) if w.labels.get("app.kubernetes.io/component") in PROGRAMS
+    }
+
+
+def test_on_one_node_nobody_goes_out_and_users_reach_serving_alone() -> None:
+    policies = of_kind(built("dev"), "NetworkPolicy")
+    there = {p.name: p for p in [*places("dev"), Place("redis", {"app.kubernetes.io/name": "redis"})]}
+    assert [n for n in PROGRAMS if n != "joiner" and allows(policies, there[n], there["outside"], STORE)] == []
+    assert [n for n in there if allows(policies, there["simulate"], there[n], RANK) and n in PROGRAMS] == ["serving"]
+    assert [n for n in PROGRAMS if allows(policies, there[n], there["redis"], 6379)] == ["serving", "features"]

@@ -1,0 +1,147 @@
+"""Every pod obeys the rules of policy.py, and every name that one object says of another is that of an object."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from infra.kinds import KINDS
+from tests.k8s import policy
+from tests.k8s.manifests import OVERLAYS, Workload, built, named, of_kind, own_folder, workloads
+from tests.k8s.policy import RULES, Rule
+
+Objects = tuple[dict[str, Any], ...]
+MADE_BY_STRIMZI = {"roostream-cluster-ca-cert"}
+MADE_BY_HAND = {"roostream-redis", "roostream-keys"}  # docs/operations/cluster.md
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    return own_folder(tmp_path_factory.mktemp("own")) if request.param == "all" else built(request.param)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_pod_obeys(rule: Rule, objects: Objects) -> None:
+    assert {w.name: broken for w in workloads(objects) if (broken := list(rule(w)))} == {}
+
+
+def shard(**changes: Any) -> Workload:
+    """The shard's, with changes of its pod."""
+    found = next(w for w in workloads(built("prod")) if w.name == "roostream-shard")
+    return dataclasses.replace(found, pod={**copy.deepcopy(found.pod), **changes})
+
+
+def with_container(**changes: Any) -> Workload:
+    first = shard().pod["containers"][0]
+    return shard(containers=[{**first, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        (policy.nobody, lambda: shard(securityContext={"runAsUser": 0})),
+        (policy.nobody, lambda: shard(hostNetwork=True)),
+        (policy.without_capabilities, lambda: with_container(securityContext={"privileged": True})),
+        (policy.with_limits, lambda: with_container(resources={"requests": {"cpu": "1"}})),
+        (policy.with_limits, lambda: shard(volumes=[{"name": "x", "hostPath": {"path": "/"}}])),
+        (policy.with_limits, lambda: shard(volumes=[{"name": "x", "emptyDir": {}}])),
+        (policy.pinned, lambda: with_container(image="roostream:latest")),
+        (policy.pinned, lambda: with_container(image="roostream")),
+        (policy.probed, lambda: with_container(startupProbe=1, livenessProbe=1) and _without(with_container(), "readinessProbe")),
+        (policy.apart_from_the_api, lambda: shard(automountServiceAccountToken=True)),
+        (policy.with_time_to_end, lambda: shard(terminationGracePeriodSeconds=30)),
+    ],
+)
+def test_a_pod_that_does_not_is_found(rule: Rule, broken: Callable[[], Workload]) -> None:
+    assert list(rule(broken()))
+
+
+def _without(workload: Workload, key: str) -> Workload:
+    first = {name: value for name, value in workload.pod["containers"][0].items() if name != key}
+    return dataclasses.replace(workload, pod={**workload.pod, "containers": [first]})
+
+
+def references(workload: Workload) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every ConfigMap, Secret, claim and account that a pod can't do without."""
+    for volume in workload.pod.get("volumes", ()):
+        if "configMap" in volume:
+            yield "ConfigMap", volume["configMap"]["name"]
+        if "secret" in volume:
+            yield "Secret", volume["secret"]["secretName"]
+        if "persistentVolumeClaim" in volume:
+            yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
+    for container in workload.containers:
+        sources = [*container.get("envFrom", ()), *(v.get("valueFrom", {}) for v in container.get("env", ()))]
+        for source in sources:
+            for key, kind in (("configMapRef", "ConfigMap"), ("configMapKeyRef", "ConfigMap"), ("secretRef", "Secret")):
+                if key in source and not source[key].get("optional"):
+                    yield kind, source[key]["name"]
+    account = workload.spec.get("serviceAccount") or workload.pod.get("serviceAccountName")
+    if account:
+        yield "ServiceAccount", account
+
+
+def test_whatever_a_pod_needs_is_there_or_made_by_somebody_who_is_named(objects: Objects) -> None:
+    there = {(o["kind"], o["metadata"]["name"]) for o in objects}
+    there |= {("Secret", name) for name in MADE_BY_STRIMZI | MADE_BY_HAND}
+    there |= {("Secret", o["metadata"]["name"]) for o in of_kind(objects, "KafkaUser")}
+    there |= {("Secret", o["spec"]["secretName"]) for o in of_kind(objects, "Certificate")}
+    assert {(w.name, *r) for w in workloads(objects) for r in references(w) if r not in there} == set()
+
+
+def test_every_mount_is_of_a_volume(objects: Objects) -> None:
+    for w in workloads(objects):
+        volumes = {v["name"] for v in w.pod.get("volumes", ())}
+        volumes |= {c["metadata"]["name"] for c in w.spec.get("volumeClaimTemplates", ())}
+        mounted = {m["name"] for c in w.containers for m in c.get("volumeMounts", ())}
+        assert mounted <= volumes, w.name
+        assert {v["name"] for v in w.pod.get("volumes", ())} <= mounted, f"{w.name}: a volume that nobody mounts"
+
+
+def selected(objects: Objects, labels: dict[str, str]) -> list[Workload]:
+    return [w for w in workloads(objects) if labels.items() <= w.labels.items()]
+
+
+def test_every_service_leads_to_a_port_of_some_pod(objects: Objects) -> None:
+    for service in of_kind(objects, "Service"):
+        pods = selected(objects, service["spec"]["selector"])
+        assert len(pods) == 1, service["metadata"]["name"]
+        ports = {p["containerPort"]: p["name"] for p in pods[0].pod["containers"][0]["ports"]}
+        for port in service["spec"]["ports"]:
+            assert ports[port["port"]] == port["name"], service["metadata"]["name"]
+
+
+def test_every_budget_holds_one_kind_of_pod_and_lets_one_go(objects: Objects) -> None:
+    budgets = of_kind(objects, "PodDisruptionBudget")
+    held = [selected(objects, b["spec"]["selector"]["matchLabels"])[0].name for b in budgets]
+    assert sorted(held) == ["roostream-serving", "roostream-shard", "roostream-worker"]
+    assert all(b["spec"]["maxUnavailable"] == 1 for b in budgets)
+
+
+def test_what_the_autoscaler_counts_no_manifest_counts(objects: Objects) -> None:
+    target = of_kind(objects, "HorizontalPodAutoscaler")[0]["spec"]["scaleTargetRef"]
+    assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
+
+
+def test_every_program_of_the_table_has_its_workload(objects: Objects, request: pytest.FixtureRequest) -> None:
+    """The rows that processes share are a component's, simulated users are those of one node."""
+    started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
+    optional = {"serving-rows", "simulate"}
+    assert {kind.name for kind in KINDS} - optional <= started <= {kind.name for kind in KINDS}
+    wanted = {"dev": {"simulate"}, "all": {"serving-rows"}}.get(request.node.callspec.params["objects"], set())
+    assert started & optional == wanted
+
+
+def test_every_monitored_service_has_the_port(objects: Objects) -> None:
+    for monitor in of_kind(objects, "ServiceMonitor"):
+        wanted = set(monitor["spec"]["selector"]["matchExpressions"][0]["values"])
+        with_metrics = {
+            s["metadata"]["labels"]["app.kubernetes.io/component"]
+            for s in of_kind(objects, "Service")
+            if any(p["name"] == "metrics" for p in s["spec"]["ports"])
+        }
+        assert wanted == with_metrics

@@ -1,0 +1,80 @@
+"""Every object fits its schema: Kubernetes' own strictly, operators' by a walker that refuses what it doesn't know."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.k8s.manifests import OVERLAYS, built, definitions, named, of_kind, own_folder
+from tests.k8s.strict import findings
+
+KUBERNETES = "1.34"
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+    return own_folder(tmp_path_factory.mktemp("own")) if request.param == "all" else built(request.param)
+
+
+def wrong(resource: dict[str, Any]) -> list[str]:
+    schema = definitions().get((resource["apiVersion"], resource["kind"]))
+    if schema is not None:
+        return list(findings(resource, schema))
+    try:
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        return [str(error)]
+    return []
+
+
+def test_every_object_fits_its_schema(objects: tuple[dict[str, Any], ...]) -> None:
+    found = {f"{o['kind']} {o['metadata']['name']}": w for o in objects if (w := wrong(o))}
+    assert found == {}
+
+
+def test_names_are_given_once(objects: tuple[dict[str, Any], ...]) -> None:
+    names = [(o["apiVersion"], o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(names) == len(set(names))
+
+
+def test_the_values_themselves_are_not_applied(objects: tuple[dict[str, Any], ...]) -> None:
+    assert not [o for o in of_kind(objects, "ConfigMap") if o["metadata"]["name"] == "roostream-values"]
+    assert "set-by" not in str(objects)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path", "value"),
+    [
+        ("StatefulSet", "roostream-shard", ("spec", "replica"), 2),
+        ("FlinkDeployment", "roostream-joiner", ("spec", "job", "upgradeMod"), "savepoint"),
+        ("FlinkDeployment", "roostream-joiner", ("spec", "job", "upgradeMode"), "sometimes"),
+        ("Kafka", "roostream", ("spec", "kafka", "replicas"), 3),  # of the API before node pools
+        ("KafkaTopic", "samples", ("spec", "partitions"), "4"),
+        ("KafkaUser", "roostream-worker", ("spec", "authentication", "type"), "password"),
+        ("KafkaNodePool", "broker", ("spec", "roles"), "broker"),
+    ],
+)
+def test_what_does_not_fit_is_found(kind: str, name: str, path: tuple[str, ...], value: object) -> None:
+    broken = copy.deepcopy(named(built("prod"), kind, name))
+    assert wrong(broken) == []
+    at = broken
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = value
+    assert wrong(broken)
+
+
+def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -> None:
+    own = own_folder(tmp_path)
+    shard = named(own, "StatefulSet", "roostream-shard")
+    assert shard["spec"]["replicas"] == 3
+    assert shard["spec"]["template"]["spec"]["containers"][0]["image"].startswith("shop.example.org/roostream@sha256:")
+    assert named(own, "ConfigMap", "roostream-sizes")["data"]["SHARDS"] == "3"
+    assert named(own, "ConfigMap", "roostream-deployment")["data"]["BUCKETS"] == "32"
+    partitions = {t["spec"]["topicName"]: t["spec"]["partitions"] for t in of_kind(own, "KafkaTopic")}
+    assert partitions["samples"] == 6 and partitions["dead_letters"] == 1
+    assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}

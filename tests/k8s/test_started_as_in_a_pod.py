@@ -1,0 +1,176 @@
+"""What runs in a pod runs here with the pod's own arguments, environment and files: its settings are taken, it lives, it says
+whom it waits for, and it ends as it is told to."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.kinds import kind_of
+from infra.ports import Ports
+from roo.config import check_environment, load
+from runtime.program import STOP_S
+from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
+from tests.k8s.pod import Kubelet, Started
+from tests.serving.access.certificates import Authority
+
+Objects = tuple[dict[str, Any], ...]
+PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "joiner")
+
+
+class Anything(dict[str, dict[str, bytes]]):
+    """A namespace in which every Secret is there, with the files of all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        folder.mkdir()
+        authority = Authority(folder, "authority")
+        certificate, key = (Path(p).read_bytes() for p in authority.issue("user"))
+        ca = authority.pem.read_bytes()
+        self.files = {"ca.crt": ca, "user.crt": certificate, "user.key": key, "tls.crt": certificate, "tls.key": key}
+        self.files |= {"password": b"s3cret\n", "keys.json": b'{"keys": []}'}
+
+    def __missing__(self, name: str) -> dict[str, bytes]:
+        return self.files
+
+
+def of_overlay(overlay: str, folder: Path) -> Objects:
+    if overlay != "all":
+        return built(overlay)
+    (folder / "own").mkdir()
+    return own_folder(folder / "own")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_program_takes_the_settings_of_its_pod(overlay: str, tmp_path: Path) -> None:
+    """Keys, variables, ranges and files, as the program itself checks them; of the last of several pods too."""
+    objects = of_overlay(overlay, tmp_path)
+    seen = set()
+    for workload in workloads(objects):
+        for container in workload.containers:
+            if "--config" not in container.get("args", ()) or workload.kind == "FlinkDeployment":
+                continue
+            program = container["args"][0]
+            for index in {0, workload.spec.get("replicas", 1) - 1}:
+                kubelet = Kubelet(objects, tmp_path / f"{program}-{index}", Anything(tmp_path / f"{program}-{index}-keys"))
+                started = kubelet.start(workload, container, index)
+                check_environment([program], (), started.environment)
+                config = load(kind_of(program).settings(), started.arguments[-1], program=program, environ=started.environment)
+                assert getattr(config, "index", index) == index
+            seen.add(program)
+    assert seen == {*PROGRAMS, *({"serving-rows"} if overlay == "all" else ())}
+
+
+def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None:
+    """A pod more or less can't be had: the set's size, the controller's number and what readers dial are one value."""
+    objects = of_overlay("all", tmp_path)
+    found = {w.name: w for w in workloads(objects)}
+    count = found["roostream-shard"].spec["replicas"]
+    environment = {
+        name: Kubelet(objects, tmp_path / name, Anything(tmp_path / f"{name}-keys")).start(w, w.pod["containers"][0]).environment
+        for name, w in found.items()
+        if w.kind != "FlinkDeployment"
+    }
+    assert environment["roostream-shard"]["ROOSTREAM_SHARD_NUM_SHARDS"] == str(count) == "3"
+    assert environment["roostream-controller"]["ROOSTREAM_CONTROLLER_NUM_SHARDS"] == str(count)
+    dialled = f"roostream-shard-{{{count}}}.roostream-shard:7000"
+    assert environment["roostream-worker"]["ROOSTREAM_WORKER_SHARDS"] == dialled
+    assert environment["roostream-serving"]["ROOSTREAM_SERVING_SHARDS"] == dialled
+
+
+class Running:
+    """A container on drawn ports, whose peers are all away."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        ports = Ports()
+        self.metrics, listen, away = ports.draw(), ports.draw(), ports.draw()
+        instead = {"0.0.0.0:7000": f"127.0.0.1:{listen}", "0.0.0.0:8080": f"127.0.0.1:{listen}", "127.0.0.1:7100": "127.0.0.1:0"}
+        instead |= {"9090\n": f"{self.metrics}\n", "[]\n": "[]\n"}
+        names = (
+            "roostream-kafka-bootstrap:9093",
+            "roostream-controller:7000",
+            "roostream-joiner-rest:8081",
+            "roostream-redis:6379",
+        )
+        instead |= dict.fromkeys(names, f"127.0.0.1:{away}")
+        workload, container = _find(program)
+        kubelet = Kubelet(built("dev"), folder / "root", Anything(folder / "keys"), instead)
+        self.started: Started = kubelet.start(workload, container)
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.started.command, env=self.started.environment, stdout=log, stderr=log, cwd=folder
+            )
+
+    def stop(self) -> int:
+        """Its exit code after SIGTERM; it is killed where it does not end."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S + 20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def probe(self, name: str) -> tuple[int, str]:
+        """Status and text of a probe; 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/{name}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def wait(self, name: str, text: str) -> tuple[int, str]:
+        """Until the probe answers with this in it, or the program ends."""
+        end_s = time.monotonic() + 90
+        while True:
+            found = self.probe(name)
+            if re.search(text, found[1]) or self.process.poll() is not None or time.monotonic() > end_s:
+                return found
+            time.sleep(0.1)
+
+
+def _find(program: str) -> tuple[Workload, dict[str, Any]]:
+    for workload in workloads(built("dev")):
+        for container in workload.containers:
+            if container.get("args", [""])[0] == program:
+                return workload, container
+    raise AssertionError(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "waits_for"),
+    [
+        ("shard", "waits for the controller"),
+        ("controller", "starting|waits for"),
+        ("worker", "starting|waits for"),
+        ("serving", "starting|waits for|rows|model"),
+        ("features", "starting|waits for"),
+        ("auditor", "starting|waits for"),
+        ("joiner", "Flink|starting"),
+    ],
+)
+def test_without_its_peers_a_pod_lives_says_whom_it_waits_for_and_ends_when_told(
+    program: str, waits_for: str, tmp_path: Path
+) -> None:
+    running = Running(program, tmp_path)
+    try:
+        alive = running.wait("livez", "ok")
+        assert alive == (200, "ok\n"), running.log.read_text()[-2000:]
+        status, reason = running.wait("readyz", waits_for)
+        assert status == 503 and re.search(waits_for, reason), (status, reason)
+    finally:
+        code = running.stop()
+    assert code == 0, running.log.read_text()[-2000:]
+    lines = running.log.read_text().splitlines()
+    assert lines and all(line.startswith("{") for line in lines), "one object a line"
