@@ -77,6 +77,7 @@ class Accounts:
         self._closed_by: Counter[str] = Counter()
         self._dead_letters: Counter[str] = Counter()
         self._untrained_by: Counter[str] = Counter()
+        self._dispositions: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
 
     @property
@@ -85,7 +86,16 @@ class Accounts:
 
     @property
     def counters(self) -> dict[str, Counter[str]]:
-        names = ("_count", "_actions", "_closed_by", "_dead_letters", "_untrained_by", "_unreadable", "num_records")
+        names = (
+            "_count",
+            "_actions",
+            "_closed_by",
+            "_dead_letters",
+            "_untrained_by",
+            "_unreadable",
+            "num_records",
+            "_dispositions",
+        )
         return {n: getattr(self, n) for n in names}
 
     def add(self, record: Record) -> None:
@@ -216,9 +226,11 @@ class Accounts:
     def _prediction(self, message: pb.Prediction, now_ms: int) -> None:
         id_ = message.sample_id
         if self._forget_untrained(id_) and self.requests.is_stale(id_, message.time_ms):
-            self._count["predicted"] += 1
-        elif not self._is_out(self.requests, id_, message.time_ms):
-            self._count["predicted"] += self.requests.mark(id_, PREDICTED, now_ms)
+            new = True
+        else:
+            new = not self._is_out(self.requests, id_, message.time_ms) and self.requests.mark(id_, PREDICTED, now_ms)
+        self._count["predicted"] += new
+        self._dispositions[_disposition(message.disposition)] += new
 
     def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
         place = _place(message.topic, message.partition, message.offset)
@@ -287,6 +299,7 @@ class Accounts:
             overdue=overdue,
             late=late,
             predicted=count["predicted"],
+            predicted_by=dict(self._dispositions),
             unpredicted=len(self.untrained) + count["never_predicted"],
             untrained_by=dict(self._untrained_by),
             stale=count["stale"],
@@ -318,7 +331,9 @@ class Accounts:
         """Be as the one that `dump` was of; what `__init__` was given stays, but for `since_ms`."""
         for name, counter in self.counters.items():
             counter.clear()
-            counter.update({str(k): int(v) for k, v in numbers[name].items()})
+            counter.update({str(k): int(v) for k, v in numbers.get(name, {}).items()})
+        if "_dispositions" not in numbers:  # files of before didn't tell them
+            self._dispositions[_OTHER] = self._count["predicted"]
         for name, ledger in self.ledgers.items():
             ledger.load(numbers[name], {k.removeprefix(f"{name}."): a for k, a in arrays.items() if k.startswith(f"{name}.")})
         self.since_ms, self.closed_until_ms = int(numbers["since_ms"]), int(numbers["closed_until_ms"])
@@ -360,6 +375,12 @@ def _close_reason(number: int) -> str:
     """Its name, also of one that a newer joiner wrote."""
     known = pb.CloseReason.DESCRIPTOR.values_by_number.get(number)
     return _OTHER if known is None else known.name.removeprefix("CLOSE_").lower()
+
+
+def _disposition(number: int) -> str:
+    """Its name, also of one that a newer trainer wrote."""
+    known = pb.Disposition.DESCRIPTOR.values_by_number.get(number)
+    return _OTHER if known is None else known.name.removeprefix("DISPOSITION_").lower()
 
 
 def _named(name: str, known: Counter[str]) -> str:

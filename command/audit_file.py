@@ -22,8 +22,8 @@ from runtime.checkpoint_store import FileStore
 from runtime.kafka.topics import Progress, flat, nested
 
 log = logging.getLogger("roostream.auditor")
-FORMAT = 2  # 1 had no recent times
-_READ = ("1", "2")
+FORMAT = 3  # 1 had no recent times, 2 no dispositions
+_READ = ("1", "2", "3")
 NAME = "sums"
 _SUM_BYTES = 8
 

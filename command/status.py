@@ -25,6 +25,7 @@ from runtime.scrape import Scraped
 from trainer.control.neighbours import click_rate, freshness, lost_records, rows_by_stack, serving_state
 from trainer.control.together import together, worker_reports
 from trainer.monitoring.quality import QUALITY
+from trainer.selection.outcomes import added
 
 _QUALITY = (*QUALITY, "requests", "candidates")
 
@@ -139,6 +140,7 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
         },
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
         **{k: _sum(report.get(k) for report in reports) for k in counted},
+        "outcomes": added([report.get("outcomes") or {} for report in reports]),
     }
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from roo.errors import printable
 from trainer.control.holds import Spending
 from trainer.control.protocol import Hold
+from trainer.selection.outcomes import unaccounted
 
 NONE = "–"
 Row = tuple[str, str]
@@ -26,6 +27,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         ("rates /s", _rates(status["rates"])),
         ("joiner", _joiner(status["joiner"])),
         ("trainer", _trainer(status["trainer"])),
+        *_outcomes(status["trainer"]),
         *_workers(status["workers"]),
         ("rows", ", ".join(f"{k} {v:,}" for k, v in status["rows"].items()) or NONE),
         ("commit", _commit(status["commit"])),
@@ -142,6 +144,16 @@ def _trainer(t: Mapping[str, Any]) -> str:
     return f"{state}{_history(t['initial'])}{eta}, {where}, {counts}"
 
 
+def _outcomes(t: Mapping[str, Any]) -> list[Row]:
+    """What became of the requests that were taken, since the workers started; nothing where all were trained."""
+    of = t["outcomes"]
+    if not of or of["taken"] == of["trained"]:
+        return []
+    parts = " + ".join(f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained"))
+    missing = unaccounted(of)
+    return [("selection", f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}")]
+
+
 def _history(initial: Mapping[str, Any] | None) -> str:
     """How far the initial phase is; nothing in the stream."""
     if not initial:
@@ -238,6 +250,8 @@ def _named(sums: Mapping[str, Any]) -> list[Row]:
         ("untrained", sums["untrained_by"]),
         ("unreadable", sums["unreadable"]),
     ]
+    if {*sums["predicted_by"]} - {"trained"}:
+        found.append(("predicted", sums["predicted_by"]))
     rows = [(name, ", ".join(f"{reason} {n:,}" for reason, n in sorted(by.items()))) for name, by in found if any(by.values())]
     if sums["since_ms"]:
         rows.append(("audited", f"events since {clock(sums['since_ms'])}: retention has deleted what came before"))

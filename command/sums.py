@@ -40,6 +40,7 @@ class Sums:
     overdue: int  # the joiner has gone past them: they are missing
     late: int  # the inputs have gone past them: they are missing, or the joiner is behind
     predicted: int
+    predicted_by: dict[str, int]  # trained, frozen, or why it was skipped; together `predicted`
     unpredicted: int  # samples that are neither trained nor dead so far
     untrained_by: dict[str, int]  # samples that the trainer refused, by reason
     stale: int
@@ -60,6 +61,7 @@ LABELS = {
     "closed_by": "reason",
     "dead_letters": "reason",
     "untrained_by": "reason",
+    "predicted_by": "disposition",
     "unreadable": "topic",
 }
 STATES = ("reading", "unknown", "waiting", "yes", "no")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +78,9 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
 
 
 def plain(value: Any) -> Any:
-    """`value` with paths as text and tuples as lists, as TOML can hold it."""
+    """`value` with paths as text, tuples as lists and settings as tables, as TOML can hold it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -104,9 +104,13 @@ def bucket_of(id_: int, table: int, num_buckets: int) -> int:
 
 def buckets_of(ids_N: np.ndarray, tables_N: np.ndarray | int, num_buckets: int) -> np.ndarray:
     """int64 [N], (uint32 [N] or one table) → int32 [N]."""
-    x = ids_N.view(np.uint64) ^ np.asarray(tables_N, dtype=np.uint64)
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
+    x = splitmix64_of(ids_N.view(np.uint64) ^ np.asarray(tables_N, dtype=np.uint64))
     return (x % np.uint64(num_buckets)).astype(np.int32)
+
+
+def splitmix64_of(x_N: np.ndarray) -> np.ndarray:
+    """`splitmix64` of each of uint64 [N]."""
+    x_N = x_N + np.uint64(0x9E3779B97F4A7C15)
+    x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x_N ^ (x_N >> np.uint64(31))

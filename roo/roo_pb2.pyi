@@ -14,12 +14,25 @@ class CloseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CLOSE_NEXT_REQUEST: _ClassVar[CloseReason]
     CLOSE_LATE: _ClassVar[CloseReason]
     CLOSE_EARLY: _ClassVar[CloseReason]
+
+class Disposition(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DISPOSITION_TRAINED: _ClassVar[Disposition]
+    DISPOSITION_FROZEN: _ClassVar[Disposition]
+    DISPOSITION_NEGATIVE: _ClassVar[Disposition]
+    DISPOSITION_RANDOM: _ClassVar[Disposition]
+    DISPOSITION_STALE: _ClassVar[Disposition]
 CLOSE_UNKNOWN: CloseReason
 CLOSE_WINDOW: CloseReason
 CLOSE_ENGAGED: CloseReason
 CLOSE_NEXT_REQUEST: CloseReason
 CLOSE_LATE: CloseReason
 CLOSE_EARLY: CloseReason
+DISPOSITION_TRAINED: Disposition
+DISPOSITION_FROZEN: Disposition
+DISPOSITION_NEGATIVE: Disposition
+DISPOSITION_RANDOM: Disposition
+DISPOSITION_STALE: Disposition
 
 class Header(_message.Message):
     __slots__ = ("request_id", "user_id", "session_id", "surface", "time_ms", "schema", "model_version")
@@ -206,7 +219,7 @@ class Barrier(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., bucket: _Optional[int] = ..., rebootstrap: bool = ..., stack: _Optional[str] = ...) -> None: ...
 
 class Prediction(_message.Message):
-    __slots__ = ("sample_id", "time_ms", "item_ids", "scores", "labels", "served_scores", "step", "partition", "offset")
+    __slots__ = ("sample_id", "time_ms", "item_ids", "scores", "labels", "served_scores", "step", "partition", "offset", "disposition", "train_weight", "metric_weight")
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
     ITEM_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +229,9 @@ class Prediction(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DISPOSITION_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    METRIC_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     sample_id: int
     time_ms: int
     item_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -225,7 +241,10 @@ class Prediction(_message.Message):
     step: int
     partition: int
     offset: int
-    def __init__(self, sample_id: _Optional[int] = ..., time_ms: _Optional[int] = ..., item_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., labels: _Optional[_Iterable[float]] = ..., served_scores: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., partition: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    disposition: Disposition
+    train_weight: float
+    metric_weight: float
+    def __init__(self, sample_id: _Optional[int] = ..., time_ms: _Optional[int] = ..., item_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., labels: _Optional[_Iterable[float]] = ..., served_scores: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ..., partition: _Optional[int] = ..., offset: _Optional[int] = ..., disposition: _Optional[_Union[Disposition, str]] = ..., train_weight: _Optional[float] = ..., metric_weight: _Optional[float] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("reason", "topic", "partition", "offset", "error", "raw", "raw_bytes", "event_id", "request_id")

@@ -13,6 +13,7 @@ from roo.errors import SetupError
 from runtime.address import check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
+from trainer.selection.config import DeferralConfig, SelectionConfig
 
 _FULLY_GROWN = math.log(1 << 16)
 
@@ -57,6 +58,8 @@ class LoopConfig(Settings):
     )
     freeze_at_ms: int = setting(0, "requests from this event time on are scored, not trained; 0 = never", least=0)
 
+    selection: SelectionConfig = setting(factory=SelectionConfig, help="which requests are trained (docs/selection.md)")
+    deferral: DeferralConfig = setting(factory=DeferralConfig, help="whose gradients wait at the worker (docs/selection.md)")
     slices: tuple[str, ...] = setting(("surface",), "progressive metrics by these, too: surface, candidate_age, features")
 
     def __post_init__(self) -> None:

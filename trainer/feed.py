@@ -22,6 +22,7 @@ from runtime.kafka.topics import Partition
 from trainer.batches import Chunk
 from trainer.device.staging import DeviceCopy
 from trainer.rows import Rows
+from trainer.selection.decision import FROZEN, TRAINED, Selected, Unscored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,15 +32,27 @@ class ChunkPart:
     batch: Batch
     trains: bool  # or is it only scored?
     lookup: Lookup
+    choice: Selected | None = None  # what selection says of its requests; None: all are trained, or frozen, and count once
 
     @property
     def has_weight(self) -> bool:
         """Whether training on it changes anything."""
         return self.trains and bool(self.batch.weight_BT.any())
 
+    @property
+    def disposition_R(self) -> np.ndarray:
+        """uint8: what becomes of each request (decision.py)."""
+        of_all = TRAINED if self.trains else FROZEN
+        return np.full(self.batch.num_requests, of_all, np.uint8) if self.choice is None else self.choice.reason_R
 
-def part_of(batch: Batch, *, trains: bool, deduplicated: bool = False) -> ChunkPart:
-    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated))
+    def take(self, row_M: np.ndarray) -> ChunkPart:
+        """The requests `row_M` (int64 [M]) of it."""
+        choice = None if self.choice is None else Selected(*(of_R[row_M] for of_R in self.choice))
+        return part_of(self.batch.take_requests(row_M), trains=self.trains, choice=choice)
+
+
+def part_of(batch: Batch, *, trains: bool, deduplicated: bool = False, choice: Selected | None = None) -> ChunkPart:
+    return ChunkPart(batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated), choice=choice)
 
 
 def split_at(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> tuple[ChunkPart, ...]:
@@ -60,6 +73,7 @@ class Claimed:
     chunk: Chunk
     new_R: np.ndarray  # bool, of the chunk's requests
     parts: tuple[ChunkPart, ...]  # later ones must see what earlier ones change; none where nothing is new
+    unscored: Unscored | None = None  # what isn't even looked at; None = nothing
 
     @property
     def num_requests(self) -> int:

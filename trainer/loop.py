@@ -32,36 +32,26 @@ from trainer.burial import Burial, NotFiniteError
 from trainer.config import LoopConfig
 from trainer.device.numerics import logits_of, trained_model
 from trainer.device.staging import open_staging
-from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of, split_at
+from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of
+from trainer.monitoring.freshness import freshness_of
 from trainer.monitoring.quality import Report
 from trainer.monitoring.shadow import FrozenCopy
 from trainer.monitoring.slices import slicers
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.pipeline.stages import Stages
-from trainer.predictions import Outputs, dead_letter, predictions_of
-from trainer.rows import PushTimes, Rows, clip_rows, largest_norm, no_rows
+from trainer.predictions import Outputs, dead_letter, predictions_of, unscored_of
+from trainer.rows import PushTimes, Rows, clip_rows, largest_norm, no_rows, push_times
 from trainer.saved_batch import SavedBatches
+from trainer.selection.decision import FROZEN, Unscored
+from trainer.selection.outcomes import Counts, Outcomes
+from trainer.selection.selection import Selection
 from trainer.watermark import TrainedTime
 
 log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
-_SANE_MS = 3_600_000
 _RECENT = "watermark.recent_ms"
 _MOST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
-
-
-@dataclasses.dataclass
-class Counts:
-    """Since this process started."""
-
-    requests: int = 0
-    candidates: int = 0
-    frozen: int = 0  # scored, not trained
-    non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
-    dead_letters: int = 0
-    corrections: int = 0  # trained, beside the requests
-    busy_s: float = 0.0  # pulling and training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +94,8 @@ class TrainLoop:
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
         self._rate_after = config.rate_after  # by the stream's batches, also while `config` is that of another phase
-        self.counts, self.stages = Counts(), wiring.stages or Stages(wiring.clock)
+        self.counts, self.outcomes, self.stages = Counts(), Outcomes(), wiring.stages or Stages(wiring.clock)
+        self.selection = Selection(config, schema)
         self._slicers, self.shadow, self.saved = slicers(schema, config.slices), wiring.shadow, wiring.saved
         self.staging = open_staging(config.device)
         self.share: int | None = None  # of the requests that all workers have taken; None: this one is alone
@@ -121,7 +112,10 @@ class TrainLoop:
 
     def finish(self) -> bool:
         """Train on what waits for a full chunk, at the end of the input; not in exact mode, which takes whole chunks only."""
-        return self._train(self.feed.rest())
+        went_on = self._train(self.feed.rest())
+        if not went_on:
+            self._push_waiting()
+        return went_on
 
     def scores(self, batch: Batch) -> np.ndarray:
         """Probabilities [B, T] by the weights and rows of now. Nothing is counted or changed.
@@ -151,7 +145,7 @@ class TrainLoop:
         """
         self.feed.drain()
         return Snapshot(
-            shared=dense.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms},
+            shared=dense.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms} | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self.own.cut(),
@@ -167,6 +161,7 @@ class TrainLoop:
         self.feed.forget()
         self._build()
         dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
+        self.selection.load(at.shared)
         self.num_steps = at.step
         self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
         self._seek(at.progress)
@@ -188,6 +183,8 @@ class TrainLoop:
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=self._rate_after, clip_norm=self.config.clip_norm)
         self.num_steps, self.time, self.share = 0, TrainedTime(), None
         self.burial = Burial(self._bury)
+        self.selection.reset()
+        self.outcomes.begin()
         self._own_at(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
@@ -225,10 +222,8 @@ class TrainLoop:
             new_R = self.own.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
             batch = corrections.without_idle(batch, self.config)
-            return Claimed(chunk=chunk, new_R=new_R, parts=self._parts(batch))
-
-    def _parts(self, batch: Batch) -> tuple[ChunkPart, ...]:
-        return split_at(batch, self.config.freeze_at_ms, deduplicated=self.config.deduplicate)
+            parts, unscored = self.selection.split(batch, self.num_steps)
+            return Claimed(chunk=chunk, new_R=new_R, parts=parts, unscored=unscored)
 
     def pull(self, claimed: Claimed, rows: Rows | None = None) -> Prepared:
         """The rows of its first part, as they are now in `rows`, or in the loop's own. Changes nothing of the loop's.
@@ -261,8 +256,15 @@ class TrainLoop:
     def settle(self, claimed: Claimed) -> None:
         """It is trained whole: its offsets and ids are in the next cut. NotFiniteError: nothing of it could be."""
         self.counts.non_finite += self.burial.settle()
+        if claimed.unscored:
+            self._tell_unscored(claimed.unscored)
+        self.selection.trained(self.num_steps, claimed, self.rows)
+        if any(not part.trains and part.choice is None for part in claimed.parts):
+            self._push_waiting()  # frozen from here on
+        self.outcomes.settle(claimed.num_requests)
         self.own.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
-        self._note_freshness(claimed.chunk, claimed.new_R)
+        for stage, ms in freshness_of(claimed.chunk, claimed.new_R, self.clock.now_ms()):
+            self.on_freshness(stage, ms)
 
     def _train(self, claimed: Claimed | None) -> bool:
         if claimed is None:
@@ -312,8 +314,10 @@ class TrainLoop:
             raise NotFiniteError("the dense weights are not finite: they must be restored")
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
-            return [part_of(batch.take_requests(row_M), trains=part.trains) for row_M in halves]
+            return [part.take(row_M) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
+        if not batch.correction_R[0]:
+            self.outcomes.die()
         self.burial.suspect(partition, int(batch.offset_R[0]))
         return ()
 
@@ -326,22 +330,30 @@ class TrainLoop:
         self.burial.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
-        self.counts.frozen += 0 if part.trains else part.batch.num_requests
         sample_R = ~part.batch.correction_R
         self.counts.corrections += int((~sample_R).sum())
         if not sample_R.any():
             return
         if not sample_R.all():
             sample_B = sample_R[part.batch.request_index_B]
-            part = part_of(part.batch.take_requests(np.flatnonzero(sample_R)), trains=part.trains)
+            part = part.take(np.flatnonzero(sample_R))
             score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
-        batch = part.batch
-        self.own.count(batch, score_BT, self.watermark_ms, shadow_BT)
+        batch, disposition_R = part.batch, part.disposition_R
+        self.own.count(batch, score_BT, self.watermark_ms, shadow_BT, part.choice.metric_weight_R if part.choice else None)
         self.on_scored(part)
-        for prediction in predictions_of(batch, score_BT, self.num_steps):
+        for prediction in predictions_of(batch, score_BT, self.num_steps, disposition_R, part.choice):
             self.outputs.prediction(prediction)
+        self.outcomes.tell(disposition_R)
+        self.counts.frozen += int((disposition_R == FROZEN).sum())
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
+
+    def _tell_unscored(self, unscored: Unscored) -> None:
+        """Their labels are used for nothing."""
+        for prediction in unscored_of(unscored, self.num_steps):
+            self.outputs.prediction(prediction)
+        self.outcomes.tell(unscored.reason_R)
+        self.counts.requests += unscored.batch.num_requests
 
     def _descend(self, pulled: Pulled, logits_BT: torch.Tensor) -> bool:
         """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
@@ -360,6 +372,7 @@ class TrainLoop:
         with self.stages("backward"):
             self.optimizer.zero_grad()
             targets = corrections.targets_of(pulled.part.batch, self.config)._replace(total_T=total_T)
+            targets = self.selection.weighted(targets, pulled.part)
             self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
 
     def push(self, pulled: Pulled | None, clip_row_norm: float = 0.0) -> None:
@@ -367,31 +380,14 @@ class TrainLoop:
         if pulled is None:
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
             return self.rows.push(no_rows(self.schema), {}, times)
-        batch = pulled.part.batch
-        engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
-        times = PushTimes(
-            step=self.num_steps,
-            time_ms=self.watermark_ms,
-            oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
-            oldest_close_ms=int(corrections.due_ms_of(batch).min()),
-            clip_row_norm=clip_row_norm,
-        )
+        times = push_times(pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
         with self.stages("push"):
-            self.rows.push(pulled.part.lookup, _gradients(pulled.inputs), times)
+            self.rows.push(*self.selection.outgoing(pulled, _gradients(pulled.inputs), self.watermark_ms), times)
 
-    def _note_freshness(self, chunk: Chunk, new_R: np.ndarray) -> None:
-        """Of the chunk's oldest new sample; a replay of old data has no meaningful times between event and wall."""
-        new_R = new_R & ~chunk.batch.correction_R
-        if not new_R.any():
-            return
-        close_ms_R, engaged_ms_R = chunk.batch.close_ms_R[new_R], chunk.batch.oldest_engagement_ms_R[new_R]
-        if (engaged_ms_R > 0).any():
-            waits_ms = (close_ms_R - engaged_ms_R)[engaged_ms_R > 0]
-            self.on_freshness("engagement_to_close", float(waits_ms.max()))
-        to_readable_ms = chunk.read_ms - int(close_ms_R.min())
-        if 0 <= to_readable_ms < _SANE_MS:
-            self.on_freshness("close_to_readable", float(to_readable_ms))
-            self.on_freshness("readable_to_trained", float(self.clock.now_ms() - chunk.read_ms))
+    def _push_waiting(self) -> None:
+        """Training ends here: no gradient may wait any longer."""
+        if waiting := self.selection.waiting():
+            self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark_ms))
 
 
 def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:

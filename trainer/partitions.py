@@ -98,8 +98,18 @@ class Partitions:
             self._states[partition].taken[0] += 1
         self.progress |= after
 
-    def count(self, batch: Batch, score_BT: np.ndarray, watermark_ms: int = 0, shadow_BT: np.ndarray | None = None) -> None:
-        """`score_BT`: probabilities, of before these labels were used; `shadow_BT`: those of a frozen copy."""
+    def count(
+        self,
+        batch: Batch,
+        score_BT: np.ndarray,
+        watermark_ms: int = 0,
+        shadow_BT: np.ndarray | None = None,
+        stands_for_R: np.ndarray | None = None,
+    ) -> None:
+        """`score_BT`: probabilities, of before these labels were used; `shadow_BT`: those of a frozen copy; `stands_for_R`: how
+        many requests each is counted for, None = 1."""
+        if stands_for_R is not None:
+            batch = dataclasses.replace(batch, weight_BT=batch.weight_BT * stands_for_R[batch.request_index_B][:, None])
         place_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, place_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
         scale_T = [label.amount_scale for label in batch.schema.labels]
@@ -108,7 +118,8 @@ class Partitions:
             of_R[row_M] = number
         of = [self._states[partition].metrics for partition in rows]
         if of:
-            update_each(of, of_R, score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R, scale_T)
+            columns = (score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+            update_each(of, of_R, *columns, scale_T, stands_for_R)
 
     def metrics(self) -> Metrics:
         """Of everything counted in all partitions since the beginning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -20,6 +20,7 @@ from runtime.clock import Clock
 from runtime.kafka import clients
 from runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
 from trainer.batches import Rejected
+from trainer.selection.decision import Selected, Unscored
 
 log = logging.getLogger("roostream.worker")
 
@@ -34,10 +35,18 @@ class Prediction(NamedTuple):
     value: bytes  # the record: a `Prediction` message
 
 
-def predictions_of(batch: Batch, score_BT: np.ndarray, step: int) -> Iterator[Prediction]:
-    """One a request, in the order of the batch; `score_BT` are probabilities before the update. The columns go into the record
-    from their arrays, between what comes before them and what comes behind: the same bytes as of a message."""
-    tasks = 4 * score_BT.shape[1]
+def predictions_of(
+    batch: Batch,
+    score_BT: np.ndarray,
+    step: int,
+    disposition_R: np.ndarray | None = None,
+    choice: Selected | None = None,
+) -> Iterator[Prediction]:
+    """One a request, in the order of the batch; `score_BT` are probabilities before the update, [B, 0] of what isn't scored. The
+    columns go into the record from their arrays, between what comes before them and what comes behind: the same bytes as of a
+    message. `disposition_R`: uint8, what becomes of each (decision.py); None = trained. `choice`: their weights, None = 1."""
+    tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
+    what = [{}] * batch.num_requests if disposition_R is None else list(_said(disposition_R, choice))
     ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64).tolist()
     starts_R = [0, *ends_R[:-1]]
     num_served_R = np.bincount(batch.request_index_B, ~np.isnan(batch.served_score_BT).all(axis=1), batch.num_requests)
@@ -45,16 +54,32 @@ def predictions_of(batch: Batch, score_BT: np.ndarray, step: int) -> Iterator[Pr
     score = score_BT.astype("<f4", copy=False).tobytes()
     for r, (start, end) in enumerate(zip(starts_R, ends_R, strict=True)):
         before = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
-        behind = pb.Prediction(step=step, partition=int(batch.partition_R[r]), offset=int(batch.offset_R[r]))
+        behind = pb.Prediction(step=step, partition=int(batch.partition_R[r]), offset=int(batch.offset_R[r]), **what[r])
         columns = (
             (pb.Prediction.ITEM_IDS_FIELD_NUMBER, item[8 * start : 8 * end]),
             (pb.Prediction.SCORES_FIELD_NUMBER, score[tasks * start : tasks * end]),
-            (pb.Prediction.LABELS_FIELD_NUMBER, label[tasks * start : tasks * end]),
-            (pb.Prediction.SERVED_SCORES_FIELD_NUMBER, served[tasks * start : tasks * end] if num_served_R[r] else None),
+            (pb.Prediction.LABELS_FIELD_NUMBER, label[label_bytes * start : label_bytes * end]),
+            (
+                pb.Prediction.SERVED_SCORES_FIELD_NUMBER,
+                served[label_bytes * start : label_bytes * end] if num_served_R[r] else None,
+            ),
         )
         packed = fields_of((number, column or None) for number, column in columns)
         value = wire.encode(wire.PREDICTION, before) + packed + behind.SerializeToString(deterministic=True)
         yield Prediction(before.sample_id, before.time_ms, value)
+
+
+def unscored_of(unscored: Unscored, step: int) -> Iterator[Prediction]:
+    """As `predictions_of`, without scores."""
+    batch = unscored.batch
+    return predictions_of(batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R)
+
+
+def _said(disposition_R: np.ndarray, choice: Selected | None) -> Iterator[dict[str, Any]]:
+    """Fields of each; what is usual isn't written."""
+    for r, disposition in enumerate(disposition_R.tolist()):
+        weights = {} if choice is None else {"train_weight": choice.train_weight_R[r], "metric_weight": choice.metric_weight_R[r]}
+        yield {"disposition": disposition, **{name: float(w) for name, w in weights.items() if w not in (0, 1)}}
 
 
 def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from param_server.client import Client
+from roo.batch import Batch
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
+from trainer.corrections import due_ms_of
 
 
 class PushTimes(NamedTuple):
@@ -22,6 +24,18 @@ class PushTimes(NamedTuple):
     oldest_engagement_ms: int = 0  # of the batch; 0 = no engagement
     oldest_close_ms: int = 0
     clip_row_norm: float = 0.0  # with several workers: each row's sum is brought to this norm at most; 0 = as it is
+
+
+def push_times(batch: Batch, *, step: int, time_ms: int, clip_row_norm: float = 0.0) -> PushTimes:
+    """Of a push of what these requests gave."""
+    engaged_ms = batch.oldest_engagement_ms_R[batch.oldest_engagement_ms_R > 0]
+    return PushTimes(
+        step=step,
+        time_ms=time_ms,
+        oldest_engagement_ms=int(engaged_ms.min()) if len(engaged_ms) else 0,
+        oldest_close_ms=int(due_ms_of(batch).min()),
+        clip_row_norm=clip_row_norm,
+    )
 
 
 class Rows(Protocol):

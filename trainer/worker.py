@@ -19,6 +19,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,6 +165,7 @@ class Worker:
             "meet": self.team.address,
             **self.reach.report(),
             **dataclasses.asdict(self.loop.counts),
+            "outcomes": dict(self.loop.outcomes.total),
             "duplicates": self.loop.own.num_skipped,
         }
 
@@ -224,13 +226,14 @@ class Worker:
             raise FencedError(f"expected what {name} was trained from, got another input: its offsets would mean something else")
         self.breaks.restored(int(command["incarnation"]), name, checksum)
         if manifest:
-            self._check(manifest)
+            self._or_refuse(partial(self._check, manifest))
             self.loop.restore(self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}")
         else:
             self.loop.reset()
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
+        self._or_refuse(lambda: self.loop.selection.check(workers=workers))
         self.reduction = self.team.join(Meeting(self.incarnation, self.index, workers, str(command.get("meet", ""))))
         self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
         self.loop.rows.set_incarnation(self.incarnation, workers)
@@ -240,6 +243,8 @@ class Worker:
 
     def _start(self, command: Command) -> dict[str, Any]:
         self.reach.begin(command.get("epoch"))
+        reach = self.reach
+        self._or_refuse(lambda: self.loop.selection.begin(finite=reach.is_initial, handed_over=reach.phased))
         self.training = True
         return {}
 
@@ -349,17 +354,21 @@ class Worker:
         return snapshot
 
     def _check(self, manifest: Manifest) -> None:
-        """What isn't damaged but belongs to others can't be mended by an older manifest: the worker must exit."""
+        """Raises ConfigError: what isn't damaged but belongs to others; an older manifest can't mend it."""
+        self.identity.check(manifest)
+        mine = dataclasses.asdict(self.loop.model_config)
+        committed = dataclasses.asdict(model_config_from_dict(manifest.model))
+        if committed != mine:
+            differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
+            raise ConfigError(
+                f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
+                f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
+            )
+
+    def _or_refuse(self, check: Callable[[], None]) -> None:
+        """What the check refuses no restart mends: the worker must exit."""
         try:
-            self.identity.check(manifest)
-            mine = dataclasses.asdict(self.loop.model_config)
-            committed = dataclasses.asdict(model_config_from_dict(manifest.model))
-            if committed != mine:
-                differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
-                raise ConfigError(
-                    f"{manifest.name}: expected the model's {', '.join(f'{k} = {committed.get(k)}' for k in differing)}, "
-                    f"got {', '.join(f'{mine.get(k)}' for k in differing)}; use the committed model TOML, or begin anew"
-                )
+            check()
         except ConfigError as error:
             self._refusal = error
             raise

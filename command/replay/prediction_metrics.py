@@ -50,18 +50,21 @@ class PredictionMetrics:
 
     def _count(self) -> None:
         """The waiting requests as one batch."""
-        waiting, self._waiting = self._waiting, []
+        waiting = [p for p in self._waiting if p.scores or not p.item_ids]  # the others were skipped and not looked at
+        self._waiting = []
         if not waiting:
             return
-        counts_R = np.array([len(p.item_ids) for p in waiting])
+        counts_R = np.array([len(p.item_ids) for p in waiting], np.int64)
         score_BT, label_BT = (
             np.concatenate([np.array(getattr(p, name), dtype=np.float32) for p in waiting]).reshape(-1, self._num_tasks)
             for name in ("scores", "labels")
         )
         index_B = np.repeat(np.arange(len(waiting)), counts_R)
         time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
-        self._daily.update(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R, self._scale_T)
-        self._curve.update(score_BT, label_BT, index_B, time_ms_R)
+        stands_for_R = np.array([p.metric_weight or 1.0 for p in waiting])
+        weight_BT = np.ones_like(label_BT) * stands_for_R[index_B][:, None].astype(np.float32)
+        self._daily.update(score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, stands_for_R)
+        self._curve.update(score_BT, label_BT, index_B, time_ms_R, stands_for_R)
 
 
 class Curve:
@@ -72,17 +75,21 @@ class Curve:
         self._tasks = tasks
         self._stretch, self._points, self._in_last = _FIRST_STRETCH, [Metrics(tasks)], 0
 
-    def update(self, score_BT: np.ndarray, label_BT: np.ndarray, index_B: np.ndarray, time_ms_R: np.ndarray) -> None:
-        """As `Metrics.update`; every weight is 1."""
+    def update(
+        self, score_BT: np.ndarray, label_BT: np.ndarray, index_B: np.ndarray, time_ms_R: np.ndarray, stands_for_R: np.ndarray
+    ) -> None:
+        """As `Metrics.update`; a label weighs as much as its request stands for."""
         start = 0
         while start < len(time_ms_R):
             if self._in_last == self._stretch:
                 self._begin()
             end = min(len(time_ms_R), start + self._stretch - self._in_last)
             kept_B = (index_B >= start) & (index_B < end)
-            label_KT = label_BT[kept_B]
+            score_KT, label_KT, index_K = score_BT[kept_B], label_BT[kept_B], index_B[kept_B]
+            weight_KT = np.ones_like(label_KT) * stands_for_R[index_K][:, None].astype(np.float32)
+            stands_for_M = stands_for_R[start:end]
             self._points[-1].update(
-                score_BT[kept_B], label_KT, np.ones_like(label_KT), index_B[kept_B] - start, time_ms_R[start:end]
+                score_KT, label_KT, weight_KT, index_K - start, time_ms_R[start:end], stands_for_R=stands_for_M
             )
             self._in_last += end - start
             start = end

@@ -25,6 +25,7 @@ _BY_PARTITION = ("partition_lag_records", "partition_lag_ms", "partition_lost_re
 LABELS: dict[str, str | tuple[str, ...]] = {
     "state": "state",
     "state_s": "state",
+    "outcomes": "outcome",
     **dict.fromkeys(_BY_PARTITION, "partition"),
     "stage_seconds": ("stage", "thread"),
     **{name.replace("@", "_"): "task" for name in QUALITY},
@@ -109,6 +110,8 @@ class Monitor:
         by_task = {name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()} for name in QUALITY}
         return {
             **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
+            "outcomes": dict(loop.outcomes.total),
+            **{name: value for name, value in loop.selection.report().items() if value is not None},
             "step": self.worker.loop.num_steps,
             "watermark_ms": self.worker.loop.watermark_ms,
             "incarnation": self.worker.incarnation,

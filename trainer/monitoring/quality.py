@@ -95,11 +95,13 @@ class Metrics:
         request_index_B: np.ndarray,
         time_ms_R: np.ndarray,
         scale_T: Sequence[float] = (),
+        stands_for_R: np.ndarray | None = None,
     ) -> None:
         """Scores and labels of a batch. `request_index_B` points into the R requests, also those without candidates.
-        `scale_T`: of amounts, 0 of events; empty = all are events."""
+        `scale_T`: of amounts, 0 of events; empty = all are events. `stands_for_R`: how many requests' order each counts for
+        (`weight_BT` has it already); None = 1."""
         of_R = np.zeros(len(time_ms_R), dtype=np.int64)
-        update_each([self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T)
+        update_each([self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T, stands_for_R)
 
     def note(self, time_ms_R: np.ndarray) -> None:
         """Requests of these times were counted."""
@@ -157,12 +159,15 @@ def update_each(
     request_index_B: np.ndarray,
     time_ms_R: np.ndarray,
     scale_T: Sequence[float] = (),
+    stands_for_R: np.ndarray | None = None,
 ) -> None:
     """`Metrics.update` of each with its own requests, in one pass over all: request r counts in `metrics[of_R[r]]`."""
     for t, name in enumerate(metrics[0].tasks):
         kept_B = np.flatnonzero(weight_BT[:, t] > 0)
         request_K = request_index_B[kept_B]
         scored = _Judged(score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R)
+        if stands_for_R is not None:
+            scored.stands_for_M = stands_for_R[scored.ranked.request_M].astype(np.float64)
         scored.add_to([one.tasks[name] for one in metrics], scale_T[t] if scale_T else 0.0)
     for number, one in enumerate(metrics):
         one.note(time_ms_R[of_R == number])
@@ -178,6 +183,7 @@ class _Judged:
         self.positive_K, self.of_K = label_K > 0, of_R[request_K]
         self.ranked = score_requests(score_K, self.positive_K, request_K)
         self.of_M = of_R[self.ranked.request_M]
+        self.stands_for_M: np.ndarray | None = None  # requests that each counts for; None = 1
 
     def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
         """`scale`: of an amount (models/objectives.py); 0 = an event."""
@@ -194,6 +200,7 @@ class _Judged:
     def _columns(self, n: int) -> dict[str, np.ndarray]:
         """_SUMS, each float64 [n]."""
         of_K, of_M, weight_K, ranked = self.of_K, self.of_M, self.weight_K, self.ranked
+        one_M = np.ones(len(of_M)) if self.stands_for_M is None else self.stands_for_M
         clipped_K = np.clip(self.score_K.astype(np.float64), _EPSILON, 1 - _EPSILON)
         loss_K = np.log(np.where(self.positive_K, clipped_K, 1 - clipped_K))
         return {
@@ -202,10 +209,10 @@ class _Judged:
             "positive": np.bincount(of_K, weight_K * self.positive_K, n),
             "predicted": np.bincount(of_K, weight_K * self.score_K, n),
             "log_loss": -np.bincount(of_K, weight_K * loss_K, n),
-            "ranked_requests": np.bincount(of_M, minlength=n),
-            "auc": np.bincount(of_M, ranked.auc_M, n),
-            "mrr": np.bincount(of_M, ranked.mrr_M, n),
-            "ndcg": np.bincount(of_M, ranked.ndcg_M, n),
+            "ranked_requests": np.bincount(of_M, one_M, n),
+            "auc": np.bincount(of_M, one_M * ranked.auc_M, n),
+            "mrr": np.bincount(of_M, one_M * ranked.mrr_M, n),
+            "ndcg": np.bincount(of_M, one_M * ranked.ndcg_M, n),
         }
 
     def _add_scores(self, tasks: Sequence[TaskMetrics]) -> None:
@@ -256,13 +263,15 @@ class DailyMetrics:
         request_index_B: np.ndarray,
         time_ms_R: np.ndarray,
         scale_T: Sequence[float] = (),
+        stands_for_R: np.ndarray | None = None,
     ) -> None:
         """As `Metrics.update`."""
 
         def count(metrics: Metrics, kept_R: np.ndarray) -> None:
             kept_B = kept_R[request_index_B]
             score, label, weight, index = (x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B))
-            metrics.update(score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T)
+            stands = None if stands_for_R is None else stands_for_R[kept_R]
+            metrics.update(score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T, stands)
 
         count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
         count(self._measured, time_ms_R >= self._measure_from_ms)

@@ -1,0 +1,100 @@
+"""Who is trained is a function of the request alone, and what is kept stands for what isn't."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roo.batch import Batch
+from roo.decode import Decoder
+from roo.ids import splitmix64
+from tests.trainer import samples
+from trainer.selection.config import SelectionConfig
+from trainer.selection.decision import NEGATIVE, RANDOM, STALE, TRAINED, Decision, decide, drawn, without_positive
+
+
+def batch_of(numbers: list[int]) -> Batch:
+    return Decoder(samples.schema(), {}.get).decode(samples.records(numbers))[0]
+
+
+def with_labels(batch: Batch, positive_R: np.ndarray) -> Batch:
+    label_BT = positive_R[batch.request_index_B][:, None].astype(np.float32)
+    return dataclasses.replace(batch, label_BT=label_BT)
+
+
+def decided(batch: Batch, policy: str, keep: float = 0.5, **more: object) -> Decision:
+    return decide(batch, SelectionConfig(policy=policy, keep=keep, **more), seed=7)  # type: ignore[arg-type]
+
+
+def test_the_draw_is_the_one_that_the_page_says() -> None:
+    ids = np.array([1, -5, 1 << 40], np.int64)
+    for id_, u in zip(ids.tolist(), drawn(ids, 9).tolist(), strict=True):
+        assert u == (splitmix64((id_ & ((1 << 64) - 1)) ^ 9) >> 11) * 2.0**-53
+    assert 0.49 < drawn(np.arange(20_000), 3).mean() < 0.51
+
+
+def test_a_request_with_a_positive_is_always_trained_with_weight_one() -> None:
+    batch = batch_of(list(range(1, 101)))
+    positive_R = np.arange(100) % 4 == 0
+    found = decided(with_labels(batch, positive_R), "negatives", keep=0.25)
+    assert found.kept_R[positive_R].all() and (found.weight_R[positive_R] == 1).all()
+    assert set(found.weight_R[~positive_R].tolist()) == {0.0, 4.0}
+    assert (found.reason_R == np.where(found.kept_R, TRAINED, NEGATIVE)).all()
+    assert 10 < found.kept_R[~positive_R].sum() < 30
+
+
+def test_a_label_without_weight_is_no_positive_and_one_that_a_correction_takes_back_is() -> None:
+    batch = batch_of([1, 2])
+    before = np.zeros_like(batch.label_BT)
+    batch = dataclasses.replace(batch, label_BT=np.ones_like(before), weight_BT=np.zeros_like(before))
+    assert without_positive(batch).all()
+    before[0] = 1
+    batch = dataclasses.replace(batch, label_BT=np.zeros_like(before), label_before_BT=before, weight_BT=np.ones_like(before))
+    assert without_positive(batch).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("policy", ["negatives", "random"])
+@settings(max_examples=15)
+@given(cut=st.integers(1, 39), seed=st.integers(0, 5))
+def test_neither_order_nor_the_cut_into_batches_changes_a_decision(policy: str, cut: int, seed: int) -> None:
+    batch = with_labels(batch_of(list(range(1, 41))), np.arange(40) % 3 == 0)
+    whole = decided(batch, policy)
+    order = np.random.default_rng(seed).permutation(40)
+    parts = [decided(batch.take_requests(rows), policy) for rows in (order[:cut], order[cut:])]
+    for name in Decision._fields:
+        assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(whole, name)[order]).all()
+
+
+def test_what_is_kept_of_the_negatives_weighs_as_much_as_all_of_them() -> None:
+    n, weights = 100, []
+    batch = with_labels(batch_of(list(range(1, n + 1))), np.zeros(n, np.bool_))
+    for seed in range(60):
+        ids = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, n)
+        batch = dataclasses.replace(batch, sample_id_R=ids)
+        weights.append(float(decide(batch, SelectionConfig(policy="negatives", keep=0.3), seed).weight_R.sum()))
+    deviation = np.sqrt(n * 0.7 / 0.3 / len(weights))
+    assert abs(np.mean(weights) - n) < 4 * deviation
+    assert len(set(weights)) > 10, "and seeds draw differently"
+
+
+def test_random_judges_all_and_weighs_none() -> None:
+    found = decided(with_labels(batch_of(list(range(1, 201))), np.ones(200, np.bool_)), "random", keep=0.7)
+    assert set(found.weight_R[found.kept_R].tolist()) == {1.0} and 110 < found.kept_R.sum() < 170
+    assert (found.reason_R[~found.kept_R] == RANDOM).all()
+
+
+def test_slipstream_skips_what_it_is_told_and_nothing_before_that() -> None:
+    batch, stale_R = batch_of([1, 2, 3]), np.array([False, True, False])
+    config = SelectionConfig(policy="slipstream")
+    assert decide(batch, config, 0, stale_R).reason_R.tolist() == [TRAINED, STALE, TRAINED]
+    assert decide(batch, config, 0).kept_R.all()
+
+
+def test_probes_are_a_share_of_what_is_skipped() -> None:
+    found = decided(with_labels(batch_of(list(range(1, 401))), np.zeros(400, np.bool_)), "random", probe=0.25)
+    assert not found.probe_R[found.kept_R].any()
+    assert 0.12 < found.probe_R.sum() / (~found.kept_R).sum() < 0.38

@@ -1,0 +1,277 @@
+"""The loop with selection: what is trained, scored and told, through restores, and nothing at all while it is off."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.loss import loss
+from models.model import Targets
+from roo import roo_pb2 as pb
+from roo.decode import Decoder
+from roo.errors import ConfigError
+from roo.wire import Record
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from trainer.feed import part_of
+from trainer.selection.config import DeferralConfig, SelectionConfig, SlipstreamConfig
+from trainer.selection.decision import NEGATIVE, Selected, decide
+from trainer.selection.outcomes import unaccounted
+
+NUMBERS = list(range(1, 61))
+N60 = samples.records(NUMBERS)
+NEGATIVES = SelectionConfig(policy="negatives", keep=0.3)
+
+
+def one_candidate(numbers: list[int]) -> list[Record]:
+    return [r._replace(value=samples.sample(n, num_candidates=1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+
+
+CLICKS = one_candidate(NUMBERS)
+
+
+def skipped_numbers(config: SelectionConfig, seed: int = 0) -> set[int]:
+    batch = Decoder(samples.schema(), {}.get).decode(CLICKS)[0]
+    return set(batch.sample_id_R[~decide(batch, config, seed).kept_R].tolist())
+
+
+def weights(built: Built) -> dict[str, bytes]:
+    return {k: v.detach().numpy().tobytes() for k, v in built.loop.model.state_dict().items()}
+
+
+def rows(built: Built) -> dict[tuple[int, int], bytes]:
+    return {key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()}
+
+
+def accounted(built: Built) -> dict[str, int]:
+    assert unaccounted(built.loop.outcomes.total) == 0
+    return {name: n for name, n in built.loop.outcomes.total.items() if n}
+
+
+def test_off_is_bit_equal_to_a_policy_that_keeps_everything_and_keeps_no_state() -> None:
+    off = build(N60).train_all()
+    kept = build(N60, selection=SelectionConfig(policy="random", keep=1.0)).train_all()
+    assert weights(off) == weights(kept) and rows(off) == rows(kept)
+    assert [p.SerializeToString() for p in off.predicted] == [p.SerializeToString() for p in kept.predicted]
+    assert off.loop.selection.state() == {} and accounted(off) == {"taken": 60, "trained": 60}
+
+
+def test_skipped_requests_are_scored_and_counted_and_never_applied() -> None:
+    built, skipped = build(CLICKS, selection=NEGATIVES).train_all(), skipped_numbers(NEGATIVES)
+    assert 10 < len(skipped) < 40
+    assert built.pushes() == {n: 1 for n in NUMBERS if n not in skipped}
+    assert {p.sample_id for p in built.predicted if p.disposition == NEGATIVE} == skipped
+    assert sorted(p.sample_id for p in built.predicted) == NUMBERS and all(p.scores for p in built.predicted)
+    assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
+    assert built.offsets() == [30, 30] and built.loop.watermark_ms == samples.T0 + 60_500, "as if they were trained"
+    assert built.loop.report()["requests"] == 60 and built.loop.counts.requests == 60
+
+
+def test_a_kept_negative_stands_for_those_that_are_not() -> None:
+    built = build(CLICKS, selection=NEGATIVES).train_all()
+    said = {p.sample_id: (p.disposition, round(p.train_weight, 4), list(p.labels)) for p in built.predicted}
+    for disposition, weight, labels in said.values():
+        if disposition == pb.DISPOSITION_TRAINED:
+            assert weight == (0.0 if any(labels) else 3.3333), "1 isn't written"
+
+
+def test_skipped_requests_are_scored_by_the_weights_that_the_others_of_their_chunk_are_scored_by() -> None:
+    off = build(CLICKS[:24])
+    on = build(CLICKS[:24], selection=SelectionConfig(policy="random", keep=0.5))
+    for _ in range(5):
+        off.loop.step()
+    on.shard.rows = {key: row.copy() for key, row in off.shard.rows.items()}
+    on.loop.restore(off.loop.snapshot())
+    assert off.loop.step() and on.loop.step() and 0 < accounted(on)["random"] < 4
+    expected = {p.sample_id: p.scores[0] for p in off.predicted[-4:]}
+    assert {p.sample_id: p.scores[0] for p in on.predicted} == pytest.approx(expected, rel=1e-5)
+
+
+def test_probes_count_for_all_that_was_skipped_and_the_rest_is_told_without_scores() -> None:
+    config = dataclasses.replace(NEGATIVES, score="probe", probe=0.5)
+    built, skipped = build(CLICKS, selection=config).train_all(), skipped_numbers(NEGATIVES)
+    scored = {p.sample_id: p.metric_weight for p in built.predicted if p.scores}
+    assert {p.sample_id for p in built.predicted} == set(NUMBERS)
+    probed = skipped & scored.keys()
+    assert 0 < len(probed) < len(skipped)
+    assert {scored[n] for n in probed} == {2.0} and {w for n, w in scored.items() if n not in skipped} == {0.0}
+    task = built.loop.own.metrics().sums()["click"]
+    assert task["weight"] == 60 - len(skipped) + 2 * len(probed)
+    assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
+
+
+def test_metrics_by_request_count_a_probe_for_as_many_as_it_stands_for() -> None:
+    from trainer.monitoring.quality import Metrics
+
+    score, label = np.array([[0.9], [0.1], [0.2], [0.8]]), np.array([[1.0], [0.0], [1.0], [0.0]])
+    index_B, time_ms_R = np.array([0, 0, 1, 1]), np.zeros(2, np.int64)
+    metrics, stands = Metrics(["click"]), np.array([1.0, 3.0])
+    metrics.update(score, label, stands[index_B][:, None], index_B, time_ms_R, stands_for_R=stands)
+    assert metrics.report()["request_auc"] == 0.25, "one of four requests is in order"
+
+
+@pytest.mark.parametrize("score", ["all", "probe"])
+@pytest.mark.parametrize("policy", ["negatives", "random"])
+def test_g11_whoever_is_restored_skips_the_same_and_ends_in_the_same_bits(policy: Any, score: Any) -> None:
+    settings: dict[str, Any] = {
+        "selection": SelectionConfig(policy=policy, keep=0.4, score=score),
+        "deferral": DeferralConfig(share=0.8, min_visits=2, visits=4),
+    }
+    whole, again = build(N60, exact=True, **settings), build(N60, exact=True, **settings)
+    for _ in range(6):
+        whole.loop.step()
+    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
+    again.loop.restore(whole.loop.snapshot())
+    assert whole.loop.selection.state(), "there is something to lose"
+    whole.train_all()
+    again.train_all()
+    assert weights(whole) == weights(again) and rows(whole) == rows(again)
+    assert [p.SerializeToString() for p in whole.predicted][-len(again.predicted) :] == [
+        p.SerializeToString() for p in again.predicted
+    ]
+
+
+def test_a_restore_without_what_waits_would_not_be_bit_equal() -> None:
+    settings: dict[str, Any] = {"deferral": DeferralConfig(share=0.8, min_visits=2, visits=4), "exact": True}
+    whole, again = build(N60, **settings), build(N60, **settings)
+    for _ in range(6):
+        whole.loop.step()
+    assert whole.loop.selection.deferral and whole.loop.selection.deferral.num_waiting
+    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
+    at = whole.loop.snapshot()
+    lost = {name: x for name, x in at.shared.items() if not name.startswith("deferral.")}
+    again.loop.restore(dataclasses.replace(at, shared=lost))
+    assert rows(whole.train_all()) != rows(again.train_all())
+
+
+def test_frozen_requests_are_never_judged_and_nothing_waits_behind_them() -> None:
+    freeze_at_ms = samples.T0 + 40_000
+    deferral = DeferralConfig(share=0.9, min_visits=2, visits=100)
+    built = build(CLICKS, selection=NEGATIVES, freeze_at_ms=freeze_at_ms, deferral=deferral)
+    while built.loop.step():
+        waits = built.loop.selection.deferral
+        if built.loop.watermark_ms > freeze_at_ms + 5_000:
+            assert waits is not None and waits.num_waiting == 0
+    skipped = {n for n in skipped_numbers(NEGATIVES) if n < 40}
+    assert accounted(built) == {"taken": 60, "trained": 39 - len(skipped), "negative": len(skipped), "frozen": 21}
+
+
+def test_the_end_of_the_input_leaves_no_gradient_waiting() -> None:
+    built = build(N60, deferral=DeferralConfig(share=0.9, min_visits=2, visits=100))
+    while built.loop.step():
+        pass
+    assert built.loop.selection.deferral and built.loop.selection.deferral.num_waiting > 0
+    assert not built.loop.finish() and built.loop.selection.deferral.num_waiting == 0
+
+
+@pytest.mark.parametrize("deferral", [DeferralConfig(share=0.6, visits=1), DeferralConfig(share=0.0)])
+def test_deferral_that_never_waits_is_bit_equal_to_none(deferral: DeferralConfig) -> None:
+    assert rows(build(N60, deferral=deferral).train_all()) == rows(build(N60).train_all())
+
+
+def test_a_batch_that_is_not_finite_leaves_what_waits_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(CLICKS, selection=NEGATIVES, deferral=DeferralConfig(share=0.9, min_visits=2, visits=100))
+    for _ in range(8):
+        built.loop.step()
+    assert built.loop.selection.deferral
+    before = {name: x.tobytes() for name, x in built.loop.selection.deferral.state().items()}
+    assert built.loop.selection.deferral.num_waiting
+    monkeypatch.setattr(built.loop.optimizer, "step", lambda: False)
+    built.loop.step()
+    assert {name: x.tobytes() for name, x in built.loop.selection.deferral.state().items()} == before
+    monkeypatch.undo()
+    built.train_all()
+    assert built.loop.outcomes.total["non_finite"] == built.loop.counts.non_finite > 0 and accounted(built)["taken"] == 60
+
+
+def test_a_correction_of_a_negative_is_trained_whatever_became_of_its_sample() -> None:
+    number = min(skipped_numbers(NEGATIVES))
+    correction = samples.corrected(number, 0)
+    built = build(
+        samples.placed([*CLICKS, correction]),
+        selection=NEGATIVES,
+        corrections="on",
+        partitions=(("samples", 0), ("samples", 1), ("corrections", 0), ("corrections", 1)),
+    ).train_all()
+    assert built.loop.counts.corrections == 1 and built.pushes()[number] == 1
+    assert accounted(built)["taken"] == 60
+
+
+def test_the_loss_of_what_is_kept_is_divided_by_the_kept_candidates_and_not_by_their_weights() -> None:
+    part = part_of(Decoder(samples.schema(), {}.get).decode(CLICKS[:3])[0], trains=True)
+    weight_R = np.array([1.0, 4.0, 4.0], np.float32)
+    choice = Selected(np.zeros(3, np.uint8), weight_R, np.ones(3, np.float32))
+    selection = build(CLICKS).loop.selection
+    label, logits = torch.zeros(3, 1), torch.zeros(3, 1)
+    targets = selection.weighted(Targets(label, torch.ones(3, 1)), dataclasses.replace(part, choice=choice))
+    assert float(loss(logits, targets)) == pytest.approx(9 * np.log(2) / 3)
+    assert float(loss(logits, Targets(label, targets.weight_BT))) == pytest.approx(np.log(2)), "the sum of weights cancels them"
+    assert selection.weighted(Targets(label, label), part) == Targets(label, label)
+
+
+SLIPSTREAM = SlipstreamConfig(
+    hot_ratio=1e-4, warm_up_steps=4, snapshots=3, snapshot_steps=2, drop=0.5, hot_share=0.5, unvisited="stale"
+)
+
+
+def returning_users(count: int) -> list[Record]:
+    numbers = list(range(1, count + 1))
+    return [r._replace(value=samples.sample(n, user=n % 5 + 1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+
+
+def slipping(**more: Any) -> Built:
+    config = SelectionConfig(policy="slipstream", slipstream=SLIPSTREAM)
+    return build(returning_users(240), selection=config, exact=True, **more)
+
+
+def test_slipstream_counts_looks_classifies_and_skips_stale_inputs() -> None:
+    built = slipping().train_all()
+    skipped = {p.step for p in built.predicted if p.disposition == pb.DISPOSITION_STALE}
+    assert skipped and min(skipped) > SLIPSTREAM.last_snapshot + 16
+    report = built.loop.selection.report()
+    assert report["slipstream_phase"] == 2 and report["slipstream_hot_rows"] == 12 and report["skip_share"] > 0.1
+    assert accounted(built)["stale"] == len([p for p in built.predicted if p.disposition == pb.DISPOSITION_STALE])
+    assert "slipstream.numbers" in built.loop.snapshot().shared
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5, 6, 8, 9, 20, 30, 45])
+def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits_and_skips(steps: int) -> None:
+    whole, again = slipping(), slipping()
+    for _ in range(steps):
+        whole.loop.step()
+    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
+    again.loop.restore(whole.loop.snapshot())
+    whole.train_all()
+    again.train_all()
+    assert weights(whole) == weights(again) and rows(whole) == rows(again)
+    tail = [(p.sample_id, p.disposition) for p in whole.predicted][-len(again.predicted) :]
+    assert tail == [(p.sample_id, p.disposition) for p in again.predicted]
+
+
+def test_slipstream_is_for_logs_that_end_and_is_over_when_the_stream_begins() -> None:
+    built = slipping()
+    for _ in range(30):
+        built.loop.step()
+    with pytest.raises(ConfigError, match=r"selection\.policy: expected off, negatives or random for a stream"):
+        built.loop.selection.begin(finite=False, handed_over=False)
+    built.loop.selection.begin(finite=True, handed_over=False)
+    assert built.loop.selection.slipstream and built.loop.selection.slipstream.phase == 2
+    built.loop.selection.begin(finite=False, handed_over=True)
+    before = accounted(built).get("stale", 0)
+    built.train_all()
+    assert accounted(built).get("stale", 0) == before, "everything is trained again"
+    assert list(built.loop.selection.state()) == ["slipstream.over"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"selection": SelectionConfig(policy="slipstream")}, {"deferral": DeferralConfig(share=0.5)}]
+)
+def test_what_needs_all_visits_of_a_row_is_refused_to_several_workers(settings: Any) -> None:
+    selection = build(CLICKS, **settings).loop.selection
+    selection.check(workers=1)
+    with pytest.raises(ConfigError, match="with 2 workers"):
+        selection.check(workers=2)

@@ -1,0 +1,136 @@
+"""The paper's rules, by hand and against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roo.decode import Decoder
+from roo.lookup import build_lookup
+from tests.trainer import samples
+from trainer.selection.slipstream import (
+    LEAST_SAMPLE,
+    AccessCounts,
+    ReadSlots,
+    half_width,
+    is_hot,
+    judge,
+    moved,
+    sampled_threshold,
+    slots_of,
+    threshold,
+)
+
+INF = float("inf")
+
+
+def plain(s_RS: list[list[float]]) -> tuple[ReadSlots, np.ndarray, np.ndarray]:
+    """A slot of one row each; ∞ = the row is not hot."""
+    request_S = np.repeat(np.arange(len(s_RS)), [len(row) for row in s_RS])
+    s_N = np.array([s for row in s_RS for s in row], np.float32)
+    return ReadSlots(request_S, np.arange(len(s_N)), np.arange(len(s_N))), s_N, np.isfinite(s_N)
+
+
+def test_a_row_has_moved_by_its_distance_and_is_stale_up_to_t() -> None:
+    (distance,) = moved(np.zeros((1, 2), np.float32), np.array([[3.0, 4.0]], np.float32)).tolist()
+    assert distance == 5.0
+    slots, s_N, hot_N = plain([[distance]])
+    (q,) = judge(slots, s_N, hot_N, 1, alpha=1).q_R.tolist()
+    assert not q <= 4.9 and q <= 5, "varying at 4.9, stale at 5"
+
+
+def test_the_largest_of_several_movements_counts() -> None:
+    assert max(0.1, 0.9, 0.1) > 0.5
+    slots, s_N, hot_N = plain([[0.9]])
+    assert not judge(slots, s_N, hot_N, 1, alpha=1).q_R[0] <= 0.5
+
+
+def test_access_counts_say_who_is_hot() -> None:
+    count_N = np.array([1, 2, 13])
+    assert is_hot(count_N, 1_300_000, 1e-6).tolist() == [False, True, True]
+    assert is_hot(count_N, 1_300_000, 1e-5).tolist() == [False, False, True]
+
+
+def test_counts_add_up_however_they_come() -> None:
+    counts, random = AccessCounts(), np.random.default_rng(1)
+    expected: dict[tuple[int, int], int] = {}
+    for _ in range(30):
+        ids = np.unique(random.integers(-5, 5, 6))
+        table = np.full(len(ids), random.integers(0, 2), np.uint32)
+        n = random.integers(1, 4, len(ids))
+        counts.add(table, ids, n)
+        for t, i, c in zip(table.tolist(), ids.tolist(), n.tolist(), strict=True):
+            expected[t, i] = expected.get((t, i), 0) + c
+        counts.merge()
+    found = zip(counts.table_N.tolist(), counts.id_N.tolist(), counts.count_N.tolist(), strict=True)
+    assert {(t, i): c for t, i, c in found} == expected and counts.total == sum(expected.values())
+
+
+def test_alpha_slots_must_be_stale() -> None:
+    stale, varying = 0.1, 0.9
+    slots, s_N, hot_N = plain([[varying] * (26 - k) + [stale] * k for k in (0, 3, 4, 26)])
+    assert (judge(slots, s_N, hot_N, 4, alpha=4 / 26).q_R <= 0.5).tolist() == [False, False, True, True]
+    assert (judge(slots, s_N, hot_N, 4, alpha=0).q_R <= 0.5).all(), "0: all hot inputs"
+
+
+def test_a_cold_input_is_never_skipped_and_a_list_is_as_its_worst_row() -> None:
+    slots = ReadSlots(np.array([0, 0]), np.array([0, 0, 1]), np.array([0, 1, 2]))
+    s_N = np.array([0.1, 0.7, 0.2], np.float32)
+    judged = judge(slots, s_N, np.ones(3, np.bool_), 1, alpha=1)
+    assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.7)
+    judged = judge(slots, s_N, np.array([True, False, True]), 2, alpha=0)
+    assert not judged.hot_R.any() and (judged.q_R == INF).all(), "a row that isn't hot, and a request without a slot"
+    judged = judge(slots, s_N, np.array([True, False, True]), 1, alpha=0.5, hot_share=0.5)
+    assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.2), "half of the slots suffice where they are asked for"
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, INF]), max_size=25), st.floats(0, 1))
+def test_the_threshold_is_that_of_a_search_through_all(values: list[float], drop: float) -> None:
+    q_I = np.array(values, np.float32)
+    fits = [t for t in sorted(set(values)) if math.isfinite(t) and (q_I <= t).sum() <= math.floor(drop * len(q_I) + 1e-9)]
+    assert threshold(q_I, drop) == (fits[-1] if fits else -INF)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 2))
+def test_the_share_goes_up_with_t_and_down_with_alpha(seed: int, alpha: float, t: float) -> None:
+    random = np.random.default_rng(seed)
+    s_RS = random.choice([0.0, 0.3, 0.6, 1.5], (20, 6)).tolist()
+    slots, s_N, hot_N = plain(s_RS)
+
+    def share(alpha: float, t: float) -> float:
+        return float((judge(slots, s_N, hot_N, 20, alpha=alpha).q_R <= t).mean())
+
+    assert share(alpha, t) <= share(alpha, t + 0.4)
+    assert share(alpha, t) >= share(min(alpha + 0.3, 1), t)
+
+
+def test_the_interval_is_that_of_a_finite_population() -> None:
+    assert half_width(0.3, LEAST_SAMPLE, 100_000) == pytest.approx(0.107850, abs=5e-7)
+    assert half_width(0.3, 500, 500) == 0
+    varying = 1 - np.mean([1 - x for x in (1, 0, 0, 1, 0)])
+    assert varying == pytest.approx(0.4) and math.sqrt(0.6 * 0.4) == pytest.approx(0.4898979, abs=1e-7)
+
+
+def test_a_sampled_search_is_within_its_interval() -> None:
+    random = np.random.default_rng(5)
+    q_I = random.gamma(2.0, 1.0, 20_000).astype(np.float32)
+    misses = 0
+    for _ in range(200):
+        t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, random)
+        misses += abs((q_I <= t).mean() - 0.3) > half
+    assert misses <= 2
+
+
+def test_slots_are_request_features_once_and_features_of_each_candidate() -> None:
+    batch = Decoder(samples.schema(), {}.get).decode(samples.records([1, 2]))[0]
+    lookup = build_lookup(batch)
+    number = {stack: np.arange(len(its.id_U)) for stack, its in lookup.stacks.items()}
+    slots = slots_of(batch, lookup, number)
+    assert np.bincount(slots.request_S).tolist() == [4, 4], "user, and three candidates' item"
+    assert (np.diff(slots.slot_L) >= 0).all() and len(slots.row_L) == 8

@@ -1,0 +1,66 @@
+"""Settings of selection and deferral; all of it is off unless somebody asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from roo.config import Settings, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlipstreamConfig(Settings):
+    """Of `policy = "slipstream"`: counted, warmed up, looked at, classified, then skipped. Everything counts steps."""
+
+    hot_ratio: float = setting(1e-6, "a row is hot from this share of all counted accesses on", above=0, below=1)
+    count_requests: int = setting(0, "requests whose accesses are counted; 0 = all until the first snapshot", least=0)
+    warm_up_steps: int = setting(2000, "steps before the first snapshot of the hot rows", least=1)
+    snapshots: int = setting(4, "snapshots of the hot rows; movement is between one and the next", least=2, most=64)
+    snapshot_steps: int = setting(250, "steps from one snapshot to the next", least=1)
+    drop: float = setting(0.3, "share of the hot inputs to be skipped", least=0, most=1)
+    alpha: float = setting(
+        0.5, "share of an input's rows that must be stale for it to be skipped; 0 = all hot ones", least=0, most=1
+    )
+    hot_share: float = setting(1.0, "share of an input's rows that must be hot", above=0, most=1)
+    unvisited: Literal["varying", "stale"] = setting("varying", "what a hot row is that no step visited; the paper: stale")
+    max_hot_rows: int = setting(1 << 20, "hot rows kept, the most visited ones", least=1)
+
+    @property
+    def last_snapshot(self) -> int:
+        """The step behind which it is taken."""
+        return self.warm_up_steps + (self.snapshots - 1) * self.snapshot_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionConfig(Settings):
+    """Which requests are trained."""
+
+    policy: Literal["off", "negatives", "random", "slipstream"] = setting(
+        "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
+    )
+    keep: float = setting(0.5, "share of what negatives and random judge that is trained", least=0.05, most=1)
+    score: Literal["all", "probe"] = setting("all", "of the skipped requests, for progressive metrics")
+    probe: float = setting(0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1)
+    slipstream: SlipstreamConfig = setting(factory=SlipstreamConfig, help="of policy = slipstream")
+
+    @property
+    def is_on(self) -> bool:
+        return self.policy != "off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeferralConfig(Settings):
+    """Whose gradients wait at the worker."""
+
+    share: float = setting(
+        0.0, "share of the visits of hot rows whose gradients wait, those that move least; 0 = off", least=0, most=1
+    )
+    choice: Literal["stale", "random"] = setting("stale", "which hot rows wait; random: so many others, as a control")
+    visits: int = setting(8, "a row's gradients are pushed at every so many visits at least", least=1, most=1 << 16)
+    min_visits: int = setting(10, "visits from which on a row is hot", least=1)
+    max_rows: int = setting(1 << 16, "rows of a stack that are looked at", least=1)
+    window: int = setting(20_000, "the newest visits of hot rows, among which the share is taken", least=1)
+
+    @property
+    def is_on(self) -> bool:
+        return self.share > 0 and self.visits > 1

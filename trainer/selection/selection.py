@@ -1,0 +1,185 @@
+"""What the loop asks of selection: which parts a chunk is trained in, what is kept beside, and what of gradients goes out now.
+
+    claim ──► dedupe ──► split ──► [skipped, scored] [trained] [frozen]     unscored
+                         by id and labels; slipstream: by rows                 told at the chunk's end
+
+Skipped requests that are scored come first, by the weights that their chunk's others are scored by. Batches aren't refilled.
+
+Letters: R requests, B candidates, T tasks, M of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.model import Targets
+from roo.batch import Batch
+from roo.errors import ConfigError
+from roo.lookup import Lookup
+from roo.schema import Schema
+from trainer.config import LoopConfig
+from trainer.feed import ChunkPart, Claimed, Pulled, part_of, split_at
+from trainer.rows import Rows
+from trainer.selection.decision import Decision, Selected, Unscored, decide
+from trainer.selection.deferral import Deferral
+from trainer.selection.slipstream_course import SlipstreamCourse
+
+Tensors = Mapping[str, np.ndarray]
+Outgoing = tuple[Lookup, Mapping[str, torch.Tensor]]
+
+
+class Selection:
+    """Of one loop, in its thread. With policy off and no deferral it does nothing, and keeps nothing."""
+
+    def __init__(self, config: LoopConfig, schema: Schema) -> None:
+        self.config, self.schema = config.selection, schema
+        self._seed, self._freeze_at_ms, self._deduplicated = config.seed, config.freeze_at_ms, config.deduplicate
+        is_slipstream = self.config.policy == "slipstream"
+        self.slipstream = SlipstreamCourse(self.config.slipstream, schema) if is_slipstream else None
+        self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
+        self.reset()
+
+    def reset(self) -> None:
+        """The loop begins anew, or is restored."""
+        self._num_ahead = self._num_judged = self._num_skipped = self._num_probed = 0
+        self._weights = self._num_weighed = 0.0
+        for its in (self.slipstream, self.deferral):
+            if its is not None:
+                its.load({})
+
+    # Requests
+
+    def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], Unscored | None]:
+        """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
+        nothing is told."""
+        if not self.config.is_on:
+            return split_at(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
+        self._num_ahead += 1
+        frozen_R = batch.time_ms_R >= (self._freeze_at_ms or math.inf)
+        judged = _taken(batch, ~frozen_R)
+        decision = self._decide(judged, num_steps + self._num_ahead)
+        scored_R = ~decision.kept_R & ~judged.correction_R
+        unscored_R = scored_R & ~decision.probe_R if self.config.score == "probe" else np.zeros_like(scored_R)
+        parts = (
+            self._part(judged, decision, scored_R & ~unscored_R, trains=False),
+            self._part(judged, decision, decision.kept_R, trains=True),
+            part_of(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated) if frozen_R.any() else None,
+        )
+        unscored = Unscored(_taken(judged, unscored_R), decision.reason_R[unscored_R]) if unscored_R.any() else None
+        return tuple(part for part in parts if part is not None), unscored
+
+    def _decide(self, judged: Batch, step: int) -> Decision:
+        stale_R = self.slipstream.stale(judged, step) if self.slipstream else None
+        decision = decide(judged, self.config, self._seed, stale_R)
+        self._num_judged += judged.num_requests
+        self._num_skipped += int((~decision.kept_R).sum())
+        return decision
+
+    def _part(self, judged: Batch, decision: Decision, row_R: np.ndarray, *, trains: bool) -> ChunkPart | None:
+        if not row_R.any():
+            return None
+        if trains and (decision.weight_R[row_R] == 1).all():
+            return part_of(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
+        stands_for = 1.0 if trains or self.config.score == "all" else 1 / self.config.probe
+        metric_weight_M = np.full(int(row_R.sum()), stands_for, np.float32)
+        self._num_probed += 0 if trains else len(metric_weight_M)
+        choice = Selected(decision.reason_R[row_R], decision.weight_R[row_R], metric_weight_M)
+        return part_of(_taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice)
+
+    def weighted(self, targets: Targets, part: ChunkPart) -> Targets:
+        """With the weights of its requests; divided by what the candidates' weights are without them (models/loss.py)."""
+        if part.choice is None:
+            return targets
+        weight_B = torch.from_numpy(part.choice.train_weight_R[part.batch.request_index_B]).to(targets.weight_BT.device)
+        total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
+        return targets._replace(weight_BT=targets.weight_BT * weight_B[:, None], total_T=total_T)
+
+    # Steps
+
+    def trained(self, step: int, claimed: Claimed, rows: Rows) -> None:
+        """A chunk is trained and pushed, the oldest that was split. Raises UnavailableError: as `rows.pull`."""
+        if not self.config.is_on:
+            return
+        self._num_ahead -= 1
+        for part in claimed.parts:
+            if part.trains:
+                weight = part.batch.num_requests if part.choice is None else float(part.choice.train_weight_R.sum())
+                self._weights, self._num_weighed = self._weights + weight, self._num_weighed + part.batch.num_requests
+        if self.slipstream:
+            batches = [(part.batch, part.lookup) for part in claimed.parts if part.trains]
+            self.slipstream.trained(step, batches, lambda lookup: {s: x.cpu().numpy() for s, x in rows.pull(lookup).items()})
+
+    def outgoing(self, pulled: Pulled, gradients: Mapping[str, torch.Tensor], now_ms: int) -> Outgoing:
+        """(lookup, gradients) to push of what a part gave."""
+        if self.deferral is None:
+            return pulled.part.lookup, gradients
+        rows = {stack: _host(pulled.inputs.rows[stack]) for stack in gradients}
+        on_host = {stack: _host(gradient_UD) for stack, gradient_UD in gradients.items()}
+        pushed = self.deferral.take(pulled.part.lookup, rows, on_host, now_ms)
+        return pushed.lookup, {stack: torch.from_numpy(sum_UD) for stack, sum_UD in pushed.gradients.items()}
+
+    def waiting(self) -> Outgoing | None:
+        """All that waits, to be pushed now; None: nothing does."""
+        pushed = self.deferral.flush() if self.deferral else None
+        return None if pushed is None else (pushed.lookup, {s: torch.from_numpy(x) for s, x in pushed.gradients.items()})
+
+    # Phases
+
+    def check(self, *, workers: int) -> None:
+        """Raises ConfigError: what needs all of the rows' visits, and several workers share them."""
+        if workers > 1 and self.slipstream:
+            others = f"off, negatives or random with {workers} workers"
+            raise ConfigError(f"selection.policy: expected {others}, got 'slipstream'; train with one")
+        if workers > 1 and self.deferral:
+            got = f"{self.deferral.config.share:g}"
+            raise ConfigError(f"deferral.share: expected 0 with {workers} workers, got {got}; train with one")
+
+    def begin(self, *, finite: bool, handed_over: bool) -> None:
+        """What is trained from now on has an end (history), or none. `handed_over`: history came before it.
+
+        Raises:
+            ConfigError: slipstream, and there is no history.
+        """
+        if self.slipstream is None or finite:
+            return
+        if not handed_over:
+            raise ConfigError(
+                "selection.policy: expected off, negatives or random for a stream, got 'slipstream', which judges rows once; "
+                "choose another policy, or train history first with initial_workers = 1"
+            )
+        self.slipstream.end()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Tensors of a cut; {} while off."""
+        return {name: x for its in (self.slipstream, self.deferral) if its is not None for name, x in its.state().items()}
+
+    def load(self, tensors: Tensors) -> None:
+        """What `state` gave, or parts of it; the rest begins anew."""
+        for its in (self.slipstream, self.deferral):
+            if its is not None:
+                its.load(tensors)
+
+    def report(self) -> dict[str, Any]:
+        """For exports and beats: shares of what was judged since the loop began or was restored; {} while off."""
+        out: dict[str, Any] = dict(self.deferral.report()) if self.deferral else {}
+        if not self.config.is_on:
+            return out
+        share = self._num_skipped / self._num_judged if self._num_judged else None
+        mean = self._weights / self._num_weighed if self._num_weighed else None
+        out |= {"skip_share": share, "probed": self._num_probed, "train_weight_mean": mean}
+        if self.slipstream:
+            out |= {f"slipstream_{name}": value for name, value in self.slipstream.report().items()}
+        return out
+
+
+def _taken(batch: Batch, row_R: np.ndarray) -> Batch:
+    return batch if row_R.all() else batch.take_requests(np.flatnonzero(row_R))
+
+
+def _host(x_UD: torch.Tensor) -> np.ndarray:
+    return x_UD.detach().cpu().numpy()

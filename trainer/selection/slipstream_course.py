@@ -1,0 +1,258 @@
+"""Slipstream over a finite log: what is done behind which step.
+
+    steps 1 .. W                  accesses are counted; behind W the hot rows are known, and the first snapshot is taken
+    behind W + k, W + 2k, ..      further snapshots: s grows by what moved between one and the next
+    behind the last of N          T, from the hot inputs that came meanwhile (the first MOST_INPUTS)
+    from AHEAD steps later on     inputs are skipped
+
+Chunks are claimed ahead of training, fewer than AHEAD: so no decision depends on how far. Everything counts steps, and nothing is
+changed but behind a step that is trained: `state` is exact at every cut.
+
+Letters: N hot rows of a stack, H those of all stacks, D width, R requests, I inputs, S slots, L entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from roo.batch import Batch
+from roo.lookup import Lookup, StackLookup, build_lookup
+from roo.schema import Schema
+from trainer.selection.config import SlipstreamConfig
+from trainer.selection.row_numbers import RowNumbers
+from trainer.selection.slipstream import AccessCounts, Classified, ReadSlots, is_hot, judge, moved, slots_of, threshold
+
+AHEAD = 16
+MOST_INPUTS = 8192
+_MOST_ENTRIES = 1 << 20  # of the inputs kept
+
+Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
+"""Stack → float32 [U, D]: rows as they are now."""
+
+
+class _HotStack:
+    """The hot rows of one stack."""
+
+    def __init__(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
+        self.rows = RowNumbers(table_N, id_N)
+        self.s_N = np.zeros(len(id_N), np.float32)
+        self.visited_N = np.zeros(len(id_N), np.bool_)
+        self.before_ND: np.ndarray | None = None
+
+    def look(self, now_ND: np.ndarray) -> None:
+        """A snapshot."""
+        if self.before_ND is not None:
+            self.s_N = np.maximum(self.s_N, moved(self.before_ND, now_ND))
+        self.before_ND = now_ND.copy()
+
+
+class _HotInputs:
+    """Hot inputs that T is taken from: ragged, by the numbers of all stacks' hot rows together."""
+
+    def __init__(self) -> None:
+        self.num_slots_I, self.num_entries_S, self.row_L = (np.zeros(0, np.int32) for _ in range(3))
+
+    @property
+    def full(self) -> bool:
+        return len(self.num_slots_I) >= MOST_INPUTS or len(self.row_L) >= _MOST_ENTRIES
+
+    def add(self, slots: ReadSlots, kept_R: np.ndarray) -> None:
+        """Those of `kept_R`; as `SlipstreamCourse` numbers rows."""
+        order_S = np.argsort(slots.request_S, kind="stable")
+        kept_S = kept_R[slots.request_S]
+        size_S = np.bincount(slots.slot_L, minlength=len(slots.request_S))
+        start_S = np.cumsum(size_S) - size_S
+        taken_S = order_S[kept_S[order_S]]
+        at_L = np.repeat(start_S[taken_S] - (np.cumsum(size_S[taken_S]) - size_S[taken_S]), size_S[taken_S])
+        at_L = at_L + np.arange(len(at_L))
+        num_slots_R = np.bincount(slots.request_S, minlength=len(kept_R))[kept_R]
+        self.num_slots_I = np.concatenate([self.num_slots_I, num_slots_R]).astype(np.int32)
+        self.num_entries_S = np.concatenate([self.num_entries_S, size_S[taken_S]]).astype(np.int32)
+        self.row_L = np.concatenate([self.row_L, slots.row_L[at_L]]).astype(np.int32)
+
+    @property
+    def slots(self) -> ReadSlots:
+        request_S = np.repeat(np.arange(len(self.num_slots_I)), self.num_slots_I)
+        return ReadSlots(
+            request_S, np.repeat(np.arange(len(self.num_entries_S)), self.num_entries_S), self.row_L.astype(np.int64)
+        )
+
+
+class SlipstreamCourse:
+    """Of one worker that has the whole log."""
+
+    def __init__(self, config: SlipstreamConfig, schema: Schema) -> None:
+        self.config, self.schema = config, schema
+        self._begin()
+
+    def _begin(self) -> None:
+        schema = self.schema
+        self.counts = {stack: AccessCounts() for stack in schema.stacks}
+        self.num_counted = 0  # requests
+        self.hot: dict[str, _HotStack] = {}
+        self.inputs = _HotInputs()
+        self.num_looked = self.num_hot_looked = 0  # requests behind the first snapshot, and which of them were hot
+        self.T: float | None = None  # once it is known
+        self.over = False  # the log has ended: nothing is skipped any more
+
+    def stale(self, batch: Batch, step: int) -> np.ndarray | None:
+        """bool [R]: which requests of a chunk, which will be the loop's step `step`, are skipped. None: none yet, or no more."""
+        if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
+            return None
+        assert self.T is not None, "a chunk was claimed further ahead than AHEAD"
+        judged = self._judge(self._slots(batch, build_lookup(batch)), batch.num_requests)
+        return np.asarray(judged.hot_R & (judged.q_R <= self.T))
+
+    def trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
+        """Step `step` is trained, on these. `pull` sees what it changed.
+
+        Raises:
+            UnavailableError: as `pull`.
+        """
+        config = self.config
+        if self.over or step > config.last_snapshot:
+            return
+        for batch, lookup in batches:
+            if step <= config.warm_up_steps:
+                self._count(batch, lookup)
+            else:
+                self._visit(batch, lookup)
+        if step < config.warm_up_steps or (step - config.warm_up_steps) % config.snapshot_steps:
+            return
+        if step == config.warm_up_steps:
+            self._find_hot()
+        self._look(pull)
+        if step == config.last_snapshot:
+            slots, num = self.inputs.slots, len(self.inputs.num_slots_I)
+            self.T = threshold(self._judge(slots, num).q_R, config.drop)
+
+    def end(self) -> None:
+        """The log is over, or the stream begins: everything is trained from now on, and nothing is remembered."""
+        self._begin()
+        self.over = True
+
+    def report(self) -> dict[str, float | None]:
+        """What is exported and shown of it."""
+        rows = [its for its in self.hot.values() if len(its.rows)]
+        num_hot = sum(len(its.rows) for its in rows)
+        return {
+            "phase": self.phase,
+            "hot_rows": num_hot,
+            "hot_requests_share": self.num_hot_looked / self.num_looked if self.num_looked else None,
+            "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot if num_hot else None,
+            "threshold": self.T if self.T is not None and math.isfinite(self.T) else None,
+        }
+
+    @property
+    def phase(self) -> int:
+        """0 counting, 1 between snapshots, 2 skipping, 3 over."""
+        return 3 if self.over else 2 if self.T is not None else 1 if self.hot else 0
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that `load` needs, under `slipstream.`; nothing once it is over."""
+        if self.over:
+            return {"slipstream.over": np.ones((), np.int64)}
+        numbers = np.array([self.num_counted, self.num_looked, self.num_hot_looked, bool(self.hot)], np.int64)
+        out: dict[str, np.ndarray] = {"numbers": numbers}
+        if self.T is not None:
+            out["T"] = np.array(self.T, np.float64)
+        for stack in self.schema.stacks:
+            if not self.hot:
+                counts = self.counts[stack]
+                counts.merge()
+                out |= {f"{stack}.table": counts.table_N, f"{stack}.id": counts.id_N, f"{stack}.count": counts.count_N}
+                continue
+            its = self.hot[stack]
+            out |= {f"{stack}.table": its.rows.table_N, f"{stack}.id": its.rows.id_N}
+            out |= {f"{stack}.s": its.s_N.copy(), f"{stack}.visited": its.visited_N.astype(np.uint8)}
+            if self.T is None and its.before_ND is not None:
+                out[f"{stack}.before"] = its.before_ND
+        if self.T is None:
+            out |= {f"inputs.{name}": getattr(self.inputs, name) for name in ("num_slots_I", "num_entries_S", "row_L")}
+        return {f"slipstream.{name}": value for name, value in out.items()}
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Become what `state` gave: nothing where it gave nothing. Stacks that are gone are forgotten."""
+        self._begin()
+        mine = {k.removeprefix("slipstream."): v for k, v in tensors.items() if k.startswith("slipstream.")}
+        self.over = "over" in mine
+        if "numbers" not in mine:
+            return
+        self.num_counted, self.num_looked, self.num_hot_looked, has_hot = mine["numbers"].tolist()
+        self.T = float(mine["T"]) if "T" in mine else None
+        for stack in self.schema.stacks:
+            table_N, id_N = mine.get(f"{stack}.table", np.zeros(0, np.uint32)), mine.get(f"{stack}.id", np.zeros(0, np.int64))
+            if not has_hot:
+                self.counts[stack].add(table_N, id_N, mine.get(f"{stack}.count", np.zeros(0, np.int64)))
+                continue
+            its = self.hot[stack] = _HotStack(table_N, id_N)
+            if f"{stack}.s" in mine:
+                its.s_N, its.visited_N = mine[f"{stack}.s"].copy(), mine[f"{stack}.visited"].astype(np.bool_)
+            its.before_ND = mine.get(f"{stack}.before")
+        for name in ("num_slots_I", "num_entries_S", "row_L"):
+            setattr(self.inputs, name, mine.get(f"inputs.{name}", np.zeros(0, np.int32)))
+
+    def _count(self, batch: Batch, lookup: Lookup) -> None:
+        if self.config.count_requests and self.num_counted >= self.config.count_requests:
+            return
+        self.num_counted += batch.num_requests
+        for stack, its in lookup.stacks.items():
+            count_U = np.zeros(len(its.id_U), np.int64)
+            for index_L in its.index.values():
+                count_U += np.bincount(index_L, minlength=len(count_U))
+            self.counts[stack].add(its.table_U, its.id_U, count_U)
+
+    def _find_hot(self) -> None:
+        """From the counts, which are over."""
+        for counts in self.counts.values():
+            counts.merge()
+        total = sum(counts.total for counts in self.counts.values())
+        hot = {stack: is_hot(counts.count_N, total, self.config.hot_ratio) for stack, counts in self.counts.items()}
+        all_H = np.concatenate([np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())])
+        least = 0
+        if len(all_H) > self.config.max_hot_rows:  # whole counts only: no order among equals is needed
+            least = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
+        for stack, counts in self.counts.items():
+            kept_N = hot[stack] & (counts.count_N >= least)
+            self.hot[stack] = _HotStack(counts.table_N[kept_N], counts.id_N[kept_N])
+        self.counts = {stack: AccessCounts() for stack in self.schema.stacks}
+
+    def _look(self, pull: Pull) -> None:
+        lookup = Lookup({stack: StackLookup(its.rows.table_N, its.rows.id_N, {}) for stack, its in self.hot.items()})
+        rows = pull(lookup)
+        for stack, its in self.hot.items():
+            its.look(rows[stack])
+
+    def _visit(self, batch: Batch, lookup: Lookup) -> None:
+        """A batch between two snapshots."""
+        for stack, its in lookup.stacks.items():
+            found_U = self.hot[stack].rows.find(its.table_U, its.id_U)
+            self.hot[stack].visited_N[found_U[found_U >= 0]] = True
+        slots = self._slots(batch, lookup)
+        hot_R = self._judge(slots, batch.num_requests).hot_R
+        self.num_looked += batch.num_requests
+        self.num_hot_looked += int(hot_R.sum())
+        if not self.inputs.full:
+            self.inputs.add(slots, hot_R)
+
+    def _slots(self, batch: Batch, lookup: Lookup) -> ReadSlots:
+        """Rows are numbered over the hot ones of all stacks; all that aren't hot have the number behind them."""
+        number, num_hot = {}, sum(len(its.rows) for its in self.hot.values())
+        first = 0
+        for stack, its in lookup.stacks.items():
+            found_U = self.hot[stack].rows.find(its.table_U, its.id_U)
+            number[stack] = np.where(found_U >= 0, found_U + first, num_hot)
+            first += len(self.hot[stack].rows)
+        return slots_of(batch, lookup, number)
+
+    def _judge(self, slots: ReadSlots, num_requests: int) -> Classified:
+        s = [np.zeros(0, np.float32), *(self._s(self.hot[stack]) for stack in self.schema.stacks)]
+        s_H1 = np.concatenate([*s, [np.float32(np.inf)]]).astype(np.float32)
+        hot_H1 = np.arange(len(s_H1)) < len(s_H1) - 1
+        return judge(slots, s_H1, hot_H1, num_requests, alpha=self.config.alpha, hot_share=self.config.hot_share)
+
+    def _s(self, its: _HotStack) -> np.ndarray:
+        return its.s_N if self.config.unvisited == "stale" else np.where(its.visited_N, its.s_N, np.float32(np.inf))
