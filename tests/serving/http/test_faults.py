@@ -1,0 +1,192 @@
+"""What becomes of requests while something that serving stands on is away, wrong or full: they are answered, over a socket."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from live_serving import LiveServing, serving_live
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build
+from serving_fakes import FakeRows, FakeRowTopic, FakeSink
+
+from features.hydration import Hydrator
+from models.build import build_model
+from param_server.replica.replica import Replica
+from roo import wire
+from runtime import tensor_file
+from runtime.checkpoint_store import FileStore
+from runtime.clock import FakeClock
+from runtime.manifest import dense_name, store_file
+from runtime.transport import InMemoryTransport
+from serving import heartbeat
+from serving.feature_log.format import LogRecord
+from serving.feature_log.sender import LogSender
+from serving.rows.row_follower import RowFollower
+from serving.versions.dense_follower import DenseFollower
+from tests.runtime.manifest_cases import a_manifest
+from tests.serving.rows.test_row_follower import Shard
+
+
+def rank(live: LiveServing, **changes: Any) -> httpx2.Response:
+    return httpx2.post(f"{live.url}/v1/rank", json={**BODY, **changes}, timeout=60)
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """Takes connections, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+        yield listening
+
+
+def test_a_redis_that_takes_connections_and_says_nothing_costs_one_wait(tmp_path: Path, silent: socket.socket) -> None:
+    clock = FakeClock(NOW_MS)
+    hydrator = Hydrator(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "", SCHEMA, clock=clock)
+    with serving_live(build(tmp_path, FakeRows(SCHEMA), hydrator)) as live:
+        answers = [rank(live, ro={}).json() for _ in range(5)]
+    assert all(answer["degraded"] for answer in answers)
+    silent.setblocking(False)
+    dialled = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            silent.accept()[0].close()
+            dialled += 1
+    assert 1 <= dialled <= 4, "five requests don't each wait for it: it is left alone for a while"
+
+
+def test_a_full_disk_under_the_log_refuses_and_loses_nothing_that_was_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    built = build(tmp_path, FakeRows(SCHEMA), log_bytes=8 << 20, segment_bytes=1 << 20)
+    filler, num_filler = LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)), 125  # a megabyte holds 131
+    for _ in range(num_filler):
+        built.parts.log.append(filler)
+    click = {"request_id": "r-0", "item_id": 8, "action": "click"}
+    with serving_live(built) as live:
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", no_space)
+            taken = 0
+            while (answer := rank(live, request_id=f"r-{taken}")).status_code == 200:
+                taken += 1
+                assert taken < 1000, "it was never full"
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "unavailable" and "can't grow" in answer.json()["error"]["message"]
+            told = {httpx2.post(f"{live.url}/v1/engagements", json=click, timeout=60).status_code for _ in range(20)}
+            assert told <= {200, 503} and 503 in told, "smaller than what was refused: some may have found room"
+            assert httpx2.get(f"{live.url}/healthz", timeout=60).status_code == 200
+        assert rank(live, request_id="after").status_code == 200, "as soon as there is space again"
+        logged = [r.value for r in built.records() if r.topic == "impressions"]
+    assert [wire.decode(value)[1].header.request_id for value in logged] == [*(f"r-{n}" for n in range(taken)), "after"]
+    assert taken > 0
+
+
+def commit(store: FileStore, seq: int, damage: bool = False) -> None:
+    weights = {
+        f"model.{n}": np.full(t.shape, 0.1 * seq, np.float32) for n, t in build_model(SCHEMA, MODEL, 0).state_dict().items()
+    }
+    file = store_file(store, dense_name(seq, 1), tensor_file.encode(weights, {"seq": str(seq)}))
+    if damage:
+        path = Path(store.root) / dense_name(seq, 1)
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(bytes(data))
+    manifest = a_manifest(seq, incarnation=1, schema=f"{SCHEMA.fingerprint:016x}", dense=file, model=dataclasses.asdict(MODEL))
+    assert store.create(manifest.name, manifest.encode())
+
+
+def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_served(tmp_path: Path) -> None:
+    built, store = build(tmp_path, FakeRows(SCHEMA)), FileStore(tmp_path / "commits")
+    follower = DenseFollower(store, SCHEMA, built.service.versions, 0)
+    with serving_live(built) as live:
+        served = []
+        for seq, damage in ((1, False), (2, True), (3, False)):
+            commit(store, seq, damage)
+            follower.poll()
+            served.append(rank(live, ro={}).json()["model_version"])
+    assert served == ["1-1", "1-1", "1-3"]
+
+
+def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tmp_path: Path) -> None:
+    topic, clock, stop, stalled, go_on = (
+        FakeRowTopic(),
+        FakeClock(NOW_MS),
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
+    follower = RowFollower(Replica(SCHEMA, 0), topic, [InMemoryTransport(Shard({8: 0.5}))], lambda stage, ms: None, clock)
+    follower.bootstrap()
+    follower.step()
+    assert follower.age_s() is not None
+
+    def stall() -> None:
+        stalled.set()
+        go_on.wait(60)
+
+    topic.on_poll = stall
+    thread = threading.Thread(target=follower.run, args=(stop,))
+    thread.start()
+    try:
+        assert stalled.wait(60)
+        before_s = follower.age_s() or 0.0
+        clock.advance(30.0)
+        with serving_live(build(tmp_path, follower.replica)) as live:
+            assert rank(live).status_code == 200
+        assert (follower.age_s() or 0.0) >= before_s + 30.0
+    finally:
+        stop.set()
+        go_on.set()
+        thread.join(60)
+
+
+@pytest.mark.parametrize("jump_ms", [-86_400_000, 86_400_000], ids=["back by a day", "ahead by a day"])
+def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(tmp_path: Path, jump_ms: int) -> None:
+    clock = FakeClock(NOW_MS)
+    built = build(tmp_path, FakeRows(SCHEMA), clock=clock)
+    with serving_live(built) as live:
+        for n, jump in enumerate((0, jump_ms, 0, -jump_ms, 0)):
+            clock.jump(jump)
+            clock.advance(1.0)
+            assert rank(live, request_id=f"r-{n}").status_code == 200
+            heartbeat.beat(built.parts.log, built.parts.stamps, "producer", 1)
+        times = [wire.decode(record.value)[1] for record in built.records()]
+    told = [m.header.time_ms if isinstance(m, wire.TYPES[wire.IMPRESSION]) else m.time_ms for m in times]
+    assert told == sorted(told) and len(told) >= 10
+
+
+def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_it_is_back(tmp_path: Path) -> None:
+    built, taken = build(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()
+    back, stop = threading.Event(), threading.Event()
+
+    class Away(FakeSink):
+        def poll(self, timeout_s: float) -> None:
+            if back.wait(timeout_s):
+                super().poll(timeout_s)
+
+    sender = LogSender(built.parts.log, lambda: Away(taken))
+    thread = threading.Thread(target=sender.run, args=(stop,))
+    thread.start()
+    try:
+        with serving_live(built) as live:
+            assert all(rank(live, request_id=f"r-{n}").status_code == 200 for n in range(10))
+            assert taken == []
+            back.set()
+            while len(taken) < 10 and thread.is_alive():
+                stop.wait(0.02)
+            stop.set()
+            thread.join(60)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert [wire.decode(record.value)[1].header.request_id for record in taken] == [f"r-{n}" for n in range(10)]
