@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from features.store import FeatureStore
 from roo.errors import UnavailableError
+from roo.online.counters import Counters
+from roo.online.entity_fields import NO_FIELDS, EntityFields
+from roo.online.read_counters import OnlineValues
 from roo.schema import Schema
 from runtime import redis_client
 from runtime.clock import Clock, SystemClock
@@ -28,8 +30,8 @@ class Hydrator:
         self._rest_until_s = 0.0
 
     def read(
-        self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self, user_id: int, item_ids: Sequence[int] | np.ndarray, time_ms: int, fields: EntityFields = NO_FIELDS
+    ) -> OnlineValues:
         """(RO, NRO) as `Counters.read` gives them.
 
         Raises:
@@ -39,9 +41,10 @@ class Hydrator:
         now_s = self._clock.monotonic_s()
         if now_s < self._rest_until_s:
             raise UnavailableError(f"Redis at {self.url} did not answer a moment ago; trying again soon")
+        counters = Counters(self.schema)
         try:
-            counters = self._store.load(self.schema, item_ids, [user_id] if user_id else [])
+            self._store.load(counters, counters.keys(user_id, item_ids, time_ms, fields))
         except UnavailableError:
             self._rest_until_s = now_s + _REST_S
             raise
-        return counters.read(user_id, item_ids, time_ms)
+        return counters.read(user_id, item_ids, time_ms, fields)

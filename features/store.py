@@ -1,29 +1,34 @@
 """Online features in Redis: keys, values, and the one script that writes.
 
     <prefix>features:at             hash: topic:partition → next offset, and `cluster` → Kafka's cluster id
-    <prefix>features:i:<8 bytes>    an item's state, <prefix>features:u:<8 bytes> a user's (roo/counter_state.py)
+    <prefix>features:i:<8 bytes>    an item's state, <prefix>features:u:<8 bytes> a user's; of another entity `e<4 bytes of its
+                                    name>`, of the fields of a list that was shown `l` (roo/online/)
 
 A commit writes the states that a batch of records gave together with the offsets behind it, if the offsets that it started
 from are still there. So a restart, a second updater or an emptied Redis can neither lose an event nor count it twice.
 
-Memory: an item's state is 113 bytes, a user's at most 21 + 24 a click of its history + 40 for each of 512 items (21.7 kB with the
-default history), and what has had no event for 30 days is forgotten. So it ends at about 24 kB for each user of a month.
+Memory, with the counters that every schema has: an item's state is 171 bytes, a user's at most 25 kB (16 a click of its history,
+48 for each of 512 items), and what has had no event for 30 days is forgotten, the fields of a list after two. A counter that
+the schema declares adds what docs/schema.md says; no state is larger than 256 KiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import redis
 
-from roo.counters import Counters, as_int64
-from roo.schema import Schema
+from roo.ids import table_id
+from roo.online.counters import LISTS, Counters, Keys
 from runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from runtime.redis_client import told
 
-_KEEP_S = 30 * 86_400  # an item or user without events for so long is forgotten; memory stays bounded
+_KEEP_S = 30 * 86_400  # an entity without events for so long is forgotten; memory stays bounded
+_KEEP_LIST_S = 2 * 86_400  # beyond a day of event time no engagement counts by its list's fields
+_SHORT = {"item": b"i:", "user": b"u:", LISTS: b"l:"}
 _COMMIT = """
 local n = tonumber(ARGV[1])
 for i = 2, 3 * n + 1, 3 do
@@ -32,7 +37,8 @@ end
 for i = 2, 3 * n + 1, 3 do
   if ARGV[i + 2] ~= '' then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 2]) end
 end
-for k = 2, #KEYS do redis.call('SET', KEYS[k], ARGV[3 * n + k], 'EX', ARGV[#ARGV]) end
+local m = #KEYS - 1
+for k = 1, m do redis.call('SET', KEYS[k + 1], ARGV[3 * n + 1 + k], 'EX', ARGV[3 * n + 1 + m + k]) end
 return 1
 """
 
@@ -58,21 +64,17 @@ class FeatureStore:
         pairs = ((field.decode().rsplit(":", 1), int(value)) for field, value in found.items())
         return {(topic, int(partition)): offset for (topic, partition), offset in pairs}
 
-    def load(self, schema: Schema, item_ids: Sequence[int] | np.ndarray, user_ids: Sequence[int]) -> Counters:
-        """Counters with the states of these items and users, in one round trip. CheckpointError for foreign bytes."""
-        keys = [self.item_key(i) for i in as_int64(item_ids).tolist()] + [self.user_key(u) for u in user_ids]
+    def load(self, counters: Counters, keys: Keys) -> None:
+        """Fill the counters with these states, in one round trip. CheckpointError for foreign bytes."""
+        names = list(self._names(keys))
         with told(self.url):
-            values = self.connection.mget(keys) if keys else []
-        counters = Counters(schema)
-        counters.load_items(item_ids, values[: len(item_ids)])
-        for user_id, value in zip(user_ids, values[len(item_ids) :], strict=True):
-            counters.load_user(user_id, value)
-        return counters
+            values = self.connection.mget(names) if names else []
+        counters.load(keys, values)
 
     def commit(
-        self, before: Mapping[Partition, int], after: Mapping[Partition, int], states: Mapping[bytes, bytes], cluster: str
+        self, before: Mapping[Partition, int], after: Mapping[Partition, int], counters: Counters, keys: Keys, cluster: str
     ) -> bool:
-        """Store `states` and the offsets `after`, if the stored ones are `before` (a partition that it lacks: none is stored).
+        """Store these states and the offsets `after`, if the stored ones are `before` (one that it lacks: none is stored).
 
         False: they aren't; nothing was written, and offsets and states must be read again. **If it raises:** all of it was
         written or nothing; the offsets tell.
@@ -80,15 +82,24 @@ class FeatureStore:
         moves: list[Any] = ["cluster", cluster, ""]
         for partition in self.partitions:
             moves += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
+        keeps = [_KEEP_LIST_S if name == LISTS else _KEEP_S for name, keys_k in keys.items() for _ in range(len(keys_k))]
+        found = zip(self._names(keys), counters.dump(keys), keeps, strict=True)
+        kept = [(name, state, keep_s) for name, state, keep_s in found if state is not None]
         with told(self.url):
-            keys = [self._prefix + b"at", *states]
-            return bool(self._commit(keys=keys, args=[len(self.partitions) + 1, *moves, *states.values(), _KEEP_S]))
+            names = [self._prefix + b"at", *(name for name, _, _ in kept)]
+            states = [*(state for _, state, _ in kept), *(keep_s for _, _, keep_s in kept)]
+            return bool(self._commit(keys=names, args=[len(self.partitions) + 1, *moves, *states]))
 
-    def item_key(self, item_id: int) -> bytes:
-        return self._prefix + b"i:" + item_id.to_bytes(8, "little", signed=item_id < 0)
+    def key(self, entity: str, key: int) -> bytes:
+        """Redis' key of an entity's state."""
+        return next(iter(self._names({entity: np.array([key], dtype=np.int64)})))
 
-    def user_key(self, user_id: int) -> bytes:
-        return self._prefix + b"u:" + user_id.to_bytes(8, "little", signed=user_id < 0)
+    def _names(self, keys: Keys) -> Iterator[bytes]:
+        """One a key, in order."""
+        for entity, keys_k in keys.items():
+            head = self._prefix + (_SHORT.get(entity) or b"e" + struct.pack("<I", table_id(entity)) + b":")
+            data = keys_k.astype("<i8").tobytes()
+            yield from (head + data[at : at + 8] for at in range(0, len(data), 8))
 
 
 def _literal(prefix: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """The feature updater: keeps user histories and item counters in Redis from the two event topics.
 
 1 read the next records, merged by time
-2 load the states that they touch, in one round trip
-3 apply the events with roo.counters, as a replay does
+2 load the states that they touch: in one round trip, and one before it where engagements count by fields of their lists
+3 apply the events with roo.online, as a replay does
 4 write states and offsets with one script; if the stored offsets are not the ones that we went on from, start over
 """
 
@@ -20,9 +20,11 @@ from features.config import FeaturesConfig
 from features.store import FeatureStore
 from roo import roo_pb2 as pb
 from roo import wire
-from roo.counters import Counters
 from roo.errors import UnavailableError, WireError
 from roo.ids import signed
+from roo.online.counter_declaration import SHOWN
+from roo.online.counters import LISTS, Counters, Keys, merged
+from roo.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from roo.wire import Record
@@ -45,6 +47,7 @@ class Shown(NamedTuple):
     user_id: int
     item_ids: list[int]
     time_ms: int
+    fields: EntityFields = NO_FIELDS
 
 
 class Engaged(NamedTuple):
@@ -53,29 +56,42 @@ class Engaged(NamedTuple):
     action: str
     value: float
     time_ms: int
+    fields: EntityFields = NO_FIELDS
 
 
 Event: TypeAlias = Shown | Engaged
 
 
-def event_of(record: Record) -> Event | None:
+def event_of(record: Record, reader: FieldReader) -> Event | None:
     """What a record counts as; None for heartbeats and the like. WireError for what can't be read: the joiner dead-letters
     it, here it only counts."""
     _, message = wire.decode(record.value)
+    if not isinstance(message, pb.Impression | pb.Engagement):
+        return None
+    its = message.header
+    user_id, header = signed(its.user_id), (its.user_id, its.session_id, its.surface, its.request_id)
     if isinstance(message, pb.Impression):
         item_ids = [signed(i) for i in message.item_ids]
-        return Shown(signed(message.header.user_id), item_ids, message.header.time_ms)
-    if isinstance(message, pb.Engagement):
-        user_id, item_id = signed(message.header.user_id), signed(message.item_id)
-        return Engaged(user_id, item_id, message.action, message.value, message.header.time_ms)
-    return None
+        ro = message.ro if message.HasField("ro") else None
+        fields = reader.of_blocks(header, ro, message.nro, len(item_ids), its.schema)
+        return Shown(user_id, item_ids, its.time_ms, fields)
+    fields = reader.of_header(header)
+    return Engaged(user_id, signed(message.item_id), message.action, message.value, its.time_ms, fields)
 
 
 def apply(counters: Counters, event: Event) -> None:
     if isinstance(event, Shown):
-        counters.apply_impression(event.user_id, event.item_ids, event.time_ms)
+        counters.apply_impression(*event)
     else:
-        counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
+        counters.apply_engagement(*event)
+
+
+def touched(counters: Counters, event: Event) -> Keys:
+    """The states that it changes. The fields of its list have to be in hand, and are afterwards."""
+    if isinstance(event, Shown):
+        counters.remember(event.item_ids, event.time_ms, event.fields)
+        return counters.keys(*event, SHOWN)
+    return counters.engagement_keys(event.user_id, event.item_id, event.action, event.time_ms, event.fields)
 
 
 class FeatureMetrics:
@@ -98,6 +114,7 @@ class FeatureUpdater:
 
     def __init__(self, schema: Schema, store: FeatureStore, source: RecordReader, cluster: str, metrics: FeatureMetrics) -> None:
         self.schema, self.store, self.source, self.cluster, self.metrics = schema, store, source, cluster, metrics
+        self._reader = FieldReader(schema)
         self._offsets: Progress = {}
 
     def open(self) -> None:
@@ -120,15 +137,14 @@ class FeatureUpdater:
 
     def _apply(self, records: Sequence[Record]) -> bool:
         events = [event for event in map(self._event, records) if event is not None]
-        items = sorted({i for e in events for i in (e.item_ids if isinstance(e, Shown) else (e.item_id,))})
-        users = sorted({e.user_id for e in events if e.user_id})
-        counters = self.store.load(self.schema, items, users)
+        counters = Counters(self.schema)
+        self.store.load(counters, merged(counters.list_keys(event.fields) for event in events))
+        keys = merged(touched(counters, event) for event in events)
+        self.store.load(counters, {name: its for name, its in keys.items() if name != LISTS})
         for event in events:
             apply(counters, event)
-        states = dict(zip(map(self.store.item_key, items), counters.dump_items(items), strict=True))
-        states |= {self.store.user_key(u): state for u in users if (state := counters.dump_user(u)) is not None}
         after = self._offsets | {(r.topic, r.partition): r.offset + 1 for r in records}
-        if not self.store.commit(self._offsets, after, states, self.cluster):
+        if not self.store.commit(self._offsets, after, counters, keys, self.cluster):
             return False
         self._offsets = after
         self.metrics.time.set(max(r.timestamp_ms for r in records) / 1000)
@@ -136,7 +152,7 @@ class FeatureUpdater:
 
     def _event(self, record: Record) -> Event | None:
         try:
-            event = event_of(record)
+            event = event_of(record, self._reader)
         except WireError as error:
             log.debug("%s-%d@%d: %s", record.topic, record.partition, record.offset, error)
             self.metrics.bad.inc()

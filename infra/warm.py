@@ -10,7 +10,7 @@ MODULES = (
     "roo.decode",
     "roo.lookup",
     "roo.transform",
-    "roo.counters",
+    "roo.online.counters",
     "param_server.warm",
     "param_server.replica.shared_reader",
     "param_server.replica.cached_stack",

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from roo.config import Refusal, Settings, check_name, check_text, refusal, setting
 from roo.errors import SchemaError
 from roo.ids import hash64, table_id
+from roo.online.counter_declaration import CounterDeclaration
 from roo.rules import RULES, Adagrad, Rule
 from roo.wire import MAX_MESSAGE_BYTES, RECORD_OVERHEAD
 
@@ -176,7 +177,7 @@ class Limits(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online(Settings):
-    """What the feature updater counts; see roo/counters.py."""
+    """What the counters that every schema has count; see roo/online/counter_declaration.py."""
 
     click: str = setting("click", "the action that counts as a click")
     history_len: int = setting(50, "newest clicks kept a user, newest first", least=0, most=10_000)
@@ -194,6 +195,7 @@ class Schema:
     tables: tuple[Table, ...] = ()
     ro: tuple[Feature, ...] = ()
     nro: tuple[Feature, ...] = ()
+    counters: tuple[CounterDeclaration, ...] = ()
     labels: tuple[Label, ...] = ()
     transforms: tuple[Transform, ...] = ()
     limits: Limits = dataclasses.field(default_factory=Limits)

@@ -7,19 +7,15 @@ from functools import partial
 from typing import TypeAlias
 
 from roo.errors import SchemaError, nearest
+from roo.online.check_counters import check_counters
+from roo.online.counter_plan import declared, online_names
 from roo.schema import Feature, Schema
 from roo.schema_expand import Lines
 
-_LIVES = ("10m", "1h", "6h", "24h")
-ONLINE = {
-    "ro": ("history", "history_len", "gap_s", "num_candidates", "hour_of_day"),
-    "nro": (
-        *(f"{what}_{life}" for what in ("views", "clicks", "expected", "ctr") for life in _LIVES),
-        *("age_s", "user_views", "user_clicks", "user_view_age_s", "user_click_age_s"),
-        *("in_last_list", "position", "item_id"),
-    ),
-}
-"""What `online` may name, by side; roo/counters.py computes them."""
+_OF_THE_REQUEST = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
+_BUILT_IN = online_names(Schema())
+ONLINE = {side: (*_BUILT_IN[side], *own) for side, own in _OF_THE_REQUEST.items()}
+"""What `online` may name in every schema, by side; roo/online/counters.py computes them."""
 
 
 At: TypeAlias = Callable[..., str]
@@ -32,6 +28,7 @@ def check(schema: Schema, places: Lines) -> Schema:
     Raises:
         SchemaError: the first thing that doesn't; names file and, for features and transforms, the line.
     """
+    check_counters(schema, places, tuple(name for own in _OF_THE_REQUEST.values() for name in own))
     names: set[str] = set()
     for side in ("ro", "nro"):
         for row, f in enumerate(getattr(schema, side)):
@@ -105,16 +102,19 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
         return
     at = f"{place('online')}feature {f.name!r}"
     other = "nro" if side == "ro" else "ro"
-    if f.online in ONLINE[other] and f.online not in ONLINE[side]:
+    known = {s: (*names, *_OF_THE_REQUEST[s]) for s, names in online_names(schema).items()}
+    if f.online in known[other] and f.online not in known[side]:
         raise SchemaError(f"{at}: online feature {f.online!r} is for [[{other}]], got it in [[{side}]]; move the feature there")
-    if f.online not in ONLINE[side]:
-        raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{nearest(f.online, ONLINE[side])}")
-    kinds = {"history": ("ids", "sequence"), "item_id": ("ids",)}.get(f.online, ("float",))
+    if f.online not in known[side]:
+        raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{nearest(f.online, known[side])}")
+    counter = declared(schema).get(f.online)
+    is_history = counter is not None and counter.aggregation == "history"
+    kinds = ("ids", "sequence") if is_history else ("ids",) if f.online == "item_id" else ("float",)
     if f.kind not in kinds:
         raise SchemaError(f"{at}: expected kind {' or '.join(kinds)} for online {f.online!r}, got {f.kind!r}")
-    known = {"action": "ids", "time": "time_ms"}
-    if f.online == "history" and not f.columns.items() <= known.items():
-        raise SchemaError(f"{at}: expected columns among {known} for online 'history', got {f.columns}")
+    columns = {"action": "ids", "time": "time_ms"}
+    if is_history and not f.columns.items() <= columns.items():
+        raise SchemaError(f"{at}: expected columns among {columns} for online {f.online!r}, got {f.columns}")
     first = next(g for g in getattr(schema, side) if g.online == f.online)
     if (f.kind, f.table, f.columns) != (first.kind, first.table, first.columns):
         raise SchemaError(f"{at}: expected the kind, table and columns of {first.name!r}, which has the same online value")

@@ -6,6 +6,7 @@ and with it the fingerprint, is that of the long form.
 
     [[ro]], [[nro]]  a row a name; `online` and `table` with braces go along with the names one to one; a name that is left
                      out is the online feature's
+    [[counter]]      a row a name; `event`, `half_life` and `window` with braces go along with the names one to one
     [[transform]]    a row for each input and, within an input, each operation
     [tables.NAME]    a table a name
 """
@@ -23,8 +24,8 @@ from roo.toml_file import Place
 MOST_ROWS = 4096
 _MOST_LENGTH = 64
 _MOST_DEEP = 8
-_SECTIONS = ("ro", "nro", "label", "transform")
-_BOUND = ("online", "table")
+_SECTIONS = ("ro", "nro", "counter", "label", "transform")
+_BOUND = {"ro": ("online", "table"), "nro": ("online", "table"), "counter": ("event", "half_life", "window")}
 _BESIDE = ("rank", "share")  # within a request: kept beside the input; other operations replace it
 
 
@@ -153,17 +154,20 @@ def _tables(tables: Mapping[str, Any], place: Place) -> dict[str, str]:
 def _rows(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     if section == "transform":
         return _transforms(row)
-    return _features(row) if section in ("ro", "nro") else [row]
+    if section == "label":
+        return [row]
+    if section == "counter":
+        entity = row.get("entity")
+        return _named({**row, "entity": [entity]} if isinstance(entity, str) else row, _BOUND[section])
+    return _named({"name": row["online"], **row} if "name" not in row and "online" in row else row, _BOUND[section])
 
 
-def _features(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each name, with its own of the keys that go along with names."""
-    if "name" not in row and "online" in row:
-        row = {"name": row["online"], **row}
+def _named(row: dict[str, Any], keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A row for each name, with its own of the `keys` that go along with names."""
     if not isinstance(row.get("name"), str):
         return [row]  # absent or of another type: told when the row is read
     names = names_of(row["name"])
-    bound = {key: names_of(row[key]) for key in _BOUND if isinstance(row.get(key), str) and "{" in row[key]}
+    bound = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
     for key, values in bound.items():
         if len(values) != len(names):
             raise SchemaError(

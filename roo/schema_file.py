@@ -8,6 +8,7 @@ from typing import Any
 
 from roo.config import build, from_dict
 from roo.errors import ConfigError, SchemaError, nearest
+from roo.online.counter_declaration import CounterDeclaration
 from roo.rules import take_rule
 from roo.schema import Feature, Label, Schema, Table, Transform
 from roo.schema_check import check
@@ -49,10 +50,10 @@ def _parse(raw: dict[str, Any], lines: Lines) -> Schema:
         if not isinstance(t, dict):
             raise SchemaError(f"{lines.table(name).of()}expected a table [tables.{name}], got {t!r}")
     parsed: dict[str, object] = {"tables": tuple(_table(name, dict(t), lines.table(name)) for name, t in tables.items())}
-    lists = {"ro": Feature, "nro": Feature, "label": Label, "transform": Transform}
+    lists = {"ro": Feature, "nro": Feature, "counter": CounterDeclaration, "label": Label, "transform": Transform}
     for key, cls in lists.items():
         rows = enumerate(raw.pop(key))
-        plural = key + "s" if key in ("label", "transform") else key
+        plural = key + "s" if key in ("counter", "label", "transform") else key
         parsed[plural] = tuple(_row(cls, row, lines.row(key, index)) for index, row in rows)
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:

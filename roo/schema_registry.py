@@ -68,7 +68,8 @@ def to_toml(schema: Schema, *, defaults: bool = True) -> str:
     lines = [f"name = {_value(schema.name)}", *block("[limits]", schema.limits), *block("[online]", schema.online)]
     for table in schema.tables:
         lines += block(f"[tables.{_value(table.name)}]", table, skip="name")
-    for section, rows in (("ro", schema.ro), ("nro", schema.nro), ("label", schema.labels), ("transform", schema.transforms)):
+    sections = {"ro": schema.ro, "nro": schema.nro, "counter": schema.counters, "label": schema.labels}
+    for section, rows in (*sections.items(), ("transform", schema.transforms)):
         for row in rows:
             lines += block(f"[[{section}]]", row)
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
 
 What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
-computed (roo/counters.py, as for the replay driver). A block that is complete as the client encoded it stays byte for byte.
+computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 
 from roo.block import flat_values, nro_columns, ro_columns, values_of
 from roo.columns import Columns, Side, missing_bits, pack
-from roo.counters import OF_THE_REQUEST, of_request, sources_of
 from roo.errors import WireError
+from roo.online.counters import OF_THE_REQUEST, of_request, sources_of
+from roo.online.entity_fields import EntityFields, FieldReader
 from roo.schema import Schema
 from serving.errors import RequestError
 from serving.request import RankRequest, RequestBlocks
@@ -24,7 +25,7 @@ class Filler:
     """For one schema. Pure: hydrated values go in, blocks come out."""
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+        self.schema, self._reader = schema, FieldReader(schema)
         sides: tuple[Side, ...] = ("ro", "nro")
         self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
         self._stateful: dict[Side, list[str]] = {
@@ -54,6 +55,11 @@ class Filler:
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
         return any(name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"])
+
+    def fields(self, request: RankRequest) -> EntityFields:
+        """What declared counters are read by; call `open` first. As the client gave it: what is wrong with it is told later."""
+        header = request.user_id, request.session_id, request.surface, request.request_id
+        return self._reader.of_values(header, request.ro, request.nro, len(request.item_ids))
 
     def encode(
         self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]

@@ -25,6 +25,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.columns import fields_of
 from roo.errors import RoostreamError
+from roo.online.entity_fields import EntityFields
 from roo.schema import Schema
 from roo.wire_fields import IMPRESSION
 from runtime.kafka.topics import IMPRESSIONS
@@ -48,7 +49,9 @@ log = logging.getLogger("roostream.serving")
 class Hydration(Protocol):
     """`features.hydration.Hydrator`."""
 
-    def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def read(
+        self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Online features by their names. RoostreamError while Redis is away."""
 
 
@@ -200,7 +203,7 @@ class RankService:
             return {}, {}, not self.rows_ready()
         begin_s = time.perf_counter()
         try:
-            ro, nro = self.hydrator.read(request.user_id, request.item_ids, time_ms)
+            ro, nro = self.hydrator.read(request.user_id, request.item_ids, time_ms, self.filler.fields(request))
         except RoostreamError as error:
             self.stages.redis_failed.observe(time.perf_counter() - begin_s)
             log.debug("hydration failed: %s", error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from roo.counters import OF_THE_REQUEST, sources_of
 from roo.errors import nearest
+from roo.online.counter_declaration import SHOWN
+from roo.online.counter_plan import declared
+from roo.online.counters import OF_THE_REQUEST, sources_of
 from roo.schema import Schema
 from traffic.survey import Survey
 
-_OF_CLICKS = ("history", "history_len", "clicks_", "ctr_", "user_clicks", "user_click_age_s")
 _FAR_FROM_PRIOR = 5.0
 _FEW = 1000  # candidates below which a share says little
 _MOST_NAMED = 5
@@ -24,17 +25,23 @@ def advice(schema: Schema, survey: Survey, positives: Mapping[str, int] | None =
 
 
 def _actions(schema: Schema, survey: Survey) -> Iterator[str]:
-    wanted = {label.action for label in schema.labels} | {schema.online.click}
+    wanted = {label.action for label in schema.labels} | {schema.online.click} | {c.event for c in schema.counters} - {"", SHOWN}
     if unnamed := [a for a in survey.actions if a not in wanted]:
         shown = ", ".join(f"{a!r} ({survey.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MOST_NAMED])
         more = f" and {len(unnamed) - _MOST_NAMED} more" if len(unnamed) > _MOST_NAMED else ""
-        yield f"actions of the log that neither a [[label]] nor [online] click names: {shown}{more}"
+        yield f"actions of the log that no [[label]], no [[counter]] and not [online] click names: {shown}{more}"
     for label in schema.labels:
         if label.action not in survey.actions:
             near = nearest(label.action, survey.actions)
             yield f"label {label.name!r}: no engagement of the log has action {label.action!r}{near}; it is never positive"
     online = {source for side in ("ro", "nro") for source in sources_of(schema, side).values()}
-    of_clicks = sorted(s for s in online if s.startswith(_OF_CLICKS))
+    counters = declared(schema)
+    wanted_by = {s: counters[s].event or schema.online.click for s in sorted(online) if s in counters}
+    of_clicks = [s for s, event in wanted_by.items() if event == schema.online.click]
+    for name, event in wanted_by.items():
+        if event not in (SHOWN, schema.online.click, *survey.actions):
+            near = nearest(event, survey.actions)
+            yield f"counter {name!r}: no engagement of the log has action {event!r}{near}; it sees nothing"
     if of_clicks and schema.online.click not in survey.actions:
         near = nearest(schema.online.click, survey.actions)
         yield (

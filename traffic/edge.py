@@ -1,6 +1,6 @@
 """The edge of a replay: turns what a log says into the records that serving would have produced.
 
-Online features come from `roo.counters`, the same code as the feature updater's: before a request at time T is read, every
+Online features come from `roo.online`, the same code as the feature updater's: before a request at time T is read, every
 event with time + label delay ≤ T has been applied, and nothing else; clicks that are known from elsewhere are such events.
 Memory: the counters, and the events that wait for their delay.
 """
@@ -16,8 +16,9 @@ import numpy as np
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
-from roo.counters import Counters, of_request, sources_of
 from roo.ids import key_bytes, unsigned
+from roo.online.counters import Counters, of_request, sources_of
+from roo.online.entity_fields import EntityFields, FieldReader
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
@@ -42,7 +43,7 @@ class Edge:
         """`survey` counts what goes through."""
         self.schema, self.num_partitions = schema, num_partitions
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
-        self.counters = Counters(schema)
+        self.counters, self._reader = Counters(schema), FieldReader(schema)
         self.survey = survey
         self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
         self._waiting: list[tuple[int, int, Event]] = []
@@ -70,7 +71,7 @@ class Edge:
         """What serving would have logged for this request at its time."""
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
-        ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms)
+        ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
         own_ro, own_nro = of_request(request.items_n, request.time_ms)
         message = pb.Impression(
             header=self._header(request),
@@ -99,6 +100,13 @@ class Edge:
             self.survey.add(action)
         return wire.encode(wire.ENGAGEMENT, message)
 
+    def _fields(self, event: Event) -> EntityFields:
+        """What counters beyond user, items and time count it by."""
+        header = event.user_id, event.session_id, event.surface, event.request_id
+        if isinstance(event, Request):
+            return self._reader.of_values(header, event.ro, event.nro, len(event.items_n))
+        return self._reader.of_header(header)
+
     def _header(self, event: Event) -> pb.Header:
         """Who, when and by which schema; ids as uint64."""
         return pb.Header(
@@ -121,9 +129,10 @@ class Edge:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
         while (event := self._next_until(time_ms)) is not None:
             if isinstance(event, Request):
-                self.counters.apply_impression(event.user_id, event.items_n, event.time_ms)
+                self.counters.apply_impression(event.user_id, event.items_n, event.time_ms, self._fields(event))
             else:
-                self.counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms)
+                fields = self._fields(event)
+                self.counters.apply_engagement(event.user_id, event.item_id, event.action, event.value, event.time_ms, fields)
 
     def _next_until(self, time_ms: int) -> Event | None:
         """What is to be counted next; of one time, what the log holds comes last."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from roo.counter_seed import seed
 from roo.errors import ConfigError
+from roo.online.counter_seed import seed
 from roo.schema import Schema
 from roo.wire import Record
 from traffic.config import ReplayConfig

@@ -23,6 +23,7 @@ from param_server.replica.replica import Replica
 from roo import roo_pb2 as pb
 from roo.ids import buckets_of
 from roo.lookup import Lookup, build_lookup
+from roo.online.entity_fields import NO_FIELDS, EntityFields
 from roo.schema import Schema
 from runtime.clock import FakeClock
 from serving.build import Parts
@@ -50,7 +51,9 @@ class Online:
         self.ro = {f.online: ro[f.name] for f in schema.ro if f.online}
         self.nro = {f.online: rng.exponential(2.0, candidates).astype(np.float32) for f in schema.nro if f.online}
 
-    def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def read(
+        self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields = NO_FIELDS
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return self.ro, self.nro
 
 

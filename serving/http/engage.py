@@ -20,6 +20,7 @@ from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import nearest
 from roo.ids import MASK64, hash64, key_bytes
+from roo.online.counter_plan import plan_of
 from roo.schema import Schema
 from runtime.kafka.topics import ENGAGEMENTS
 from serving.errors import RequestError, shown
@@ -63,7 +64,8 @@ class EngagementParser:
 
     def __init__(self, schema: Schema, strict: bool = False) -> None:
         self.schema, self.strict = schema, strict
-        self.known = (*dict.fromkeys((*(label.action for label in schema.labels), schema.online.click)),)
+        counted = sorted(schema.derived(plan_of).actions)
+        self.known = (*dict.fromkeys((*(label.action for label in schema.labels), schema.online.click, *counted)),)
 
     def unused(self, actions: Iterable[str]) -> list[str]:
         """Those that no label and no online feature counts, each once."""

@@ -22,10 +22,10 @@ import numpy as np
 
 from roo.batch import Batch
 from roo.block import encode_nro, main_key
-from roo.counters import sources_of
 from roo.decode import Decoder
 from roo.errors import ConfigError, WireError
 from roo.jagged import Jagged
+from roo.online.counters import sources_of
 from roo.schema import Feature, Schema
 from serving.errors import RequestError, shown
 from serving.http.parse import JsonParser

@@ -12,9 +12,9 @@ import torch
 from models.inputs import build_inputs
 from models.two_tower.retrieval import Retrieval
 from roo.batch import Batch
-from roo.counters import sources_of
 from roo.errors import ConfigError
 from roo.lookup import build_lookup
+from roo.online.counters import sources_of
 from roo.schema import Schema
 from serving.scorer import RowReader
 

@@ -22,9 +22,10 @@ import torch
 from models.inputs import build_inputs
 from roo.block import main_key, ro_columns
 from roo.columns import NO_COLUMNS
-from roo.counters import of_request, sources_of
 from roo.errors import RoostreamError, WireError
 from roo.lookup import build_lookup
+from roo.online.counters import of_request, sources_of
+from roo.online.entity_fields import EntityFields, FieldReader
 from roo.schema import Schema
 from serving.errors import RequestError
 from serving.rank import Hydration
@@ -75,7 +76,7 @@ class Retriever:
         self.space: ItemSpace | None = None
         self.why_not = "the items' vectors aren't there yet"  # while there is no space
         self.rows_ready: Callable[[], bool] = lambda: True
-        self._sources = sources_of(schema, "ro")
+        self._sources, self._reader = sources_of(schema, "ro"), FieldReader(schema)
         self._seen = _features_of_seen(schema)
 
     def retrieve(self, asked: RetrieveRequest, time_ms: int) -> Retrieved:
@@ -102,7 +103,7 @@ class Retriever:
         own.pop("num_candidates")  # a list has that many, and there is none yet
         if self.hydrator is not None and any(source not in own for source in missing.values()):
             try:
-                read, _ = self.hydrator.read(request.user_id, _NO_ITEMS, time_ms)
+                read, _ = self.hydrator.read(request.user_id, _NO_ITEMS, time_ms, self._fields(request))
                 online.update(read)
             except RoostreamError as error:
                 log.debug("hydration failed: %s", error)
@@ -110,6 +111,10 @@ class Retriever:
         online.update(own)
         request.ro.update({name: online[source] for name, source in missing.items() if online.get(source) is not None})
         return away
+
+    def _fields(self, request: RankRequest) -> EntityFields:
+        header = request.user_id, request.session_id, request.surface, request.request_id
+        return self._reader.of_values(header, request.ro, {}, 0)
 
     def _vector(self, space: ItemSpace, asked: RetrieveRequest, time_ms: int) -> np.ndarray:
         """float32 [D]."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from roo.counters import OF_THE_REQUEST, sources_of
 from roo.errors import RoostreamError
+from roo.online.counters import OF_THE_REQUEST, sources_of
 from serving.explore import best_order
 from serving.rank import RankService
 from serving.request import RankRequest
@@ -56,7 +56,8 @@ class Shortlist:
         if self.service.hydrator is None or not missing:
             return
         try:
-            _, online = self.service.hydrator.read(many.user_id, many.item_ids, time_ms)
+            fields = self.service.filler.fields(many)
+            _, online = self.service.hydrator.read(many.user_id, many.item_ids, time_ms, fields)
         except RoostreamError as error:
             log.debug("hydration failed: %s", error)
             return

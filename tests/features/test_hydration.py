@@ -67,8 +67,8 @@ def test_without_redis_a_read_fails_and_it_is_left_alone_for_a_while(redis: Redi
 
 def test_states_of_another_version_are_told(redis: RedisServer) -> None:
     store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
-    store.connection.set(store.user_key(3), b"\x09")
-    with pytest.raises(CheckpointError, match="expected a user state of version 1"):
+    store.connection.set(store.key("user", 3), b"\x09")
+    with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
         Hydrator(redis.url, "x.", Schema()).read(3, [7], T0)
 
 

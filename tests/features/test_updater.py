@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from features.config import FeaturesConfig
 from features.store import FeatureStore
 from features.updater import FeatureMetrics, FeatureUpdater, apply, event_of, features_body, follow
-from roo.counters import Counters
 from roo.errors import CheckpointError, ConfigError, UnavailableError, WireError
+from roo.online.counters import Counters
+from roo.online.entity_fields import FieldReader
 from roo.schema import Schema
 from roo.wire import Record
 from runtime import redis_client
@@ -68,7 +69,7 @@ def in_memory(records: list[Record]) -> Counters:
     source.seek({})
     for record in source.poll(1 << 30, 0):
         try:
-            event = event_of(record)
+            event = event_of(record, FieldReader(Schema()))
         except WireError:
             continue
         if event is not None:
@@ -84,7 +85,8 @@ def features(counters: Counters, user_id: int) -> tuple[Any, Any]:
 def assert_equal(store: FeatureStore, records: list[Record]) -> None:
     expected = in_memory(records)
     for user in range(4):
-        got = store.load(Schema(), ITEMS, [user] if user else [])
+        got = Counters(Schema())
+        store.load(got, got.keys(user, ITEMS, NOW))
         assert features(got, user) == features(expected, user)
 
 
@@ -193,8 +195,8 @@ def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
 
 def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:
     updater = opened(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
-    updater.store.connection.set(updater.store.item_key(5), b"\x09")
-    with pytest.raises(CheckpointError, match="expected item states"):
+    updater.store.connection.set(updater.store.key("item", 5), b"\x09")
+    with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
         updater.step(0)
 
 

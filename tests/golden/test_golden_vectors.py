@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 import tomllib
 
+import numpy as np
 import pytest
 
 from roo import ids
 from roo.block import decode_block, encode_nro, encode_ro
-from roo.counters import Counters
+from roo.online.counters import Counters
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 
@@ -104,24 +104,41 @@ USER_STATE = (
 )
 
 
-def test_states_of_online_features_that_version_1_wrote() -> None:
+KEYS = {"item": np.array([8]), "user": np.array([5])}
+ITEM_STATE_3 = (
+    "030e00404f409118928c7419f7ad52cb1a3f02933e51f604854021a0f77638281b0b9dc88fedcc4f3f32ebbca2c241152a8fcd4d7827d9"
+    "80a24b4900002665febc784212ab170168dbed3f000000000000f03f12ab170168dbdd3f8cb3a127e8a1ef3f000000000000f03f8cb3a1"
+    "27e8a1df3f0f1782023ef0ef3f000000000000f03f0f1782023ef0df3f35ed2fc60efcef3f000000000000f03f35ed2fc60efcdf3f0000"
+    "8056febc7842"
+)
+USER_STATE_2 = (
+    "0203000000000000001b000000030200404f40912f59a69700008056febc784200008056febc78425240265b1000000008000000000000"
+    "006052e6cf8b010000dec8caaa7c0000000200000005000000404f40910235a9516061bb192f59a69726fe1dbd08000000000000000900"
+    "00000000000000002665febc7842000000000000f03f000000000000f03f00008056febc784200002665febc784200008056febc784200"
+    "0000000000f03f000000000000000000008056febc7842000000000000f87f"
+)
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"), [(ITEM_STATE, 0.1 * 2**-0.0167), ("02" + ITEM_STATE[2:] + EXPECTED, 0.5 * 2**-0.0167)]
+)
+def test_states_of_online_features_that_older_versions_wrote(item: str, expected: float) -> None:
     counters = Counters(Schema())
-    counters.load_items([8], [bytes.fromhex(ITEM_STATE)])
-    counters.load_user(5, bytes.fromhex(USER_STATE))
+    counters.load(KEYS, [bytes.fromhex(item), bytes.fromhex(USER_STATE)])
     ro, nro = counters.read(5, [8, 9], 1_700_000_060_000)
     assert ro["history"] == {"ids": [8], "action": [ids.signed(ids.hash64("click"))], "time": [1_700_000_060_000]}
-    assert ro["gap_s"] == 60.0
+    assert ro["gap_s"] == 60.0 and nro["in_last_list"].tolist() == [1.0, 1.0] and nro["age_s"].tolist() == [60.0, 0.0]
     assert nro["clicks_10m"].tolist() == [1.0, 0.0] and abs(nro["views_10m"][0] - 2**-0.1) < 1e-7
     assert nro["user_views"].tolist() == [1.0, 1.0] and nro["user_clicks"].tolist() == [1.0, 0.0]
-    views_4 = struct.unpack_from("<4d", bytes.fromhex(ITEM_STATE), 17)
-    assert nro["expected_1h"].tolist() == pytest.approx([0.1 * views_4[1], 0.0], rel=1e-6)
-    assert counters.dump_items([8])[0].hex() == "02" + ITEM_STATE[2:] + struct.pack("<4d", *(0.1 * v for v in views_4)).hex()
-    assert counters.dump_user(5) == bytes.fromhex(USER_STATE)
+    assert nro["user_view_age_s"].tolist() == [60.0, 60.0] and nro["user_click_age_s"][0] == 0.0
+    assert np.isnan(nro["user_click_age_s"][1])
+    assert nro["expected_1h"].tolist() == pytest.approx([expected, 0.0], rel=1e-2)
+    assert counters.dump(KEYS)[1] == bytes.fromhex(USER_STATE_2)
+    assert counters.dump(KEYS)[0] == bytes.fromhex(ITEM_STATE_3) or item == ITEM_STATE
 
 
 def test_states_of_online_features() -> None:
     counters = Counters(Schema())
     counters.apply_impression(5, [8, 9], 1_700_000_000_000)
     counters.apply_engagement(5, 8, "click", 1.0, 1_700_000_060_000)
-    assert counters.dump_items([8])[0].hex() == "02" + ITEM_STATE[2:] + EXPECTED
-    assert counters.dump_user(5) == bytes.fromhex(USER_STATE)
+    assert counters.dump(KEYS) == [bytes.fromhex(ITEM_STATE_3), bytes.fromhex(USER_STATE_2)]

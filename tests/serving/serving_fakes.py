@@ -8,6 +8,7 @@ import numpy as np
 
 from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
+from roo.online.entity_fields import EntityFields
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.kafka.record_reader import MemoryReader, RecordsGoneError
@@ -50,7 +51,9 @@ class FakeHydrator:
     def __init__(self, ro: Mapping[str, object] | None = None, nro: Mapping[str, float] | None = None) -> None:
         self.ro, self.nro, self.away, self.num_reads = dict(ro or {}), dict(nro or {}), False, 0
 
-    def read(self, user_id: int, item_ids: np.ndarray, time_ms: int) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    def read(
+        self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields
+    ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
         self.num_reads += 1
         if self.away:
             raise UnavailableError("Redis is away")

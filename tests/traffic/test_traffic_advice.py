@@ -46,7 +46,7 @@ def test_a_log_that_fits_its_schema_is_told_nothing() -> None:
 
 
 CASES: list[tuple[dict[str, Any], list[Event], str]] = [
-    ({}, events("clik"), "neither a [[label]] nor [online] click names: 'clik' (1; did you mean 'click'?)"),
+    ({}, events("clik"), "no [[label]], no [[counter]] and not [online] click names: 'clik' (1; did you mean 'click'?)"),
     ({}, events("clik"), "label 'click': no engagement of the log has action 'click'; did you mean 'clik'?"),
     (
         {"label": [{"name": "open", "action": "open"}]},

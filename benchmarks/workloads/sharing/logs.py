@@ -14,9 +14,9 @@ from benchmarks.workloads.sharing.shared_data import EBNERD, MIND
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.batch import Batch
-from roo.counter_seed import seed
 from roo.decode import Decoder
 from roo.ids import hash64
+from roo.online.counter_seed import seed
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from roo.wire import Record

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from roo.counter_seed import seed
-from roo.counters import Counters
+from roo.online.counter_seed import seed
+from roo.online.counters import Counters
 from roo.schema_file import schema_from_dict
 
 T0 = 1_700_000_000_000
@@ -28,7 +28,8 @@ def test_seeding_in_bulk_is_the_same_as_one_click_after_the_other() -> None:
     for user, item, time_ms in zip(users_N.tolist(), items_N.tolist(), times_N.tolist(), strict=True):
         single.apply_engagement(user, item, "click", 1.0, time_ms)
     everything = np.arange(70)
-    assert bulk.dump_items(everything[1:60]) == single.dump_items(everything[1:60])
+    states = {"item": everything[1:60], "user": np.arange(1, 12)}
+    assert bulk.dump(states) == single.dump(states)
     for user in range(1, 12):
         (ro_a, nro_a), (ro_b, nro_b) = (c.read(user, everything, T0 + 50_000_000) for c in (bulk, single))
         assert ro_a == ro_b

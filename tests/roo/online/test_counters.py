@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roo.block import encode_nro, encode_ro
-from roo.counter_state import MAX_USER_ITEMS, User, items_from_bytes, user_from_bytes, warm
-from roo.counters import OF_THE_REQUEST, Counters, of_request, sources_of
 from roo.errors import CheckpointError
 from roo.ids import hash64, signed
+from roo.online.counter_plan import plan_of
+from roo.online.counters import OF_THE_REQUEST, Counters, Keys, of_request, sources_of, warm
+from roo.online.entity_state import MAX_TABLE_ROWS, CrossTable, EntityState, state_from_bytes
 from roo.schema import Feature, Schema
 from roo.schema_check import ONLINE
 
@@ -138,14 +139,19 @@ def test_the_history_has_the_shape_of_the_feature_that_takes_it(
 
 
 def test_a_user_keeps_the_items_touched_last() -> None:
-    user = User()
-    user.view(np.arange(1000, 1010), T0 + 50)
-    user.click(3, 1, T0 + 60, 50)
-    user.view(np.arange(0, MAX_USER_ITEMS), T0)
-    kept = user.items_P5[:, 0]
-    assert len(kept) == MAX_USER_ITEMS and (np.diff(kept) > 0).all()
-    assert {3, *range(1000, 1010)} <= set(kept.tolist())
-    assert MAX_USER_ITEMS - 1 not in kept.tolist() and 0 in kept.tolist()
+    counters = Counters(Schema())
+    counters.apply_impression(7, np.arange(1000, 1010), T0 + 50)
+    counters.apply_engagement(7, 3, "click", 1.0, T0 + 60)
+    counters.apply_impression(7, np.arange(0, MAX_TABLE_ROWS), T0)
+    views_n = counters.read(7, np.arange(0, 1010), T0 + 70)[1]["user_views"]
+    kept = set(np.flatnonzero(views_n).tolist())
+    assert len(kept) == MAX_TABLE_ROWS
+    assert {3, *range(1000, 1010)} <= kept
+    assert MAX_TABLE_ROWS - 1 not in kept and 0 in kept
+
+
+def of(entity: str, *keys: int) -> Keys:
+    return {entity: np.array([signed(key) for key in keys], dtype=np.int64)}
 
 
 EVENT = st.tuples(
@@ -171,13 +177,11 @@ def test_states_through_bytes_in_the_middle_change_no_bit(events: list[Any], cut
     straight, first, second = Counters(Schema()), Counters(Schema()), Counters(Schema())
     replay(straight, events)
     replay(first, events[:cut])
-    second.load_items(items, first.dump_items(items))
-    for user in (1, 2, 3):
-        second.load_user(user, first.dump_user(user))
+    everything = of("item", *items) | of("user", 1, 2, 3)
+    second.load(everything, first.dump(everything))
     replay(second, events[cut:])
-    assert second.dump_items(items) == straight.dump_items(items)
+    assert second.dump(everything) == straight.dump(everything)
     for user in range(4):
-        assert second.dump_user(user) == straight.dump_user(user)
         (ro, nro), (ro2, nro2) = (c.read(user, items, T0 + 101 * HOUR) for c in (straight, second))
         assert ro == ro2 and {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
@@ -185,7 +189,7 @@ def test_states_through_bytes_in_the_middle_change_no_bit(events: list[Any], cut
 def test_more_items_than_there_was_room_for_are_kept() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, list(range(500)), T0)
-    counters.load_items([10_000 + i for i in range(1000)], [None] * 1000)
+    counters.load(of("item", *(10_000 + i for i in range(1000))), [None] * 1000)
     assert counters.read(1, [0, 499, 10_999], T0)[1]["views_1h"].tolist() == [1, 1, 0]
 
 
@@ -196,20 +200,33 @@ def test_states_fit_the_blocks_that_serving_writes(schema: Schema) -> None:
     assert encode_nro(schema, {"age": nro["user_click_age_s"], "item": [[5], [6]]}, 2)
 
 
+ITEM_LAYOUT, USER_FORM = plan_of(Schema()).rows["item"], plan_of(Schema()).forms["user"]
+STATE = EntityState(USER_FORM).to_bytes()
+
+
 @pytest.mark.parametrize("data", [b"", b"\x03" + bytes(112), b"\x02" + bytes(80), bytes(81), b"\x01" + bytes(79), bytes(113)])
 def test_foreign_item_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="expected item states of 113 bytes"):
-        items_from_bytes([data])
+    with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
+        ITEM_LAYOUT.from_bytes([data])
 
 
-@pytest.mark.parametrize("data", [b"", b"\x02" + bytes(16), User().to_bytes() + b"x", User().to_bytes()[:-1]])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x01" + bytes(20) + b"x", b"\x01", b"\x02" + bytes(3), b"\x03" + STATE[1:], STATE + b"x", STATE[:-1], STATE[:9]],
+)
 def test_foreign_user_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="expected a user state of version 1"):
-        user_from_bytes(data)
+    with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
+        state_from_bytes(USER_FORM, data)
+
+
+@pytest.mark.parametrize("data", [b"", CrossTable(ITEM_LAYOUT).to_bytes() + b"x"])
+def test_foreign_bytes_of_a_users_table_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
+        CrossTable(ITEM_LAYOUT).take(data)
 
 
 def test_a_user_without_a_stored_state_is_forgotten() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [5], T0)
-    counters.load_user(1, None)
-    assert counters.dump_user(1) is None
+    counters.load(of("user", 1), [None])
+    assert counters.dump(of("user", 1)) == [None]
