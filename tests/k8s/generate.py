@@ -45,6 +45,7 @@ RIGHTS = {
     "serving": Rights(reads=(topics.ROWS,), writes=topics.EVENTS, group="serving-rows"),
     "features": Rights(reads=topics.EVENTS, group="features"),
     "auditor": Rights(reads=tuple(t for t in TOPICS if t != topics.ROWS), group="auditor-*"),
+    "archiver": Rights(reads=(topics.SAMPLES, topics.CORRECTIONS), writes=(topics.DEAD_LETTERS,), group="archiver"),
     "joiner": Rights(reads=topics.EVENTS, writes=OUTPUTS, group=JOB_NAME, transactions=f"{JOB_NAME}*"),
 }
 HEADS = {

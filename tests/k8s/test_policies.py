@@ -136,12 +136,23 @@ def test_every_program_of_the_table_has_its_workload(objects: Objects, request: 
     assert started & optional == wanted
 
 
-def test_every_monitored_service_has_the_port(objects: Objects) -> None:
-    for monitor in of_kind(objects, "ServiceMonitor"):
-        wanted = set(monitor["spec"]["selector"]["matchExpressions"][0]["values"])
-        with_metrics = {
-            s["metadata"]["labels"]["app.kubernetes.io/component"]
-            for s in of_kind(objects, "Service")
-            if any(p["name"] == "metrics" for p in s["spec"]["ports"])
-        }
-        assert wanted == with_metrics
+def test_every_service_with_metrics_is_monitored_once_in_the_way_that_its_port_speaks(objects: Objects) -> None:
+    if not of_kind(objects, "ServiceMonitor"):
+        pytest.skip("one node has no monitoring")
+    found = [
+        (component, m["spec"]["endpoints"][0].get("scheme", "http"))
+        for m in of_kind(objects, "ServiceMonitor")
+        for component in m["spec"]["selector"]["matchExpressions"][0]["values"]
+    ]
+    ports = {
+        w.labels["app.kubernetes.io/component"]: w.pod["containers"][0]["readinessProbe"]["httpGet"].get("scheme", "HTTP").lower()
+        for w in workloads(objects)
+        if "readinessProbe" in w.pod["containers"][0]
+    }
+    with_metrics = {
+        s["metadata"]["labels"]["app.kubernetes.io/component"]
+        for s in of_kind(objects, "Service")
+        if any(p["name"] == "metrics" for p in s["spec"]["ports"])
+    }
+    assert sorted(found) == sorted((component, ports[component]) for component in with_metrics)
+    assert dict(found)["serving"] == "https"

@@ -18,12 +18,12 @@ from infra.kinds import kind_of
 from infra.ports import Ports
 from roo.config import check_environment, load
 from runtime.program import STOP_S
+from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
-from tests.serving.access.certificates import Authority
 
 Objects = tuple[dict[str, Any], ...]
-PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "joiner")
+PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "joiner")
 
 
 class Anything(dict[str, dict[str, bytes]]):
@@ -157,6 +157,7 @@ def _find(program: str) -> tuple[Workload, dict[str, Any]]:
         ("serving", "starting|waits for|rows|model"),
         ("features", "starting|waits for"),
         ("auditor", "starting|waits for"),
+        ("archiver", "starting|waits for"),
         ("joiner", "Flink|starting"),
     ],
 )
