@@ -14,6 +14,7 @@ from runtime.address import check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
 from trainer.selection.config import DeferralConfig, SelectionConfig
+from warehouse.readers.session import DAY, Labels, SessionSpec
 
 _FULLY_GROWN = math.log(1 << 16)
 
@@ -172,6 +173,14 @@ class ControllerConfig(Deployment):
     export_offsets: tuple[str, ...] = setting(
         (), "PARTITION=OFFSET of samples at which history ends, instead of where it ends when its training begins"
     )
+    warehouse: str = setting(
+        "", "where samples are archived, a directory or s3://bucket/prefix: a new model is trained from it first"
+    )
+    warehouse_days: str = setting("", "of it, as 2024-05-01..2024-05-07; '' = all days")
+    warehouse_labels: Labels = setting("latest", "of its samples: with corrections until then, or as_streamed at the close")
+    handover_records: int = setting(
+        100_000, "so many samples archived while the warehouse is trained are trained from it too, before the stream", least=0
+    )
     commit_interval_ms: int = setting(10_000, "between commits", least=100)
     seed: int = setting(0, "of initial weights and rows; workers and shards use the same", least=0, most=MAX_SEED)
     idle_hold_ms: int = setting(0, "workers are released when nothing is there to read for this long; 0 = never", least=0)
@@ -196,6 +205,11 @@ class ControllerConfig(Deployment):
         for text in self.export_offsets:
             if not re.fullmatch(r"\d{1,4}=\d{1,18}", text) or int(text.partition("=")[0]) >= self.partitions:
                 raise refusal("export_offsets", f"PARTITION=OFFSET with partitions 0..{self.partitions - 1}", text)
+        if self.warehouse_from and not DAY.fullmatch(self.warehouse_from):
+            raise refusal("warehouse_from", "a day as 2024-05-01", self.warehouse_from)
+        if self.warehouse and self.export_offsets:
+            error = "the warehouse's version says where its history ends"
+            raise refusal("export_offsets", "none with a warehouse", self.export_offsets[0], error)
         if self.export_offsets and not self.initial_workers:
             raise refusal(
                 "export_offsets", "none with initial_workers = 0", self.export_offsets[0], "or say how many train history"
@@ -205,6 +219,17 @@ class ControllerConfig(Deployment):
     def export(self) -> dict[int, int]:
         """Partition of `samples` → where its history ends, where that is chosen."""
         return {int(number): int(offset) for number, _, offset in (text.partition("=") for text in self.export_offsets)}
+
+    @property
+    def session(self) -> SessionSpec:
+        """What of the warehouse is trained."""
+        return SessionSpec(
+            table=self.warehouse,
+            version=0,
+            first_day=self.warehouse_from,
+            shuffle_seed=self.seed,
+            labels=self.warehouse_labels,
+        )
 
     @property
     def neighbour_urls(self) -> dict[str, str]:

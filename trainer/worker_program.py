@@ -13,7 +13,7 @@ from typing import Any
 from models.build import load_model_config
 from param_server.client import Client
 from roo.decode import Decoder
-from roo.errors import HeldError, UnavailableError
+from roo.errors import ConfigError, HeldError, UnavailableError
 from roo.schema import Registry, Schema
 from roo.schema_file import load_schema
 from roo.schema_registry import open_registry, register
@@ -32,6 +32,8 @@ from runtime.kafka.topics import Partition, all_partitions
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
+from runtime.work_unit import TableInput
+from trainer.batches import BatchSource
 from trainer.config import WorkerConfig
 from trainer.device.numerics import set_numerics
 from trainer.identity import Identity, kafka_identity
@@ -47,6 +49,7 @@ from trainer.record_batches import RecordBatches
 from trainer.reduce import MeetingPlace
 from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches
+from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
 
 log = logging.getLogger("roostream.worker")
@@ -83,7 +86,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
         source, rows, feed = connected(
-            lambda: open_source(config, Decoder(schema, identity.registry), clock, stages),
+            lambda: phased(config, open_source(config, Decoder(schema, identity.registry), clock, stages), schema, clock, stages),
             ShardRows(client),
             stages,
             staleness=config.staleness,
@@ -169,6 +172,20 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
     reader = open_reader(all_partitions(config.trained_topics, config.partitions))
     wait_ms = config.max_batch_wait_ms
     return RecordBatches(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
+
+
+def phased(config: WorkerConfig, stream: BatchSource, schema: Schema, clock: Clock, stages: Stages) -> PhasedSource:
+    """The stream, or a session of a warehouse where the controller says so."""
+
+    def opened(told: TableInput) -> BatchSource:
+        try:
+            from trainer.sessions.table_source import open_session
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"expected {error.name} to read {told.table}; pip install 'roostream[warehouse]'") from None
+        partitions = all_partitions(config.trained_topics, config.partitions)
+        return open_session(told, schema, partitions, config.dedupe_horizon_ms, clock, stages)
+
+    return PhasedSource(stream, opened)
 
 
 def train(

@@ -20,13 +20,14 @@ from runtime.exports import Exports, one_of
 from runtime.health import Health
 from runtime.kafka.reader import KafkaReader
 from runtime.kafka.reading import Reading
-from runtime.kafka.topics import CORRECTIONS, SAMPLES, all_partitions
+from runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress, all_partitions
 from runtime.program import Stop
 from runtime.rpc_server import RpcServer
 from runtime.work_unit import WorkUnit
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
+from trainer.control.handover import TableHistory
 from trainer.control.idle import Idle, IdleRule
 from trainer.control.lookout import IdleWatch, Lookout
 from trainer.control.neighbours import Neighbours
@@ -70,26 +71,15 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         num_partitions=config.partitions,
         seed=config.seed,
     )
-    facts = Facts(
-        schema=f"{schema.fingerprint:016x}",
-        seed=config.seed,
-        num_shards=config.num_shards,
-        num_workers=config.num_workers,
-        initial_workers=config.initial_workers,
-        unit_records=config.unit_records,
-        num_buckets=identity.num_buckets,
-        num_partitions=identity.num_partitions,
-        kafka=kafka,
-        commit_interval_s=config.commit_interval_ms / 1000,
-        holds_idle=config.idle_hold_ms > 0,
-    )
-    coordinator = Coordinator(facts, clock.monotonic_s())
+    table = TableHistory(config, kafka["topics"], clock) if config.warehouse else None
+    coordinator = Coordinator(facts_of(config, identity), clock.monotonic_s())
     controller = Controller(
         coordinator,
         store,
         clock,
         check=identity.check,
         history=lambda committed: history_of(config, committed),
+        open_session=table.newest if table else lambda: None,
         keep_commits=config.keep_commits,
     )
     neighbours = Neighbours(config.neighbour_urls, clock, workers=controller.workers_seen_at)
@@ -105,12 +95,32 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()
     watching = _watch_idleness(config, controller, clock, stop)
+    if table:
+        table.watch(controller, lambda: oldest_of(config), stop)
     try:
         Exports("controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS).register()
         controller.run(stop, turned, _CLOSING_S)
     finally:
         server.stop()
         watching.join(_CLOSING_S)
+
+
+def facts_of(config: ControllerConfig, identity: Identity) -> Facts:
+    """What this controller's commits state, and its times."""
+    return Facts(
+        schema=f"{identity.schema.fingerprint:016x}",
+        seed=config.seed,
+        num_shards=config.num_shards,
+        num_workers=config.num_workers,
+        initial_workers=config.initial_workers,
+        from_table=bool(config.warehouse),
+        unit_records=config.unit_records,
+        num_buckets=identity.num_buckets,
+        num_partitions=identity.num_partitions,
+        kafka=identity.kafka,
+        commit_interval_s=config.commit_interval_ms / 1000,
+        holds_idle=config.idle_hold_ms > 0,
+    )
 
 
 def _watch_idleness(config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop) -> threading.Thread:
@@ -146,6 +156,13 @@ def history_of(config: ControllerConfig, committed: Mapping[int, int]) -> tuple[
     finally:
         reader.close()
     return tuple(historical_range(found, committed, config.export))
+
+
+def oldest_of(config: ControllerConfig) -> Progress:
+    """Offsets of the oldest samples that Kafka has. UnavailableError: it is away."""
+    reading = Reading(partitions=all_partitions((SAMPLES,), config.partitions), prefix=config.prefix)
+    with contextlib.closing(KafkaReader.open(config.broker, f"{config.prefix}controller", reading)) as reader:
+        return {partition: oldest for partition, (oldest, _) in reader.bounds(*reading.partitions).items()}
 
 
 def _gauges(status: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import xxhash
 from roo.errors import ConfigError
 
 Labels = Literal["latest", "as_streamed"]
-_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SessionSpec:
     def __post_init__(self) -> None:
         """Raises ConfigError: a day that is none, days the wrong way round, or unknown labels."""
         for day in (self.first_day, self.last_day):
-            if day and not _DAY.fullmatch(day):
+            if day and not DAY.fullmatch(day):
                 raise ConfigError(f"expected a day as YYYY-MM-DD, got {day!r}")
         if self.first_day and self.last_day and self.last_day < self.first_day:
             raise ConfigError(f"expected days in order, got {self.first_day}..{self.last_day}; the first comes first")
@@ -76,6 +76,6 @@ def days_of(text: str) -> tuple[str, str]:
     """
     first, dots, last = text.partition("..")
     days = (first, last) if dots else (first, first)
-    if not any(days) or not all(_DAY.fullmatch(day) for day in days if day):
+    if not any(days) or not all(DAY.fullmatch(day) for day in days if day):
         raise ConfigError(f"expected days as 2024-05-01..2024-05-07, got {text!r}; either end may be left out")
     return days

@@ -1,0 +1,48 @@
+"""A session of the warehouse as a worker reads it: by itself, in the thread of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from roo.decode import Decoder
+from roo.schema import Schema
+from runtime.clock import Clock
+from runtime.kafka.topics import Partition
+from runtime.work_unit import TableInput
+from trainer.batches import NewestIds
+from trainer.pipeline.stages import Stages
+from trainer.sessions.session_batches import SessionBatches
+from warehouse.readers.reading import LocalRows, OpenSession, SessionRows, TableRows, newest_ids
+from warehouse.readers.table_session import SampleTable
+
+OpenRows = Callable[[TableInput, OpenSession, TableRows], SessionRows]
+"""Who reads the rows of a session."""
+
+
+def local_rows(told: TableInput, session: OpenSession, rows: TableRows) -> SessionRows:
+    return LocalRows(session, rows)
+
+
+def open_session(
+    told: TableInput,
+    schema: Schema,
+    partitions: Sequence[Partition],
+    horizon_ms: int,
+    clock: Clock,
+    stages: Stages | None = None,
+    open_rows: OpenRows = local_rows,
+) -> SessionBatches:
+    """`partitions`: of the stream that follows; `horizon_ms`: for how long ids are remembered.
+
+    Raises:
+        UnavailableError: the table can't be read now. CheckpointError: the version isn't there, or isn't what it was.
+    """
+    session, rows = SampleTable(told.table).opened(told, schema)
+    empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
+
+    def newest(number: int) -> NewestIds:
+        return NewestIds(*newest_ids(session, rows, number, horizon_ms))
+
+    return SessionBatches(
+        session.order, open_rows(told, session, rows), empty, clock, partitions=partitions, newest=newest, stages=stages
+    )
