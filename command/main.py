@@ -146,14 +146,19 @@ def demo_command(home: Path, seconds: float | None, rate: float, **options: Any)
 @stack_options
 @click.option("--foreground", is_flag=True, help="stay, and stop everything on Ctrl-C")
 @click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until all is ready")
-def up(home: Path, foreground: bool, wait_s: float, **options: Any) -> None:
+@click.option("--from-warehouse", metavar="PLACE", help="a new model is trained from this archive first, then from the stream")
+def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, **options: Any) -> None:
     """Start a stack without traffic, in the background. In a home that a replay has kept, with the replay's own settings.
 
     \b
     Example:
       roostream up --home .roostream --schema my_site.toml --port serving=8080
+      roostream up --from-warehouse .roostream/warehouse
     """
     from command import control
+
+    if from_warehouse:
+        options["sets"] = (*options["sets"], f"controller.warehouse={from_warehouse}")
 
     base = kept(home)
     if base is not None:  # what isn't said is as it was
