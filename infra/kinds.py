@@ -142,6 +142,10 @@ def _archiver(site: Site) -> dict[str, Any]:
     return {**own, "num_archivers": site.options.num_archivers}
 
 
+def _compactor(site: Site) -> dict[str, Any]:
+    return {"warehouse": site.home.root / "warehouse"}
+
+
 def _joiner(site: Site) -> dict[str, Any]:
     """A job that runs already is watched; a new one goes on from the newest savepoint or checkpoint."""
     own = {"store": site.home.store, "home": site.home.root / site.name, "flink": site.at.flink, "replay": site.options.replay}
@@ -271,6 +275,18 @@ KINDS = (  # in order of starting
         own=_archiver,
         count=lambda options: options.num_archivers,
         first_plain=True,
+        stop_rank=StopRank.FEATURES,
+    ),
+    Kind(
+        name="compactor",
+        help="Seal days of the warehouse, and delete what nobody needs.",
+        config="warehouse.config:CompactorConfig",
+        run="warehouse.compactor_program:run_compactor",
+        own=_compactor,
+        needs=lambda options: (),
+        count=lambda options: min(options.num_archivers, 1),
+        first_plain=True,
+        shared=False,
         stop_rank=StopRank.FEATURES,
     ),
     Kind(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
 from warehouse.file_writer import FOOTER_KEY, FORMAT
 
+Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
 
 
@@ -58,16 +59,23 @@ class SampleFile:
         """What is read for these columns of these row groups: at most `over_read` times more than they take."""
         return merged(self._places(set(names), groups), self._over_read)
 
-    def read(self, writer: Schema, reader: Schema, groups: Sequence[int] | None = None) -> Batch:
+    def read(
+        self, writer: Schema, reader: Schema, groups: Sequence[int] | None = None, *, labels: Labels = "as_streamed"
+    ) -> Batch:
         """Samples of some row groups (None: all) as `reader` reads those of `writer`, which is the schema of the file's
-        fingerprint; a `reader` of fewer features (`roo.columnar.projected`) reads fewer columns.
+        fingerprint; a `reader` of fewer features (`roo.columnar.projected`) reads fewer columns. `labels` "latest": with the
+        corrections that were folded in when it was sealed; others are in their own table (warehouse/corrections.py).
 
         Raises:
             UnavailableError: it can't be read now. CheckpointError: it is damaged; names it. SchemaError: what changed between
                 the schemas can't be read.
         """
-        columns, counts_R = self.columns(needed(writer, reader), groups)
-        return batch_of(reader, columns, counts_R, self.file.partition)
+        forms = needed(writer, reader)
+        now = {f"label__{name}": f"latest__{name}" for name in reader.tasks} if labels == "latest" else {}
+        there = set(self.footer.schema.to_arrow_schema().names)
+        chosen = {name: now[name] if now.get(name) in there else name for name in forms}
+        columns, counts_R = self.columns({chosen[name]: form for name, form in forms.items()}, groups)
+        return batch_of(reader, {name: columns[chosen[name]] for name in forms}, counts_R, self.file.partition)
 
     def columns(self, forms: Mapping[str, Form], groups: Sequence[int] | None = None) -> tuple[dict[str, FlatColumn], np.ndarray]:
         """These columns, and the candidates of each request (int32 [R]). Raises as `read`."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from roo import roo_pb2 as pb
+from roo import wire
 from roo.batch import Batch
 from roo.columnar import columns_of, forms, whole
 from roo.ids import key_bytes
@@ -82,3 +83,20 @@ def keyed(records: list[Record]) -> list[Record]:
         header = pb.Sample.FromString(record.value[2:]).header
         out.append(record._replace(key=key_bytes(header.user_id, header.session_id, header.request_id)))
     return out
+
+
+def a_correction(record: Record, item: int, before: float, after: float, *, offset: int, event: int) -> Record:
+    """Of the sample of `record`: one item's labels are others."""
+    sample = pb.Sample.FromString(record.value[2:])
+    header = sample.header
+    made = pb.Sample(header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True)
+    made.labels.extend([after, 0.0])
+    made.labels_before.extend([before, 0.0])
+    made.parts.add(num_rows=1)
+    made.event_ids.append(event)
+    made.event_candidates.append(0)
+    made.event_actions.append(0)
+    made.event_values.append(1.0)
+    made.event_times.append(header.time_ms + 5)
+    made.actions.append("click")
+    return Record("corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, made))

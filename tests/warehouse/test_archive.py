@@ -18,7 +18,7 @@ from runtime.checkpoint_store import FileStore
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA as JOINED
 from tests.joiner.cases import SCHEMAS
-from tests.warehouse.sample_cases import decoded, keyed, place_of, rich_records, rich_schema, same_batch
+from tests.warehouse.sample_cases import a_correction, decoded, keyed, place_of, rich_records, rich_schema, same_batch
 from warehouse.archive import by_day, by_user, by_writer, correction_rows, sample_forms, sample_rows
 from warehouse.data_file import day_of
 from warehouse.file_reader import SampleFile
@@ -128,23 +128,6 @@ def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
             SampleFile(store, "samples", write_rows(store, part, place_of(SCHEMA))).read(SCHEMA, SCHEMA),
             wanted.take_requests(places),
         )
-
-
-def a_correction(record: Record, item: int, before: float, after: float, *, offset: int, event: int) -> Record:
-    """Of the sample of `record`: one item's labels are others."""
-    sample = pb.Sample.FromString(record.value[2:])
-    header = sample.header
-    made = pb.Sample(header=header, sample_id=event, close_ms=sample.close_ms, item_ids=[item], untrainable=True)
-    made.labels.extend([after, 0.0])
-    made.labels_before.extend([before, 0.0])
-    made.parts.add(num_rows=1)
-    made.event_ids.append(event)
-    made.event_candidates.append(0)
-    made.event_actions.append(0)
-    made.event_values.append(1.0)
-    made.event_times.append(header.time_ms + 5)
-    made.actions.append("click")
-    return Record("corrections", record.partition, offset, 99, record.key, wire.encode(wire.CORRECTION, made))
 
 
 def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""A sealed day holds every sample once, by user, with the labels of now beside those of the close."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.batch import Batch
+from roo.errors import CheckpointError
+from roo.ids import key_bytes, sample_id
+from roo.wire import Record
+from runtime.clock import FakeClock
+from runtime.health import Health
+from runtime.program import Stop
+from tests.warehouse.archive_runs import an_archiver, places
+from tests.warehouse.sample_cases import a_correction, decoded, keyed, rich_records, rich_schema, same_batch
+from tests.warehouse.test_delta_table import a_file
+from warehouse.archive import sample_forms
+from warehouse.compact import retired
+from warehouse.compactor import Compactor, folded_name
+from warehouse.compactor_program import Rounds
+from warehouse.config import CompactorConfig
+from warehouse.corrections import Latest, of, overlay, read_latest
+from warehouse.place import COLUMN_ORDER, Warehouse
+from warehouse.rebuild import rebuilt
+
+SCHEMA = rich_schema()
+DAY_MS = 86_400_000
+
+
+def closed_on(records: list[Record], day: int, first_offset: int = 0, user: int = 0) -> list[Record]:
+    """The same samples, closed on the nth day, of users in turn."""
+    out = []
+    for n, record in enumerate(records):
+        sample = pb.Sample.FromString(record.value[2:])
+        sample.close_ms += day * DAY_MS
+        sample.header.user_id = user or n % 7 + 1
+        request = sample.header.request_id
+        sample.sample_id = sample_id(key_bytes(sample.header.user_id, 0, request), request)
+        offset = first_offset + n
+        out.append(record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms, offset=offset))
+    return keyed(out)
+
+
+FIRST = closed_on(rich_records(SCHEMA, 50, partition=0), 0)
+NEXT = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
+
+
+def archive(place: Path, records: list[Record], per_flush: int = 9) -> None:
+    archiver, reader, morgue = an_archiver(place, records, [0])
+    archiver.open()
+    while not reader.at_end():
+        archiver.turn(0.0, max_records=per_flush)
+        archiver.flush()
+    assert not morgue.letters
+
+
+def a_compactor(place: Path, **settings: int) -> Compactor:
+    config = CompactorConfig(**{"warehouse": str(place), "seal_after_ms": 0, **settings})  # type: ignore[arg-type]
+    return Compactor(Warehouse(place), config, FakeClock())
+
+
+def seal_all(compactor: Compactor) -> int:
+    return sum(compactor.seal(seal) for seal in compactor.due())
+
+
+def batches(place: Path, day: int, labels: str = "as_streamed") -> list[Batch]:
+    warehouse = Warehouse(place)
+    files = [f for f in warehouse.samples.snapshot().files if f.day == date(1970, 1, 1) + timedelta(days=day)]
+    return [warehouse.open_file("samples", f).read(SCHEMA, SCHEMA, labels=labels) for f in files]  # type: ignore[arg-type]
+
+
+def test_many_files_of_a_day_become_one_by_user_with_every_sample(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    assert len(batches(tmp_path, 0)) > 4
+    compactor = a_compactor(tmp_path)
+    assert seal_all(compactor) == 1 and compactor.counts.repeated == 0
+    (sealed,) = batches(tmp_path, 0)
+    users = [pb.Sample.FromString(FIRST[n].value[2:]).header.user_id for n in sealed.offset_R.tolist()]
+    assert users == sorted(users) and sorted(sealed.offset_R.tolist()) == list(range(50))
+    same_batch(sealed, decoded(SCHEMA, FIRST).take_requests(sealed.offset_R))
+    assert len(batches(tmp_path, 3)) == 1, "the newest day is still open"
+    assert compactor.due() == [], "what is sealed isn't sealed again"
+
+
+def test_a_sealed_sample_s_bytes_are_those_of_the_topic(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    seal_all(a_compactor(tmp_path, most_rows=20))
+    warehouse, found = Warehouse(tmp_path), {}
+    for file in warehouse.samples.snapshot().files:
+        columns, counts_R = warehouse.open_file("samples", file).columns(sample_forms(SCHEMA))
+        found |= dict(zip(columns["offset"].values.tolist(), rebuilt(SCHEMA, columns, counts_R), strict=True))
+    assert found == {r.offset: (r.key, r.value) for r in (*FIRST, *NEXT)}
+    assert [f.rows for f in warehouse.samples.snapshot().files if f.sealed].count(20) == 2
+
+
+def test_a_sample_that_the_joiner_emitted_again_is_there_once(tmp_path: Path) -> None:
+    again = [record._replace(offset=50 + n) for n, record in enumerate(FIRST[:20])]
+    later = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=70)
+    archive(tmp_path, [*FIRST, *again, *later])
+    compactor = a_compactor(tmp_path)
+    seal_all(compactor)
+    (sealed,) = batches(tmp_path, 0)
+    assert sorted(sealed.offset_R.tolist()) == list(range(50)) and compactor.counts.repeated == 20
+
+
+def test_what_comes_after_a_seal_is_merged_by_the_next(tmp_path: Path) -> None:
+    late = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0, first_offset=53)
+    archive(tmp_path, [*FIRST, *NEXT])
+    seal_all(a_compactor(tmp_path))
+    archive(tmp_path, [*FIRST, *NEXT, *late])
+    assert places(tmp_path) == Counter((0, n) for n in range(63))
+    assert seal_all(a_compactor(tmp_path)) == 1
+    (sealed,) = batches(tmp_path, 0)
+    assert sealed.num_requests == 60 and places(tmp_path) == Counter((0, n) for n in range(63))
+
+
+def corrected() -> tuple[list[Record], int]:
+    """Corrections of a sample with several candidates, and its offset."""
+    at = next(n for n, r in enumerate(FIRST) if len(pb.Sample.FromString(r.value[2:]).item_ids) > 2)
+    items = pb.Sample.FromString(FIRST[at].value[2:]).item_ids
+    return [
+        a_correction(FIRST[at], items[1], 0.0, 1.0, offset=0, event=5),
+        a_correction(FIRST[at], items[2], 0.0, 1.0, offset=1, event=6),
+        a_correction(FIRST[at], items[2], 1.0, 0.0, offset=2, event=7),
+    ], at
+
+
+def test_corrections_are_folded_beside_the_labels_of_the_close(tmp_path: Path) -> None:
+    told, at = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    seal_all(a_compactor(tmp_path))
+    (streamed,), (latest,) = batches(tmp_path, 0), batches(tmp_path, 0, "latest")
+    same_batch(streamed, decoded(SCHEMA, FIRST).take_requests(streamed.offset_R))
+    row = int(np.flatnonzero(latest.offset_R == at)[0])
+    before, after = (b.label_BT[b.request_index_B == row] for b in (streamed, latest))
+    assert after[1].tolist() == [1.0, 0.0] and after[2].tolist() == [0.0, 0.0]
+    others = latest.request_index_B != row
+    assert (latest.label_BT[others] == streamed.label_BT[others]).all() and before.shape == after.shape
+    snapshot = Warehouse(tmp_path).samples.snapshot()
+    assert snapshot.progress(folded_name(date(1970, 1, 1), 0)) == 3
+
+
+def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
+    told, at = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    warehouse = Warehouse(tmp_path)
+    files = of(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
+    latest = read_latest(warehouse, files, SCHEMA.tasks)
+    assert latest.next_offset == 3 and of(files, date(1970, 1, 2), 0) == []
+    unsealed = [overlay(batch, latest) for batch in batches(tmp_path, 0)]
+    seal_all(a_compactor(tmp_path))
+    (sealed,) = batches(tmp_path, 0, "latest")
+    wanted = {o: sealed.label_BT[sealed.request_index_B == r].tolist() for r, o in enumerate(sealed.offset_R.tolist())}
+    assert {o: b.label_BT[b.request_index_B == r].tolist() for b in unsealed for r, o in enumerate(b.offset_R.tolist())} == wanted
+    assert at in wanted
+
+
+def test_nothing_said_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
+    batch = decoded(SCHEMA, FIRST)
+    nothing = read_latest(Warehouse(tmp_path), [], SCHEMA.tasks)
+    assert nothing.is_empty and overlay(batch, nothing) is batch
+    of_others = Latest(np.array([5]), np.array([6]), np.ones((1, 2), dtype=np.float32))
+    assert overlay(batch, of_others) is batch
+
+
+def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Path) -> None:
+    told, at = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, told[0]])
+    seal_all(a_compactor(tmp_path))
+    assert a_compactor(tmp_path).due() == []
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    assert seal_all(a_compactor(tmp_path)) == 1
+    (latest,) = batches(tmp_path, 0, "latest")
+    row = int(np.flatnonzero(latest.offset_R == at)[0])
+    assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], "those folded before are folded still"
+
+
+def test_columns_that_are_asked_for_most_come_first(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    Warehouse(tmp_path).store.put(COLUMN_ORDER, b'["nro__age", "gone__feature", "ro__tags"]')
+    seal_all(a_compactor(tmp_path))
+    warehouse = Warehouse(tmp_path)
+    (file,) = [f for f in warehouse.samples.snapshot().files if f.sealed]
+    names = warehouse.open_file("samples", file).footer.schema.to_arrow_schema().names
+    assert names[:4] == ["offset", "close_ms", "nro__age", "ro__tags"]
+    warehouse.store.put(COLUMN_ORDER, b"no list")
+    assert warehouse.column_order() == []
+
+
+def test_of_two_compactors_one_seals_and_nothing_is_twice(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    one, two = a_compactor(tmp_path), a_compactor(tmp_path)
+    (due,), (same,) = one.due(), two.due()
+    two._written(same)  # and it is slower
+    assert one.seal(due) and not two.seal(same)
+    assert places(tmp_path) == Counter((0, n) for n in range(53))
+
+
+def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> None:
+    second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
+    last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)
+    archive(tmp_path, [*FIRST, *second, *last])
+    compactor = a_compactor(tmp_path)
+    first_day = compactor.due()[0]
+    path = tmp_path / "samples" / first_day.files[0].path
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=first_day.files[0].path):
+        compactor.seal(first_day)
+    rounds = Rounds(compactor, Health(60), Stop())
+    rounds.look()
+    assert rounds.num_damaged == 1 and len(batches(tmp_path, 1)) == 1
+    assert compactor.counts.seals == 1 and path.exists()
+
+
+def test_old_days_leave_whole_and_the_newest_stays() -> None:
+    day = date(2023, 5, 18)
+    files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
+    assert retired(files, 0, 0) == [] and retired([], 1, 1) == []
+    assert retired(files, 2, 0) == files[:2] and retired(files, 1, 0) == files[:3]
+    assert retired(files, 0, 250) == files[:2] and retired(files, 0, 1) == files[:3]
+
+
+def test_retired_days_are_gone_and_their_files_go_with_the_vacuum(tmp_path: Path) -> None:
+    told, _ = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    compactor = a_compactor(tmp_path, keep_days=1, vacuum_after_hours=0)
+    gone = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
+    assert compactor.retire() == len(gone) > 0 and compactor.retire() == 0
+    warehouse = Warehouse(tmp_path)
+    assert places(tmp_path) == Counter((0, n) for n in range(50, 53)) and warehouse.corrections.snapshot().files == ()
+    for path in gone:
+        os.utime(tmp_path / "samples" / path, (0, 0))
+    compactor.vacuum()
+    assert not any((tmp_path / "samples" / path).exists() for path in gone)

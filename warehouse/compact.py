@@ -1,0 +1,118 @@
+"""What is to be sealed and what may go, from what the logs say; and rows of many files as those of one.
+
+A day's files of one partition are replaced by few: each sample once, by user, columns that are asked for most in front, and the
+labels of now beside those of the close. Pure: no store, no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, timedelta
+from typing import NamedTuple
+
+import numpy as np
+
+from roo.columnar import CANDIDATE, FlatColumn, Form, label_column
+from roo.schema import Schema
+from warehouse.archive import by_user, take
+from warehouse.corrections import LATEST, Latest, overlaid
+from warehouse.data_file import DataFile, day_bounds_ms
+from warehouse.file_writer import Rows
+
+DayPart = tuple[date, int]
+"""A day of close and a partition: what is sealed together."""
+
+
+class Seal(NamedTuple):
+    """What is to be replaced."""
+
+    day: date
+    partition: int
+    files: tuple[DataFile, ...]
+    corrections: tuple[DataFile, ...]
+
+
+def seals_due(
+    samples: Iterable[DataFile], corrections: Iterable[DataFile], folded: Mapping[DayPart, int], seal_after_ms: int
+) -> list[Seal]:
+    """Days that ended `seal_after_ms` before the newest close and have files that aren't sealed, or corrections that aren't
+    folded; the oldest first. `folded`: next offset of corrections behind what sealed files hold, 0 where nothing was."""
+    of: dict[DayPart, list[DataFile]] = {}
+    late: dict[DayPart, list[DataFile]] = {}
+    for files, known in ((samples, of), (corrections, late)):
+        for file in files:
+            known.setdefault((file.day, file.partition), []).append(file)
+    newest_ms = max((file.last_close_ms for files in of.values() for file in files), default=0)
+    out = []
+    for (day, partition), files in sorted(of.items()):
+        told = late.get((day, partition), [])
+        behind = any(file.last_offset >= folded.get((day, partition), 0) for file in told)
+        if day_bounds_ms(day)[1] + seal_after_ms <= newest_ms and (behind or not all(file.sealed for file in files)):
+            out.append(Seal(day, partition, tuple(files), tuple(told)))
+    return out
+
+
+def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
+    """Files of days that may go: older than the newest `keep_days`, and then the oldest days until at most `keep_bytes` are left,
+    never the newest day; 0 = no bound."""
+    if not files:
+        return []
+    newest = max(file.day for file in files)
+    oldest = newest - timedelta(days=keep_days - 1) if keep_days else date.min
+    out = [file for file in files if file.day < oldest]
+    left = sorted((file for file in files if file.day >= oldest), key=lambda file: file.day)
+    total = sum(file.bytes for file in left)
+    for day in sorted({file.day for file in left} - {newest}):
+        if not keep_bytes or total <= keep_bytes:
+            break
+        gone = [file for file in left if file.day == day]
+        out, total = out + gone, total - sum(file.bytes for file in gone)
+    return out
+
+
+def merged_rows(parts: Sequence[Rows]) -> Rows:
+    """Rows of one writer's files as one, each sample once (its lowest offset), by user."""
+    forms = dict(parts[0].forms)
+    columns = {name: _joined([part.columns[name] for part in parts]) for name in forms}
+    rows = Rows(columns=columns, forms=forms, counts_R=np.concatenate([part.counts_R for part in parts]))
+    order = np.lexsort([columns["offset"].values, columns["sample_id"].values])
+    ids = columns["sample_id"].values[order]
+    first = np.ones(len(ids), dtype=np.bool_)
+    first[1:] = ids[1:] != ids[:-1]
+    return by_user(take(rows, np.sort(order[first])))
+
+
+def with_latest(rows: Rows, writer: Schema, latest: Latest) -> Rows:
+    """With columns `latest__<label>`, if corrections say anything of these rows."""
+    names = [label.name for label in writer.labels]
+    if latest.is_empty or not names:
+        return rows
+    label_BT = np.stack([rows.columns[label_column(name)].values for name in names], axis=1)
+    now_BT = overlaid(latest, rows.columns["sample_id"].values, rows.counts_R, rows.columns["item"].values, label_BT)
+    if now_BT is label_BT:
+        return rows
+    new = {label_column(name, LATEST): FlatColumn(np.ascontiguousarray(now_BT[:, t])) for t, name in enumerate(names)}
+    forms = dict.fromkeys(new, CANDIDATE["propensity"])
+    return Rows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
+
+
+def cut(rows: Rows, most_rows: int) -> list[Rows]:
+    """In pieces of at most so many rows."""
+    count = len(rows.counts_R)
+    return [take(rows, np.arange(at, min(at + most_rows, count))) for at in range(0, count, most_rows)]
+
+
+def latest_forms(writer: Schema) -> dict[str, Form]:
+    """What a sealed file may have beyond a sample's columns."""
+    return {label_column(label.name, LATEST): CANDIDATE["propensity"] for label in writer.labels}
+
+
+def _joined(columns: Sequence[FlatColumn]) -> FlatColumn:
+    values = np.concatenate([column.values for column in columns])
+    if columns[0].lengths is None:
+        return FlatColumn(values)
+    lengths = np.concatenate([column.lengths for column in columns if column.lengths is not None])
+    present = np.concatenate(
+        [np.ones(len(c.lengths), np.bool_) if c.present is None else c.present for c in columns if c.lengths is not None]
+    )
+    return FlatColumn(values, lengths, present)

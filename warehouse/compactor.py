@@ -1,0 +1,151 @@
+"""Seals days of a warehouse, retires old ones and deletes what nobody needs. Each act is one commit, or none.
+
+1 which days and partitions are due follows from the logs alone: whoever starts anew finds the same
+2 their rows are read, merged and written as new files, which nobody sees yet
+3 one commit replaces the files, and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`: of two compactors one is
+  refused, an archiver that appends meanwhile is not; what it appended is late and found at the next look
+4 days beyond what is kept leave the tables; the vacuum deletes files that no version in use names, but for pinned ones
+
+Reads of older versions go on: their files stay until the vacuum's age has passed and no pin names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from datetime import date
+
+from roo.errors import FencedError
+from runtime.clock import Clock
+from warehouse.archive import CORRECTIONS, SAMPLES, sample_forms
+from warehouse.compact import DayPart, Seal, cut, merged_rows, retired, seals_due, with_latest
+from warehouse.config import CompactorConfig
+from warehouse.corrections import read_latest
+from warehouse.data_file import DataFile
+from warehouse.delta_table import Step, TableSnapshot
+from warehouse.file_reader import writer_of
+from warehouse.file_writer import FilePlace, Rows, write_rows
+from warehouse.pins import held_versions
+from warehouse.place import Warehouse
+
+log = logging.getLogger("roostream.compactor")
+_RETIRED = "compact/retired"
+
+
+def compact_name(day: date, partition: int) -> str:
+    """Counts how often the files of a day and partition were replaced."""
+    return f"compact/{day.isoformat()}/{partition}"
+
+
+def folded_name(day: date, partition: int) -> str:
+    """Next offset of `corrections` behind what the sealed files of a day and partition hold."""
+    return f"folded/{day.isoformat()}/{partition}"
+
+
+@dataclasses.dataclass
+class CompactCounts:
+    """Since the start."""
+
+    seals: int = 0
+    files_replaced: int = 0
+    rows: int = 0
+    repeated: int = 0  # rows that were there twice
+    retired: int = 0
+    deleted: int = 0
+    refused: int = 0
+
+
+class Compactor:
+    """One warehouse. One thread; several compactors may work on one warehouse."""
+
+    def __init__(self, warehouse: Warehouse, config: CompactorConfig, clock: Clock) -> None:
+        self.warehouse, self.config, self.clock = warehouse, config, clock
+        self.counts = CompactCounts()
+
+    def due(self) -> list[Seal]:
+        """Step 1. UnavailableError: the warehouse can't be read now."""
+        samples, corrections = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
+        return seals_due(samples.files, corrections.files, _folded(samples), self.config.seal_after_ms)
+
+    def seal(self, seal: Seal) -> bool:
+        """Steps 2 and 3. False: another was there first; nothing was changed.
+
+        Raises:
+            UnavailableError: the warehouse can't be read or written now. CheckpointError: a file is damaged; names it.
+        """
+        table, name = self.warehouse.samples, compact_name(seal.day, seal.partition)
+        before = table.snapshot()
+        if not {file.path for file in seal.files} <= {file.path for file in before.files}:
+            return False
+        made, folded = self._written(seal)
+        counted, at = before.progress(name), before.progress(folded_name(seal.day, seal.partition))
+        steps = {name: Step(counted, (counted or 0) + 1), folded_name(seal.day, seal.partition): Step(at, max(folded, at or 0))}
+        try:
+            table.commit(made, seal.files, steps)
+        except FencedError as error:
+            log.warning("%s", error)
+            self.counts.refused += 1
+            return False
+        rows = sum(file.rows for file in made)
+        self.counts.seals += 1
+        self.counts.rows += rows
+        self.counts.files_replaced += len(seal.files)
+        self.counts.repeated += sum(file.rows for file in seal.files) - rows
+        log.info("sealed %s partition %d: %d files are %d", seal.day, seal.partition, len(seal.files), len(made))
+        return True
+
+    def retire(self) -> int:
+        """Days beyond what is kept leave the tables; how many files. Raises UnavailableError."""
+        samples = self.warehouse.samples.snapshot()
+        gone = retired(samples.files, self.config.keep_days, self.config.keep_bytes)
+        if not gone:
+            return 0
+        days = {file.day for file in gone}
+        late = [file for file in self.warehouse.corrections.snapshot().files if file.day in days]
+        for name, files in ((SAMPLES, gone), (CORRECTIONS, late)):
+            table = self.warehouse.tables[name]
+            counted = table.snapshot().progress(_RETIRED)
+            try:
+                if files:
+                    table.commit((), files, {_RETIRED: Step(counted, (counted or 0) + 1)})
+            except FencedError as error:
+                log.warning("%s", error)
+                self.counts.refused += 1
+                return 0
+        self.counts.retired += len(gone)
+        return len(gone)
+
+    def vacuum(self) -> list[str]:
+        """Paths that were deleted. Raises UnavailableError: the warehouse or its pins can't be read now."""
+        deleted: list[str] = []
+        for name, table in self.warehouse.tables.items():
+            held = held_versions(self.warehouse.store, name, self.clock.now_ms())
+            deleted += table.vacuum(self.config.vacuum_after_hours, held)
+        self.counts.deleted += len(deleted)
+        return deleted
+
+    def _written(self, seal: Seal) -> tuple[list[DataFile], int]:
+        """New files, and behind which offset of corrections they hold all."""
+        made: list[DataFile] = []
+        order, folded = self.warehouse.column_order(), 0
+        for fingerprint in sorted({file.fingerprint for file in seal.files}):
+            files = [file for file in seal.files if file.fingerprint == fingerprint]
+            writer = writer_of(files[0], self.warehouse.registry)
+            latest = read_latest(self.warehouse, seal.corrections, [label.name for label in writer.labels])
+            folded = max(folded, latest.next_offset)
+            rows = with_latest(merged_rows([self._rows(file) for file in files]), writer, latest)
+            self.warehouse.samples.widen(rows.forms)
+            place = FilePlace(table=SAMPLES, day=seal.day, partition=seal.partition, fingerprint=fingerprint, sealed=True)
+            made += [write_rows(self.warehouse.store, piece, place, order) for piece in cut(rows, self.config.most_rows)]
+        return made, folded
+
+    def _rows(self, file: DataFile) -> Rows:
+        forms = sample_forms(writer_of(file, self.warehouse.registry))
+        columns, counts_R = self.warehouse.open_file(SAMPLES, file).columns(forms)
+        return Rows(columns=columns, forms=forms, counts_R=counts_R)
+
+
+def _folded(samples: TableSnapshot) -> Mapping[DayPart, int]:
+    parts = {(file.day, file.partition) for file in samples.files}
+    return {part: samples.progress(folded_name(*part)) or 0 for part in parts}

@@ -1,0 +1,79 @@
+"""`roostream compactor`: looks at the warehouse now and then, and does what is due."""
+
+from __future__ import annotations
+
+import logging
+
+from roo.errors import CheckpointError, UnavailableError
+from runtime import metrics, program
+from runtime.backoff import Backoff
+from runtime.clock import SystemClock
+from runtime.exports import Exports
+from runtime.health import Health
+from runtime.program import Stop
+from warehouse.compactor import Compactor
+from warehouse.config import CompactorConfig
+from warehouse.place import Warehouse
+
+log = logging.getLogger("roostream.compactor")
+_COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "deleted", "refused", "damaged")
+
+
+def run_compactor(config: CompactorConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit code of `runtime.program.run`."""
+    return program.run("compactor", lambda stop: compact(config, stop), config.log_format)
+
+
+class Rounds:
+    """Looks at the warehouse, one after another: a damaged file stops its own day, never the others."""
+
+    def __init__(self, compactor: Compactor, health: Health, stop: Stop) -> None:
+        self.compactor, self.health, self.stop = compactor, health, stop
+        self.num_due = self.num_damaged = 0
+
+    def look(self) -> None:
+        """Once. UnavailableError: the warehouse is away; what was done stays done."""
+        due = self.compactor.due()
+        for n, seal in enumerate(due):
+            if self.stop.is_set():
+                return
+            self.num_due = len(due) - n
+            try:
+                self.compactor.seal(seal)
+            except CheckpointError as error:
+                self.num_damaged += 1
+                log.error("%s partition %d is not sealed: %s", seal.day, seal.partition, error)
+            self.health.turned()
+        self.num_due = 0
+        self.compactor.retire()
+        self.compactor.vacuum()
+
+    def shown(self) -> dict[str, object]:
+        """Numbers by the names that they are exported under."""
+        numbers = {name: getattr(self.compactor.counts, name) for name in _COUNTERS if name != "damaged"}
+        return {**numbers, "damaged": self.num_damaged, "due": self.num_due}
+
+
+def compact(config: CompactorConfig, stop: Stop) -> None:
+    """`roostream compactor`, until `stop`; what it is doing then is not committed, and done by whoever comes next."""
+    health = Health(config.stalled_after_ms / 1000)
+    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    warehouse = Warehouse(config.warehouse)
+    rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)
+    exports = Exports("compactor", rounds.shown, {}, counters=_COUNTERS)
+    exports.register()
+    waits = Backoff(what=f"the warehouse at {config.warehouse}")
+    try:
+        with health.waiting("warehouse"):
+            waits.until(warehouse.create, (UnavailableError,), stop)
+        while not stop.is_set():
+            try:
+                rounds.look()
+                waits.reached()
+                health.turned()
+            except UnavailableError as error:
+                health.turned(str(error))
+                waits.wait(error, stop)
+            stop.wait(config.interval_ms / 1000)
+    finally:
+        exports.unregister()
