@@ -173,10 +173,8 @@ class ControllerConfig(Deployment):
     export_offsets: tuple[str, ...] = setting(
         (), "PARTITION=OFFSET of samples at which history ends, instead of where it ends when its training begins"
     )
-    warehouse: str = setting(
-        "", "where samples are archived, a directory or s3://bucket/prefix: a new model is trained from it first"
-    )
-    warehouse_days: str = setting("", "of it, as 2024-05-01..2024-05-07; '' = all days")
+    warehouse: str = setting("", "of samples, a directory or s3://bucket/prefix: a new model is trained from it first")
+    warehouse_from: str = setting("", "the first day of it that is trained, as 2024-05-01; '' = all days")
     warehouse_labels: Labels = setting("latest", "of its samples: with corrections until then, or as_streamed at the close")
     handover_records: int = setting(
         100_000, "so many samples archived while the warehouse is trained are trained from it too, before the stream", least=0
