@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One file in benchmarks/questions/."""
+    """One file in benchmarks/questions/ or a room inside it."""
 
     name: str
     asks: str  # one line

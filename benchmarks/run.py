@@ -24,7 +24,8 @@ def questions() -> dict[str, Question]:
     """Every question by its name."""
     found = [
         importlib.import_module(m.name).QUESTION
-        for m in pkgutil.iter_modules(benchmarks.questions.__path__, "benchmarks.questions.")
+        for m in pkgutil.walk_packages(benchmarks.questions.__path__, "benchmarks.questions.")
+        if not m.ispkg
     ]
     return {question.name: question for question in found}
 

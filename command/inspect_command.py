@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from command.data.dedupe_command import dedupe
+from command.data.feature_command import feature
 from roo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,10 +25,12 @@ def inspect() -> None:
     Example:
       roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
       roostream inspect dedupe --schema my_site.toml monday.jsonl
+      roostream inspect feature warehouse/ history
     """
 
 
 inspect.add_command(dedupe)
+inspect.add_command(feature)
 
 
 @inspect.command("batch")

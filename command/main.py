@@ -17,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from command.checkpoint.checkpoint_command import checkpoint
+from command.data.feature_command import report
 from command.data.import_command import import_group
 from command.inspect_command import inspect
 from command.keys_command import keys
@@ -300,6 +301,7 @@ for _group in (
     checkpoint,
     inspect,
     import_group,
+    report,
     check_model,
     next_item,
     keys,

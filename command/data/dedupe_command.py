@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def dedupe(log: tuple[str, ...], schema: str, by: str, batch_requests: int, requests: int, as_json: bool) -> None:
     """How often request-only values come again within a batch, as they were logged and clustered, and which are worth it.
 
-    LOG are files that end in .jsonl, .parquet or .csv, or a folder with EB-NeRD's behaviors.parquet. It is read once, in time
-    order, in bounded memory. Docs: docs/deduplication.md.
+    LOG are files that end in .jsonl, .parquet or .csv, a folder with EB-NeRD's behaviors.parquet, or a warehouse's
+    folder. It is read once, in bounded memory. Docs: docs/deduplication.md.
 
     \b
     Example:
@@ -63,7 +63,10 @@ def duplicates_of(paths: tuple[str, ...], schema: str, by: str, batch_requests: 
     from traffic.intake.request_windows import request_windows
     from traffic.intake.which_log import replay_of
     from traffic.log import open_log
+    from warehouse.scan import is_warehouse
 
+    if len(paths) == 1 and is_warehouse(paths[0]):
+        return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, most)}
     replay = replay_of(paths, schema)
     its_schema = load_schema(replay.schema_path)
     if not its_schema.ro:
@@ -78,6 +81,22 @@ def duplicates_of(paths: tuple[str, ...], schema: str, by: str, batch_requests: 
         for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
             duplicates.add(*window)
     return {"log": list(paths), "by": by, **duplicates.report()}
+
+
+def _of_warehouse(place: str, batch_requests: int, most: int) -> dict[str, Any]:
+    """`Duplicates.report` of a warehouse's samples, a row group being a window; who the user is, the batch says."""
+    from command.data.feature_command import scanned
+    from roo.sharing.duplicates import Duplicates
+    from roo.sharing.inverse import in_time_order, user_of
+
+    duplicates = Duplicates(batch_requests)
+    with scanned(place, None, None) as (_, batches):
+        for _, batch in batches:
+            timely = in_time_order(batch)
+            duplicates.add(timely, user_of(timely), timely.num_candidates_R)
+            if most and duplicates.num_requests >= most:
+                break
+    return duplicates.report()
 
 
 def tables(told: Mapping[str, Any]) -> Iterator[Table]:

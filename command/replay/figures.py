@@ -21,13 +21,18 @@ _MOST_BARS = 40
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
     """Heading → SVG: the learning curve, days if there are several, features, list lengths."""
+    found = {"Learning curve": _curve(report)}
+    if len(report["metrics"]["by_day"]) > 1:
+        found["By day"] = _days(report)
+    if report["log"]["features"]:
+        found["Share of rows that have a feature"] = _coverage(report["log"]["features"])
+    return drawn(found)
+
+
+def drawn(figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Heading → SVG, the same bytes for the same figure."""
     with matplotlib.rc_context(_OF_THE_MODEL):
-        found = {"Learning curve": _svg(_curve(report))}
-        if len(report["metrics"]["by_day"]) > 1:
-            found["By day"] = _svg(_days(report))
-        if report["log"]["features"]:
-            found["Share of rows that have a feature"] = _svg(_coverage(report["log"]["features"]))
-        return found
+        return {heading: _svg(figure) for heading, figure in figures.items()}
 
 
 def _curve(report: Mapping[str, Any]) -> Figure:

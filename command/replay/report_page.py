@@ -35,13 +35,21 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
 
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     """The page's text; `figures`: heading → SVG."""
+    sections = {
+        "Model and baselines": table(("", "requests", *QUALITY), _metric_rows(report)),
+        **figures,
+        "What happened to the log": table((), join_rows(report)),
+        "Features": table(("feature", "side", "kind", "share", "min", "mean", "max"), _feature_rows(report)),
+        "Settings": table((), _flat({"training": report["training"], **report["settings"]})),
+    }
+    return page(title, report["warnings"], sections)
+
+
+def page(title: str, warnings: Iterable[str], sections: Mapping[str, str]) -> str:
+    """A page of its own; `sections`: heading → HTML."""
     parts = [f"<h1>{_text(title)}</h1>"]
-    parts += [f'<p class="warning">{_text(warning)}</p>' for warning in report["warnings"]]
-    parts.append("<h2>Model and baselines</h2>" + _table(("", "requests", *QUALITY), _metric_rows(report)))
-    parts += [f"<h2>{_text(name)}</h2>{figure}" for name, figure in figures.items()]
-    parts.append("<h2>What happened to the log</h2>" + _table((), join_rows(report)))
-    parts.append("<h2>Features</h2>" + _table(("feature", "side", "kind", "share", "min", "mean", "max"), _feature_rows(report)))
-    parts.append("<h2>Settings</h2>" + _table((), _flat({"training": report["training"], **report["settings"]})))
+    parts += [f'<p class="warning">{_text(warning)}</p>' for warning in warnings]
+    parts += [f"<h2>{_text(name)}</h2>{section}" for name, section in sections.items()]
     head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
@@ -61,15 +69,16 @@ def _feature_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
         yield (name, f["side"], f["kind"], *(number(f[key]) for key in ("share", "min", "mean", "max")))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
-    for name, value in table.items():
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:
+    for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", str(value)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """HTML of rows of text, from wherever it comes."""
     first = "<tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>" if head else ""
     lines = ("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{first}{''.join(lines)}</table>"

@@ -156,11 +156,22 @@ def request_values(batch: Batch, names: Collection[str] | None = None) -> list[R
 def by_user(batch: Batch) -> np.ndarray:
     """int64 [R]: requests of one user next to each other, in time order; users in the order in which they come. Who the user is,
     the first request-only id feature says; without one, requests stay where they are."""
+    if not any(f.kind == "ids" for f in batch.schema.lists("ro")):
+        return np.arange(batch.num_requests, dtype=np.int64)
+    return np.lexsort((batch.time_ms_R, user_of(batch)))
+
+
+def user_of(batch: Batch) -> np.ndarray:
+    """int64 [R]: a number of each request's user, as `by_user` knows it; without an id feature each is one of its own."""
     ids = next((f.name for f in batch.schema.lists("ro") if f.kind == "ids"), "")
     if not ids:
         return np.arange(batch.num_requests, dtype=np.int64)
-    who = find_inverse(list_values(batch.ro_lists, ids), batch.num_requests)
-    return np.lexsort((batch.time_ms_R, who.row_N))
+    return find_inverse(list_values(batch.ro_lists, ids), batch.num_requests).row_N
+
+
+def in_time_order(batch: Batch) -> Batch:
+    """The same requests by their time."""
+    return batch.take_requests(np.argsort(batch.time_ms_R, kind="stable"))
 
 
 def grouped(expanded: Batch) -> Batch:

@@ -14,7 +14,11 @@ from benchmarks.peers import ROOT, PeerUnavailable, place_of
 from benchmarks.question import Subject
 from benchmarks.run import question_named, questions, with_before
 from benchmarks.workloads.sharing.architectures import ARCHITECTURES
+from benchmarks.workloads.sharing.finding import WAYS
 from benchmarks.workloads.sharing.forms import FORMS
+from benchmarks.workloads.sharing.ladder import STEPS
+from benchmarks.workloads.sharing.log_batches import KEYS
+from benchmarks.workloads.sharing.shared_data import EBNERD, absent
 from roo.errors import ConfigError
 
 SMALL: dict[str, list[tuple[str, list[Any]]]] = {
@@ -72,6 +76,11 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
 }
+ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
+    "sharing.ladder": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
+    "sharing.finding": [("found", [way, 3, 9, 16]) for way in WAYS],
+    "sharing.log_batches": [("compressed", [key, 3, 9, 4]) for key in KEYS],
+}
 ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "commits": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],
     "stack_kills": [
@@ -92,6 +101,15 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
         work.step()
         work.step()
         assert (work.units() if callable(work.units) else work.units) > 0
+
+
+@pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
+def test_subjects_on_a_log_open_and_take_steps() -> None:
+    for module, cases in ON_A_LOG.items():
+        for function, arguments in cases:
+            with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(*arguments) as work:
+                work.step()
+                assert work.units > 0 and all(figure > 0 for figure in work.figures().values()), arguments
 
 
 @pytest.mark.slow
@@ -118,7 +136,7 @@ def subjects() -> list[Subject]:
 def test_every_subject_is_run_here_or_said_not_to_be() -> None:
     run = {
         f"{module.partition('/')[0]}:{function}"
-        for table in (SMALL, ON_A_STACK)
+        for table in (SMALL, ON_A_LOG, ON_A_STACK)
         for module, cases in table.items()
         for function, _ in cases
     }

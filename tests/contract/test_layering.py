@@ -40,7 +40,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "pyarrow": ("traffic", "warehouse"),
     "deltalake": ("warehouse/delta_table.py",),
     "zstandard": ("traffic",),
-    "matplotlib": ("command/replay/figures.py",),
+    "matplotlib": ("command/replay/figures.py", "command/data/table_figures.py"),
     "pandas": (),
     "click": ("command",),
     "rich": ("command", "infra/prepare.py"),

@@ -3,14 +3,13 @@
 A window is WINDOW_CANDIDATES sampled candidates. Each full window is held against the reference, the windows before it with
 weights that fade by a tenth each; then it joins them. The first one is the reference itself.
 
-    psi        Σ (p − q) ln(p / q) over the bins of a feature; above 0.25 the distribution has moved (Siddiqi 2006, §7.2).
-               Floats: signed powers of two; ids: 64 buckets of a hash. `missing` is a bin
-    lengths    the same over powers of two of a list's length
+    psi        how far the values of a feature have moved (roo/distributions/histograms.py)
+    lengths    the same of a list's length
     coverage   share of rows in which a feature is present
     base_rate  share of positives of a task
     new_ids    share of a table's distinct ids of a batch that were in no batch before, as far as two bitmaps remember
 
-Letters: R requests, B candidates, N rows of a side, F features, H bins.
+Letters: R requests, B candidates, N rows of a side, F features.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from roo.batch import Batch
+from roo.distributions.histograms import FADE, Histograms, float_bins, list_bins, mixed
 from roo.jagged import Jagged
 from roo.lookup import Lookup
 from roo.schema import Schema
@@ -29,46 +29,8 @@ SAMPLED = 8  # of so many batches one is looked at
 WINDOW_CANDIDATES = 4096
 MOST_FEATURES = 64  # the first of the schema; the others are not watched
 MOST_TABLES = 16
-BINS = 64
-_FADE = 0.9
 _BITS = 19
 _FULL = 1 << (_BITS - 4)  # ids in a bitmap, at which a new one begins
-_HASH = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mixed(id_U: np.ndarray) -> np.ndarray:
-    """uint64: ids whose neighbours are far apart (splitmix64's last steps)."""
-    x_U = id_U.astype(np.uint64) * _HASH
-    x_U = (x_U ^ (x_U >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed_U: np.ndarray = x_U ^ (x_U >> np.uint64(31))
-    return mixed_U
-
-
-class Histograms:
-    """F histograms of H bins."""
-
-    def __init__(self, num_features: int) -> None:
-        self.counts_FH = np.zeros((num_features, BINS))
-
-    def add(self, bin_NF: np.ndarray) -> None:
-        """int64 bins of N rows."""
-        at = bin_NF + BINS * np.arange(bin_NF.shape[1])
-        self.counts_FH += np.bincount(at.ravel(), minlength=self.counts_FH.size).reshape(self.counts_FH.shape)
-
-    def psi_F(self, reference: Histograms) -> np.ndarray:
-        """Against the reference; half a count is added to every bin that either has, and what two samples of one distribution
-        are expected to differ by (bins − 1) (1/n + 1/m) is taken off."""
-        used_FH = (self.counts_FH > 0) | (reference.counts_FH > 0)
-        p_FH, q_FH = ((h.counts_FH + 0.5) * used_FH for h in (self, reference))
-        noise_F = (used_FH.sum(axis=1) - 1) * sum(1 / np.maximum(h.counts_FH.sum(axis=1), 1) for h in (self, reference))
-        p_FH, q_FH = (x / np.maximum(x.sum(axis=1, keepdims=True), 1e-9) for x in (p_FH, q_FH))
-        ratio_FH = np.log(np.where(used_FH, p_FH, 1.0) / np.where(used_FH, q_FH, 1.0))
-        psi_F: np.ndarray = np.maximum(((p_FH - q_FH) * ratio_FH).sum(axis=1) - noise_F, 0.0)
-        return psi_F
-
-    def fold(self, window: Histograms) -> None:
-        """The window joins the reference, which fades."""
-        self.counts_FH = self.counts_FH * _FADE + window.counts_FH
 
 
 class SeenIds:
@@ -80,7 +42,7 @@ class SeenIds:
 
     def add(self, id_U: np.ndarray) -> int:
         """How many of the distinct ids are new; few more are taken as seen, since bits are shared."""
-        at_U = (_mixed(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
+        at_U = (mixed(id_U) >> np.uint64(64 - _BITS)).astype(np.int64)
         new = int((~(self._now[at_U] | self._before[at_U])).sum())
         self._now[at_U] = True
         self._count += new
@@ -174,28 +136,15 @@ class _Window:
         self.new: dict[str, int] = {}
 
     def floats(self, kind: str, value_NF: np.ndarray, present_NF: np.ndarray) -> None:
-        """Bins: 0 missing, 32 zero, below negative, above positive powers of two from 2^-9 to 2^20."""
         most = len(self.present[kind])
         value_NF, present_NF = value_NF[:, :most], present_NF[:, :most]
-        exponent_NF = np.clip(np.frexp(value_NF)[1], -9, 20) + 10
-        bin_NF = np.where(present_NF, 32 + np.sign(value_NF).astype(np.int64) * exponent_NF, 0)
-        self._add(kind, bin_NF, present_NF.sum(axis=0), len(value_NF))
+        self._add(kind, float_bins(value_NF, present_NF), present_NF.sum(axis=0), len(value_NF))
 
     def lists(self, kind: str, lists: Jagged) -> None:
-        """Bins of values: 0 missing or empty, else of a hash of the first id."""
-        columns, lengths = [], []
-        for k in range(len(self.present[kind])):
-            length_N = lists.lengths_KN[k]
-            starts_N = np.cumsum(length_N, dtype=np.int64) - length_N
-            first_N, has_N = np.zeros(len(length_N), dtype=np.int64), length_N > 0
-            first = _mixed(lists.values_of(lists.keys[k])[starts_N[has_N]])
-            first_N[has_N] = 1 + (first % np.uint64(BINS - 1)).astype(np.int64)
-            columns.append(first_N)
-            lengths.append(np.frexp(length_N.astype(np.float64))[1])
-        if columns:
-            present = lists.present_KN[: len(columns)].sum(axis=1)
-            self._add(kind, np.stack(columns, axis=1), present, lists.num_rows)
-            self.lengths[kind].add(np.stack(lengths, axis=1).astype(np.int64))
+        if most := len(self.present[kind]):
+            first_NF, length_NF = list_bins(lists, most)
+            self._add(kind, first_NF, lists.present_KN[:most].sum(axis=1), lists.num_rows)
+            self.lengths[kind].add(length_NF)
 
     def coverage(self) -> dict[str, np.ndarray]:
         return {kind: present / max(self.rows[kind], 1) for kind, present in self.present.items()}
@@ -212,10 +161,10 @@ class _Window:
             for kind, histograms in mine.items():
                 histograms.fold(its[kind])
         for kind in self.present:
-            self.present[kind] = self.present[kind] * _FADE + window.present[kind]
-            self.rows[kind] = self.rows[kind] * _FADE + window.rows[kind]
-        self.weight_T = self.weight_T * _FADE + window.weight_T
-        self.positive_T = self.positive_T * _FADE + window.positive_T
+            self.present[kind] = self.present[kind] * FADE + window.present[kind]
+            self.rows[kind] = self.rows[kind] * FADE + window.rows[kind]
+        self.weight_T = self.weight_T * FADE + window.weight_T
+        self.positive_T = self.positive_T * FADE + window.positive_T
 
     def _add(self, kind: str, bin_NF: np.ndarray, present_F: np.ndarray, rows: int) -> None:
         self.values[kind].add(bin_NF)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gzip
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -84,19 +86,38 @@ def _time_ms(text: str) -> int:
     return round(datetime.strptime(text, "%m/%d/%Y %I:%M:%S %p").replace(tzinfo=UTC).timestamp() * 1000)
 
 
-def _batch(edge: Edge, events: Iterable[Event]) -> Batch:
+@functools.cache
+def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
+    """All requests of EB-NeRD's first so many users, in time order, with histories of up to `history` clicks; and what serving
+    would have logged of them."""
+    schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
+    longer = [dataclasses.replace(f, max_len=history) if f.name == "history" else f for f in schema.ro]
+    online = dataclasses.replace(schema.online, history_len=history)
+    edge = Edge(dataclasses.replace(schema, ro=tuple(longer), online=online))
+    behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
+    seed(edge.counters, *ebnerd.histories([clicks]))
+    chosen = sorted({hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items())[:users]
+    theirs = {user for _, user in chosen}
+    logged: list[Record] = []
+    batch = _batch(edge, (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in theirs), 1 << 30, logged)
+    return batch, logged
+
+
+def _batch(edge: Edge, events: Iterable[Event], most: int = _MOST_REQUESTS, logged: list[Record] | None = None) -> Batch:
     schema = edge.schema
-    return Decoder(schema, {schema.fingerprint: schema}.get).decode(list(_samples(edge, events)))[0]
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(list(_samples(edge, events, most, logged)))[0]
 
 
-def _samples(edge: Edge, events: Iterable[Event]) -> Iterator[Record]:
-    """A sample for each of the first requests."""
+def _samples(edge: Edge, events: Iterable[Event], most: int, logged: list[Record] | None) -> Iterator[Record]:
+    """A sample for each of the first requests; `logged` gets what was logged of them."""
     samples: dict[str, pb.Sample] = {}
     for event in events:
-        if isinstance(event, Request) and len(samples) == _MOST_REQUESTS:
+        if isinstance(event, Request) and len(samples) == most:
             break
         record = edge.record(event)
         if isinstance(event, Request):
+            if logged is not None:
+                logged.append(record)
             shown = wire.decode(record.value)[1]
             assert isinstance(shown, pb.Impression)
             samples[event.request_id] = _sample(edge.schema, shown, len(samples) + 1)

@@ -33,14 +33,15 @@ _LEARNING_RATE = 2e-3
 class Learner:
     """A model and the rows that it learns."""
 
-    def __init__(self, config: ModelConfig, client: Client, schema: Schema) -> None:
+    def __init__(self, config: ModelConfig, client: Client, schema: Schema, *, deduplicated: bool = False) -> None:
+        self.deduplicated = deduplicated
         self.model = build_model(schema, config, 0)
         self.client = client
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=_LEARNING_RATE)
 
     def train(self, batch: Batch) -> None:
         """Look up, pull, score, learn, push: what the loop does with a batch, without predictions and metrics."""
-        lookup = build_lookup(batch)
+        lookup = build_lookup(batch, deduplicated=self.deduplicated)
         inputs = self.inputs(batch, lookup)
         self.learn(batch, inputs)
         self.optimizer.step()

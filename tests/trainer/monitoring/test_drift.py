@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from roo.batch import Batch
+from roo.distributions.histograms import BINS
 from roo.lookup import build_lookup
 from roo.schema_file import schema_from_dict
 from tests.models.model_cases import make_batch, make_schema
-from trainer.monitoring.drift import BINS, MOST_FEATURES, Drift, Histograms, SeenIds
+from trainer.monitoring.drift import MOST_FEATURES, Drift, SeenIds
 
 
 def look(drift: Drift, batch: Batch, times: int = 1) -> None:
@@ -93,14 +94,6 @@ def test_the_share_of_new_ids_falls_where_the_same_ones_come_again() -> None:
     look(drift, batch_of(1), times=10)
     told = drift.report()["new_ids"]
     assert told and all(share == 0 for share in told.values())
-
-
-def test_psi_is_the_textbook_sum() -> None:
-    a, b = Histograms(1), Histograms(1)
-    a.add(np.repeat([0, 1], [600, 400])[:, None])
-    b.add(np.repeat([0, 1], [300, 700])[:, None])
-    expected = (0.6 - 0.3) * np.log(0.6 / 0.3) + (0.4 - 0.7) * np.log(0.4 / 0.7)
-    assert a.psi_F(b)[0] == pytest.approx(expected, rel=0.02) and a.psi_F(a)[0] == 0
 
 
 def test_what_is_not_sampled_is_not_looked_at() -> None:

@@ -1,0 +1,30 @@
+"""A warehouse of a few files, as an archiver leaves it."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date
+from pathlib import Path
+
+from roo.schema import Schema
+from roo.schema_registry import register
+from runtime.checkpoint_store import FileStore
+from tests.warehouse.sample_cases import place_of, rich_records, rich_schema, rows_of
+from warehouse.delta_table import Step, WarehouseTable
+from warehouse.file_writer import write_rows
+
+DAYS = (date(2024, 5, 1), date(2024, 5, 2))
+ROWS = 600
+
+
+def small_warehouse(place: Path) -> Schema:
+    """`ROWS` samples a day on two days, of every kind of feature."""
+    schema, store, table = rich_schema(), FileStore(place), WarehouseTable(place, "samples")
+    register(store, schema)
+    table.create()
+    for n, day in enumerate(DAYS):
+        rows = rows_of(schema, rich_records(schema, ROWS))
+        file = write_rows(store, rows, dataclasses.replace(place_of(schema), day=day))
+        table.widen(rows.forms)
+        table.commit([file], progress={"samples/topic/3": Step(n * ROWS if n else None, (n + 1) * ROWS)})
+    return schema

@@ -1,0 +1,80 @@
+"""Features by day, and what of them is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date
+
+import numpy as np
+import pytest
+
+from roo.batch import Batch
+from tests.models.model_cases import make_batch, make_schema
+from warehouse.statistics import FeatureDays, alerts
+
+SCHEMA = make_schema("everything")
+MONDAY, TUESDAY = date(2024, 1, 1), date(2024, 1, 2)
+
+
+def batch_of(seed: int, requests: int = 300) -> Batch:
+    return make_batch(SCHEMA, [3] * requests, seed)
+
+
+def report_of(monday: Batch, tuesday: Batch) -> dict[str, dict[str, dict[str, float | None]]]:
+    days = FeatureDays(SCHEMA)
+    days.add(TUESDAY, tuesday)
+    days.add(MONDAY, monday)
+    return days.report()
+
+
+def without(batch: Batch, column: int) -> Batch:
+    present_BF = batch.nro_present_BF.copy()
+    present_BF[:, column] = False
+    return dataclasses.replace(batch, nro_present_BF=present_BF)
+
+
+def test_each_day_has_its_coverage_lengths_and_how_far_it_moved() -> None:
+    batch = batch_of(1)
+    told = report_of(batch, batch_of(2))
+    assert list(told) == ["2024-01-01", "2024-01-02"] and list(told["2024-01-01"])[:2] == ["gap_s", "hour"]
+    history, lengths_R = told["2024-01-01"]["history"], batch.ro_lists.lengths_KN[1]
+    assert history["coverage"] == pytest.approx(batch.ro_lists.present_KN[1].mean())
+    assert history["length"] == pytest.approx(lengths_R.sum() / batch.ro_lists.present_KN[1].sum())
+    assert history["longest"] == lengths_R.max() and history["moved"] is None, "there is no day before"
+    assert told["2024-01-02"]["ctr"]["rows"] == 900 and (told["2024-01-02"]["ctr"]["moved"] or 0) < 0.25
+    assert alerts(told) == []
+
+
+def test_batches_of_a_day_add_up() -> None:
+    one, two = FeatureDays(SCHEMA), FeatureDays(SCHEMA)
+    batch = batch_of(3)
+    one.add(MONDAY, batch)
+    for rows in np.array_split(np.arange(batch.num_requests), 3):
+        two.add(MONDAY, batch.take_requests(rows))
+    two.add(MONDAY, batch.take_requests(np.zeros(0, dtype=np.int64)))
+    assert one.report() == two.report()
+
+
+def test_a_feature_that_is_gone_or_rarer_is_told_by_its_day() -> None:
+    gone = alerts(report_of(batch_of(1), without(batch_of(2), 0)))
+    assert len(gone) == 1 and gone[0].startswith("2024-01-02: ctr is in no row; it was in 9")
+    rarer = batch_of(2)
+    rarer.nro_present_BF[::3, 1] = False
+    (line, *_) = alerts(report_of(batch_of(1), rarer))
+    assert line.startswith("2024-01-02: age_s is in 6") and line.endswith("the day before")
+    never = alerts(report_of(without(batch_of(1), 0), without(batch_of(2), 0)))
+    assert "2024-01-01: ctr is in no row" in never
+
+
+def test_other_values_and_other_lengths_are_told_with_their_psi() -> None:
+    other = batch_of(2)
+    other.nro_float_BF[:, 1] *= 1000
+    (line,) = alerts(report_of(batch_of(1), other))
+    assert line.startswith("2024-01-02: age_s has other values than the day before: psi ")
+    longer = make_batch(SCHEMA, [3] * 600, 2, longest=60)
+    lines = alerts(report_of(batch_of(1, 600), longer))
+    assert any("history has lists of other lengths than the day before" in line for line in lines)
+
+
+def test_of_a_day_of_a_few_rows_nothing_is_told() -> None:
+    assert alerts(report_of(batch_of(1, 20), without(batch_of(2, 20), 0))) == []
