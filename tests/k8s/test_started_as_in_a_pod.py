@@ -23,7 +23,7 @@ from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
 
 Objects = tuple[dict[str, Any], ...]
-PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "joiner")
+PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "joiner")
 
 
 class Anything(dict[str, dict[str, bytes]]):
@@ -158,6 +158,7 @@ def _find(program: str) -> tuple[Workload, dict[str, Any]]:
         ("features", "starting|waits for"),
         ("auditor", "starting|waits for"),
         ("archiver", "starting|waits for"),
+        ("compactor", "starting|waits for|no table|nothing"),
         ("joiner", "Flink|starting"),
     ],
 )
