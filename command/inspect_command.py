@@ -11,6 +11,7 @@ import click
 
 from command.data.dedupe_command import dedupe
 from command.data.feature_command import feature
+from command.data.warehouse_command import inspect_file, inspect_table
 from roo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def inspect() -> None:
 
 inspect.add_command(dedupe)
 inspect.add_command(feature)
+inspect.add_command(inspect_table)
+inspect.add_command(inspect_file)
 
 
 @inspect.command("batch")

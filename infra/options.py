@@ -75,5 +75,8 @@ def demo(**changes: Any) -> StackOptions:
         "shard": {"publish_interval_ms": 1_000},
         "controller": {"commit_interval_ms": 10_000},
         "serving": {"exploration": 0.05},
+        "archiver": {"flush_interval_ms": 60_000},
+        "compactor": {"keep_days": 7, "keep_bytes": 1 << 30, "vacuum_after_hours": 1},
     }
+    changes.setdefault("num_archivers", 1)
     return StackOptions(overrides={**overrides, **changes.pop("overrides", {})}, **changes)

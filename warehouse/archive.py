@@ -21,9 +21,9 @@ from roo.ids import key_bytes, sample_id, signed
 from roo.schema import Registry, Schema
 from roo.wire import Record
 from warehouse.data_file import day_of
-from warehouse.envelope import ENVELOPE, EVENTS, PLAIN, envelope_of, raw_column
-from warehouse.file_writer import Rows
+from warehouse.file_writer import FileRows
 from warehouse.rebuild import rebuilt
+from warehouse.record_columns import ENVELOPE, EVENTS, PLAIN, envelope_of, raw_column
 
 SAMPLES, CORRECTIONS = "samples", "corrections"
 """The tables: each of the topic of its name."""
@@ -54,8 +54,8 @@ def correction_forms(schema: Schema) -> dict[str, Form]:
     return {**plain, **labels, **who, **EVENTS}
 
 
-def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[Rows, list[Dead]]:
-    """Rows of one writer's samples, in the records' order, and what can't be read."""
+def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[Dead]]:
+    """FileRows of one writer's samples, in the records' order, and what can't be read."""
     decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
     batch, rejects = decoder.decode(records)
     kept, dead = _kept(records, rejects, wire.SAMPLE)
@@ -63,11 +63,11 @@ def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[Rows, list[D
     made = rebuilt(writer, columns, batch.num_candidates_R)
     raw = [None if same == (r.key, r.value) else r.value for r, same in zip(kept, made, strict=True)]
     columns["raw"] = raw_column(raw)
-    return Rows(columns=columns, forms=sample_forms(writer), counts_R=batch.num_candidates_R), dead
+    return FileRows(columns=columns, forms=sample_forms(writer), counts_R=batch.num_candidates_R), dead
 
 
-def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[Rows, list[Dead]]:
-    """Rows of one writer's corrections, trainable or not, in the records' order, and what can't be read."""
+def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[Dead]]:
+    """FileRows of one writer's corrections, trainable or not, in the records' order, and what can't be read."""
     decoder = Decoder(whole(writer), {writer.fingerprint: whole(writer)}.get)
     kept, dead = _kept(records, decoder.decode(records, corrections=True)[1], wire.CORRECTION)
     found = [pb.Sample.FromString(record.value[2:]) for record in kept]
@@ -90,7 +90,7 @@ def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[Rows, li
             columns[label_column(label.name, what)] = FlatColumn(np.ascontiguousarray(label_BT[:, i]))
     chosen = correction_forms(writer)
     columns |= {name: column for name, column in envelope.items() if name in chosen}
-    return Rows(columns=columns, forms=chosen, counts_R=counts_R), dead
+    return FileRows(columns=columns, forms=chosen, counts_R=counts_R), dead
 
 
 def _kept(records: Sequence[Record], rejects: Iterable[Reject], kind: int) -> tuple[list[Record], list[Dead]]:
@@ -128,26 +128,26 @@ def by_writer(records: Iterable[Record], registry: Registry, kind: int) -> tuple
     return of, dead
 
 
-def by_day(rows: Rows) -> dict[date, Rows]:
-    """Rows by the day of their close, each day's by user."""
+def by_day(rows: FileRows) -> dict[date, FileRows]:
+    """FileRows by the day of their close, each day's by user."""
     close_ms_R = rows.columns["close_ms"].values
     days = np.array([day_of(int(ms)).toordinal() for ms in close_ms_R], dtype=np.int64)
     return {date.fromordinal(int(day)): by_user(take(rows, np.flatnonzero(days == day))) for day in np.unique(days)}
 
 
-def by_user(rows: Rows) -> Rows:
+def by_user(rows: FileRows) -> FileRows:
     """The same rows by (user, time), strangers by session: what a user's requests share lies together."""
     order = np.lexsort([rows.columns[name].values for name in ("offset", "time_ms", "session_id", "user_id")])
     return take(rows, order)
 
 
-def take(rows: Rows, rows_M: np.ndarray) -> Rows:
+def take(rows: FileRows, rows_M: np.ndarray) -> FileRows:
     """The rows `rows_M` (int64 [M]), in that order."""
     counts_M = rows.counts_R[rows_M]
     at_B = _ranges(_starts(rows.counts_R)[rows_M], counts_M)
     at = {"request": rows_M, "candidate": at_B}
     columns = {name: _taken(column, at[rows.forms[name].of]) for name, column in rows.columns.items() if name in rows.forms}
-    return Rows(columns=columns, forms=rows.forms, counts_R=counts_M)
+    return FileRows(columns=columns, forms=rows.forms, counts_R=counts_M)
 
 
 def _taken(column: FlatColumn, at: np.ndarray) -> FlatColumn:

@@ -15,9 +15,9 @@ import numpy as np
 from roo.columnar import CANDIDATE, FlatColumn, Form, label_column
 from roo.schema import Schema
 from warehouse.archive import by_user, take
-from warehouse.corrections import LATEST, Latest, overlaid
 from warehouse.data_file import DataFile, day_bounds_ms
-from warehouse.file_writer import Rows
+from warehouse.file_writer import FileRows
+from warehouse.latest_labels import LATEST, Latest, overlaid
 
 DayPart = tuple[date, int]
 """A day of close and a partition: what is sealed together."""
@@ -70,11 +70,11 @@ def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[
     return out
 
 
-def merged_rows(parts: Sequence[Rows]) -> Rows:
-    """Rows of one writer's files as one, each sample once (its lowest offset), by user."""
+def merged_rows(parts: Sequence[FileRows]) -> FileRows:
+    """FileRows of one writer's files as one, each sample once (its lowest offset), by user."""
     forms = dict(parts[0].forms)
     columns = {name: _joined([part.columns[name] for part in parts]) for name in forms}
-    rows = Rows(columns=columns, forms=forms, counts_R=np.concatenate([part.counts_R for part in parts]))
+    rows = FileRows(columns=columns, forms=forms, counts_R=np.concatenate([part.counts_R for part in parts]))
     order = np.lexsort([columns["offset"].values, columns["sample_id"].values])
     ids = columns["sample_id"].values[order]
     first = np.ones(len(ids), dtype=np.bool_)
@@ -82,7 +82,7 @@ def merged_rows(parts: Sequence[Rows]) -> Rows:
     return by_user(take(rows, np.sort(order[first])))
 
 
-def with_latest(rows: Rows, writer: Schema, latest: Latest) -> Rows:
+def with_latest(rows: FileRows, writer: Schema, latest: Latest) -> FileRows:
     """With columns `latest__<label>`, if corrections say anything of these rows."""
     names = [label.name for label in writer.labels]
     if latest.is_empty or not names:
@@ -93,10 +93,10 @@ def with_latest(rows: Rows, writer: Schema, latest: Latest) -> Rows:
         return rows
     new = {label_column(name, LATEST): FlatColumn(np.ascontiguousarray(now_BT[:, t])) for t, name in enumerate(names)}
     forms = dict.fromkeys(new, CANDIDATE["propensity"])
-    return Rows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
+    return FileRows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
 
 
-def cut(rows: Rows, most_rows: int) -> list[Rows]:
+def cut(rows: FileRows, most_rows: int) -> list[FileRows]:
     """In pieces of at most so many rows."""
     count = len(rows.counts_R)
     return [take(rows, np.arange(at, min(at + most_rows, count))) for at in range(0, count, most_rows)]

@@ -21,11 +21,11 @@ from runtime.clock import Clock
 from warehouse.archive import CORRECTIONS, SAMPLES, sample_forms
 from warehouse.compact import DayPart, Seal, cut, merged_rows, retired, seals_due, with_latest
 from warehouse.config import CompactorConfig
-from warehouse.corrections import read_latest
 from warehouse.data_file import DataFile
 from warehouse.delta_table import Step, TableSnapshot
 from warehouse.file_reader import writer_of
-from warehouse.file_writer import FilePlace, Rows, write_rows
+from warehouse.file_writer import FilePlace, FileRows, write_rows
+from warehouse.latest_labels import read_latest
 from warehouse.pins import held_versions
 from warehouse.place import Warehouse
 
@@ -140,10 +140,10 @@ class Compactor:
             made += [write_rows(self.warehouse.store, piece, place, order) for piece in cut(rows, self.config.most_rows)]
         return made, folded
 
-    def _rows(self, file: DataFile) -> Rows:
+    def _rows(self, file: DataFile) -> FileRows:
         forms = sample_forms(writer_of(file, self.warehouse.registry))
         columns, counts_R = self.warehouse.open_file(SAMPLES, file).columns(forms)
-        return Rows(columns=columns, forms=forms, counts_R=counts_R)
+        return FileRows(columns=columns, forms=forms, counts_R=counts_R)
 
 
 def _folded(samples: TableSnapshot) -> Mapping[DayPart, int]:

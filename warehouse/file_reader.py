@@ -64,7 +64,7 @@ class SampleFile:
     ) -> Batch:
         """Samples of some row groups (None: all) as `reader` reads those of `writer`, which is the schema of the file's
         fingerprint; a `reader` of fewer features (`roo.columnar.projected`) reads fewer columns. `labels` "latest": with the
-        corrections that were folded in when it was sealed; others are in their own table (warehouse/corrections.py).
+        corrections that were folded in when it was sealed; others are in their own table (warehouse/latest_labels.py).
 
         Raises:
             UnavailableError: it can't be read now. CheckpointError: it is damaged; names it. SchemaError: what changed between

@@ -33,7 +33,7 @@ class FilePlace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class FileRows:
     """Columns of R requests; `counts_R` (int32) are their candidates."""
 
     columns: Mapping[str, FlatColumn]
@@ -41,7 +41,7 @@ class Rows:
     counts_R: np.ndarray
 
 
-def encode_rows(rows: Rows, place: FilePlace, by_popularity: Sequence[str] = ()) -> bytes:
+def encode_rows(rows: FileRows, place: FilePlace, by_popularity: Sequence[str] = ()) -> bytes:
     """A file in memory: columns that are asked for most (`by_popularity`) lie in front."""
     names = layout.ordered(rows.forms, by_popularity)
     table = layout.to_arrow(rows.columns, rows.forms, names, rows.counts_R)
@@ -61,7 +61,7 @@ def encode_rows(rows: Rows, place: FilePlace, by_popularity: Sequence[str] = ())
     return out.getvalue().to_pybytes()
 
 
-def write_rows(store: CheckpointStore, rows: Rows, place: FilePlace, by_popularity: Sequence[str] = ()) -> DataFile:
+def write_rows(store: CheckpointStore, rows: FileRows, place: FilePlace, by_popularity: Sequence[str] = ()) -> DataFile:
     """A new file in the store, which nobody sees before the table's log names it.
 
     Raises:

@@ -16,7 +16,7 @@ from roo.columnar import FlatColumn, column_of, label_column
 from roo.columns import NO_COLUMNS, Columns, Side, pack
 from roo.ids import key_bytes, unsigned
 from roo.schema import Feature, Schema
-from warehouse.envelope import HAS_POSITIONS, HAS_PROPENSITIES, HAS_RO, HAS_SCORES, HAS_WEIGHT
+from warehouse.record_columns import HAS_POSITIONS, HAS_PROPENSITIES, HAS_RO, HAS_SCORES, HAS_WEIGHT
 
 
 class _Stream(NamedTuple):
@@ -57,7 +57,7 @@ def rebuilt(schema: Schema, columns: Mapping[str, FlatColumn], counts_R: np.ndar
     text = {name: columns[name].values for name in ("request_id", "model_version")}
     number = {name: columns[name].values.tolist() for name in _NUMBERS}
     starts_R1 = np.concatenate([[0], np.cumsum(counts_R)]).tolist()
-    lists = {name: _Lists(columns[name]) for name in ("parts", *(f"event__{what}" for what in _EVENTS))}
+    lists = {name: _ListColumn(columns[name]) for name in ("parts", *(f"event__{what}" for what in _EVENTS))}
     label_BT, score_BT = (_by_label(schema, columns, what) for what in ("label", "score"))
     item_B = columns["item"].values.view(np.uint64)
     raw: list[bytes | None] = columns["raw"].values.tolist() if "raw" in columns else [None] * len(counts_R)
@@ -100,7 +100,7 @@ _NUMBERS = ("user_id", "session_id", "time_ms", "sample_id", "close_reason", "cl
 _EVENTS = ("id", "candidate", "action", "value", "time_ms")
 
 
-class _Lists:
+class _ListColumn:
     """A list column of requests, list by list."""
 
     def __init__(self, column: FlatColumn) -> None:

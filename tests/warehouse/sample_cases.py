@@ -18,7 +18,7 @@ from roo.schema import Schema
 from roo.wire import Record
 from tests.roo.conftest import RICH, make_sample, parse, record_of
 from tests.roo.decode_reference import decoder
-from warehouse.file_writer import FilePlace, Rows
+from warehouse.file_writer import FilePlace, FileRows
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -66,10 +66,10 @@ def decoded(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
     return batch
 
 
-def rows_of(writer: Schema, records: list[Record]) -> Rows:
+def rows_of(writer: Schema, records: list[Record]) -> FileRows:
     """Their columns, whole."""
     batch = decoded(whole(writer), records)
-    return Rows(columns=columns_of(batch), forms=forms(writer), counts_R=batch.num_candidates_R)
+    return FileRows(columns=columns_of(batch), forms=forms(writer), counts_R=batch.num_candidates_R)
 
 
 def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FilePlace:

@@ -28,7 +28,7 @@ from warehouse.compact import retired
 from warehouse.compactor import Compactor, folded_name
 from warehouse.compactor_program import Rounds
 from warehouse.config import CompactorConfig
-from warehouse.corrections import Latest, of, overlay, read_latest
+from warehouse.latest_labels import Latest, of, overlay, read_latest
 from warehouse.place import COLUMN_ORDER, Warehouse
 from warehouse.rebuild import rebuilt
 

@@ -16,7 +16,7 @@ from roo.wire import Record
 from runtime.checkpoint_store import open_store
 from tests.trainer import samples
 from warehouse.delta_table import Step, WarehouseTable
-from warehouse.file_writer import FilePlace, Rows, write_rows
+from warehouse.file_writer import FilePlace, FileRows, write_rows
 from warehouse.pins import held_versions
 from warehouse.readers.reading import LocalRows
 from warehouse.readers.session import SessionSpec
@@ -35,7 +35,7 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
     for partition in sorted({record.partition for record in records}):
         its = [record for record in records if record.partition == partition]
         batch, _ = Decoder(schema, {}.get).decode(its)
-        rows = Rows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
+        rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
         file = write_rows(store, rows, FilePlace(table="samples", day=day, partition=partition, fingerprint=schema.fingerprint))
         name = f"samples/{topic}/{partition}"
