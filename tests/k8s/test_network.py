@@ -12,6 +12,7 @@ from tests.k8s.network import Place, allows, selects
 ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = 7000, 7100, 8080, 8081, 9090, 9249, 9093, 443, 53
 PORTS = (ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS, 6121, 6122, 6123, 6124, 6379, 6380, 6443, 22)
 PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch", "joiner")
+WATCHED = ("worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch")  # on the controller's page
 OTHERS = (
     Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
     Place("stranger", {"app": "x"}),
@@ -25,9 +26,7 @@ OTHERS = (
 ARROWS = {
     *(("gateway", "serving", RANK), ("worker", "shard", ROWS), ("serving", "shard", ROWS)),
     *(("shard", "controller", ROWS), ("worker", "controller", ROWS)),
-    *(("controller", watched, METRICS) for watched in ("worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch")),
-    *(("worker", "worker", port) for port in PORTS),
-    *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
+    *(("controller", watched, METRICS) for watched in WATCHED),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
     *((program, "kafka", KAFKA) for program in PROGRAMS if program != "compactor"),
     *((program, "names", DNS) for program in PROGRAMS),
