@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from command.asked import AskedController
 from infra.home import Home
 from infra.logs import last_lines
 from infra.options import StackOptions
@@ -23,8 +24,6 @@ from infra.stack import Stack
 from infra.stopping import MOST_S
 from roo.errors import ConfigError, SetupError, printable
 from runtime.program import MaskingFormatter
-from runtime.rpc_client import SocketTransport
-from runtime.transport import Header
 
 
 def serve(home: Path, options: StackOptions) -> int:
@@ -120,13 +119,13 @@ def wipe(home: Path) -> int:
     return 0
 
 
-def scale(home: Path, controller: str, count: int, wait_s: float) -> int:
+def scale(controller: AskedController, count: int, wait_s: float) -> int:
     """Train with `count` workers; 0 once they do, 1 if the wait ended before.
 
     Raises:
         ConfigError: there can't be so many. TransportError: no controller answers.
     """
-    answer = _ask(home, controller, "scale", {"workers": count, "timeout_s": wait_s}, wait_s + 5)
+    answer = controller.ask("scale", {"workers": count, "timeout_s": wait_s}, wait_s + 5)
     if answer["running"]:
         print(f"training with workers={count}")
         return 0
@@ -137,14 +136,14 @@ def scale(home: Path, controller: str, count: int, wait_s: float) -> int:
     return 1
 
 
-def release(home: Path, controller: str) -> int:
+def release(controller: AskedController) -> int:
     """End the hold of training; also where there is none. Raises TransportError: no controller answers."""
-    answer = _ask(home, controller, "release", {}, 5.0)
+    answer = controller.ask("release", {}, 5.0)
     print(f"released; training was held: {printable(str(answer['reason']))}" if answer["held"] else "training is not held")
     return 0
 
 
-def preempt(home: Path, controller: str, name: str, notice_s: float) -> int:
+def preempt(controller: AskedController, name: str, notice_s: float) -> int:
     """Have a job of the trainer go within `notice_s`; 0 if what was trained is committed first, 1 if it is trained again.
 
     Raises:
@@ -152,7 +151,7 @@ def preempt(home: Path, controller: str, name: str, notice_s: float) -> int:
         TransportError: no controller answers.
     """
     role, index = job_of(name)
-    answer = _ask(home, controller, "preempt", {"role": role, "index": index, "notice_s": notice_s}, notice_s + 5)
+    answer = controller.ask("preempt", {"role": role, "index": index, "notice_s": notice_s}, notice_s + 5)
     if answer["committed"]:
         print(f"{name} goes; everything trained is committed (commit {answer['seq']}), and training waits until it is back")
         return 0
@@ -175,14 +174,6 @@ def job_of(name: str) -> tuple[str, int]:
         )
     controller, worker, number, shard, index = match.groups()
     return controller or worker or shard, int(number or index or 0)
-
-
-def _ask(home: Path, controller: str, method: str, header: Header, timeout_s: float) -> Header:
-    transport = SocketTransport(controller or str(Home(home).running_stack()["controller"]))
-    try:
-        return transport.call(method, header, timeout_s=timeout_s)[0]
-    finally:
-        transport.close()
 
 
 def about(stack: dict[str, Any]) -> list[str]:

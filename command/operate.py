@@ -18,6 +18,16 @@ home_option = click.option(
 )
 
 
+def controller_options(command: Any) -> Any:
+    """The options that say which controller."""
+    for option in (
+        click.option("--link", default="", metavar="FILE", help="with --controller: a program's TOML, of which [link] is read"),
+        click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home"),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group()
 def topics() -> None:
     """A deployment's topics on a Kafka of one's own; a local stack makes its own.
@@ -75,9 +85,9 @@ def topics_check(file: Path | None, **flags: Any) -> None:
 @click.command()
 @click.argument("wish", metavar="workers=N")
 @home_option
-@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
+@controller_options
 @click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until that many train")
-def scale(wish: str, home: Path, controller: str, wait_s: float) -> None:
+def scale(wish: str, home: Path, controller: str, link: str, wait_s: float) -> None:
     """Train with another number of workers from the next commit on; exit 1 if they don't yet when the wait ends.
 
     A stack starts those that are missing and ends the others. The number holds until it is changed here or in the settings.
@@ -89,15 +99,16 @@ def scale(wish: str, home: Path, controller: str, wait_s: float) -> None:
     name, _, number = wish.partition("=")
     if name != "workers" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected workers=N with N from 1 on, got {wish!r}")
-    sys.exit(importlib.import_module("command.control").scale(home, controller, int(number), wait_s))
+    control = importlib.import_module("command.control")
+    sys.exit(control.scale(control.AskedController(home, controller, link), int(number), wait_s))
 
 
 @click.command()
 @click.argument("name", metavar="NAME")
 @click.option("--notice", "notice_s", type=float, default=20.0, show_default=True, help="seconds until it has to be gone")
 @home_option
-@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
-def preempt(name: str, notice_s: float, home: Path, controller: str) -> None:
+@controller_options
+def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) -> None:
     """Have a worker, a shard or the controller go, without losing what is trained; exit 1 if it could not be committed in time.
 
     All finish and commit, then it ends with exit code 0. Training waits until it is back; a stack starts it again at once.
@@ -106,7 +117,8 @@ def preempt(name: str, notice_s: float, home: Path, controller: str) -> None:
     Example:
       roostream preempt shard-0 --notice 20
     """
-    sys.exit(importlib.import_module("command.control").preempt(home, controller, name, notice_s))
+    control = importlib.import_module("command.control")
+    sys.exit(control.preempt(control.AskedController(home, controller, link), name, notice_s))
 
 
 @click.group()
@@ -121,12 +133,13 @@ def trainer() -> None:
 
 @trainer.command()
 @home_option
-@click.option("--controller", default="", metavar="HOST:PORT", help="a controller; default: that of the stack in --home")
-def release(home: Path, controller: str) -> None:
+@controller_options
+def release(home: Path, controller: str, link: str) -> None:
     """End a hold: what no restart could mend has been mended, workers may train again.
 
     \b
     Example:
       roostream trainer release --home .roostream
     """
-    sys.exit(importlib.import_module("command.control").release(home, controller))
+    control = importlib.import_module("command.control")
+    sys.exit(control.release(control.AskedController(home, controller, link)))

@@ -26,8 +26,9 @@ _INTRODUCTION = """\
 A program reads one TOML file (`roostream worker --config worker.toml`); what the environment sets goes before it, and flags go
 before that. A key `x_ms` can be written `x = "20s"`, a key `x_bytes`, `x = "64MiB"`. A dot in a key is a TOML table. An unknown
 key, and a value outside its range, are refused with file and line; a variable that sets nothing, with the nearest that does.
-`roostream worker` with `--keys` tells the keys of that program. Passwords: `[kafka_security]` and `redis_password_file`, or
-the environment; on a command line (`--set`) everybody on the machine can read them."""
+`roostream worker` with `--keys` tells the keys of that program. A text may refer to a variable, `"${NAME}"`, or to a file,
+`"${file:/run/secrets/kafka}"`; what it refers to is in no message and no log (docs/operations/security.md). On a command line
+(`--set`) everybody on the machine can read a password; a reference is not one."""
 _SHARED = "Equal in all programs that belong together. In a variable's name, PROGRAM is the sub-command, in capitals."
 _UNITS: dict[str, tuple[tuple[int, str], ...]] = {
     "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from roo.config import MAX_SEED, refusal, setting
 from roo.schema import Schema
-from runtime.address import check_addresses, check_listen
+from runtime.address import LINK_ASKS, check_addresses, check_listen
 from runtime.deployment import Deployment
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 
@@ -40,7 +40,7 @@ class ShardConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen("listen", self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS)
         check_addresses("controller", self.controller)
         self.check_shards(self.num_shards)
         if self.index >= self.num_shards:

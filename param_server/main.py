@@ -42,6 +42,7 @@ from runtime.kafka.topics import ROWS
 from runtime.member import Member
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
+from runtime.security.link_security import LinkKeys
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.shard")
@@ -87,7 +88,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         ConfigError, SetupError: a setting, the schema, the port or the data directory can't be used.
     """
     crew = Crew(stop)
-    health = Health(config.stalled_after_ms / 1000)
+    health, keys = Health(config.stalled_after_ms / 1000), config.link_keys()
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         blobs = RocksBlobs(Path(config.home) / "segments")
         shard = build_shard(config, blobs)  # 1
@@ -96,7 +97,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         blobs.open()
         opened.callback(blobs.close)
         latency = metrics.Quantiles("roostream_shard_call", "time to answer a call")
-        address = _listen(config, shard, latency, opened)  # 2
+        address = _listen(config, keys, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         exported = shard_exports(shard, publisher)
@@ -110,7 +111,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
             crew.start("topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop)
             crew.start("publisher", publisher.run, stop)  # 4
         ending, left = StopBudget(stop, STOP_S), threading.Event()
-        member = _start_member(config, shard, ending, left, opened)  # 5
+        member = _start_member(config, keys, shard, ending, left, opened)  # 5
         log.info("shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at)
         while not (stop.wait(_TURN_S) or left.is_set()):  # a lock that nobody gives back stops the turns
             health.turned("" if shard.stats()["ready"] else "it waits for the controller to restore it")
@@ -142,9 +143,9 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 
 
-def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:
+def _listen(config: ShardConfig, keys: LinkKeys, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:
     host, port = parse_address(config.listen)
-    server = RpcServer(timed(Calls(shard).handle, latency), host, port, insecure=config.insecure).start()
+    server = RpcServer(timed(Calls(shard).handle, latency), host, port, keys=keys).start()
 
     def close() -> None:
         if cut_off := server.stop():
@@ -156,10 +157,15 @@ def _listen(config: ShardConfig, shard: Shard, latency: metrics.Quantiles, opene
 
 
 def _start_member(
-    config: ShardConfig, shard: Shard, ending: StopBudget, left: threading.Event, opened: contextlib.ExitStack
+    config: ShardConfig,
+    keys: LinkKeys,
+    shard: Shard,
+    ending: StopBudget,
+    left: threading.Event,
+    opened: contextlib.ExitStack,
 ) -> Member:
     def dial() -> SocketTransport:
-        return SocketTransport(config.controller)
+        return SocketTransport(config.controller, keys=keys)
 
     member = Member(dial, "shard", config.index, shard.execute, shard.stats, left, ending=ending)
 

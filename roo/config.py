@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roo.errors import ConfigError, nearest
-from roo.toml_file import NOWHERE, Keys, Place, TomlFile, read_toml
+from roo.toml_file import NOWHERE, Keys, Place, Referred, TomlFile, followed, read_toml
 
 T = TypeVar("T")
 _MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -176,7 +176,8 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """A `cls` from file, environment and flags, in rising order of precedence; None flags are not given.
+    """A `cls` from file (references followed, see roo/toml_file.py), environment and flags, in rising order of precedence; None
+    flags are not given.
 
     Raises:
         ConfigError: an unknown key or variable (with the nearest known one), a value of the wrong type, or what
@@ -184,10 +185,10 @@ def load(
     """
     if file is not None and not isinstance(file, TomlFile):
         file = read_toml(file)
-    raw, place = (dict(file.raw), file.place) if file is not None else ({}, NOWHERE)
+    env = os.environ if environ is None else environ
+    raw, place = (followed(file.raw, file.place, env), file.place) if file is not None else ({}, NOWHERE)
     said: dict[Keys, str] = {}
     if program:
-        env = os.environ if environ is None else environ
         given = _Environment(cls, f"ROOSTREAM_{program}".upper(), env)
         given.put_into(raw)
         said |= {keys: f"environment {variable}: " for keys, variable in given.found.items()}
@@ -287,6 +288,8 @@ def from_dict(cls: type[Any], raw: Mapping[str, Any], place: Place = NOWHERE) ->
         if name in came:
             raise ConfigError(f"{place.of(key)}{came[name]!r} and {key!r} are one setting; keep one of them")
         came[name] = key
+        if isinstance(value, Referred) and hints[name] is int and value.isdecimal():
+            value = int(value)
         try:
             if name != key or (isinstance(value, str) and hints[name] is int and name.endswith(("_ms", "_bytes"))):
                 value = parse_duration_ms(value) if name.endswith("_ms") else parse_bytes(value)
@@ -325,6 +328,8 @@ def _convert(hint: Any, value: Any, place: Place) -> Any:
     if origin in (types.UnionType, typing.Union):
         args = [a for a in typing.get_args(hint) if a is not type(None)]
         return value if value is None else _convert(args[0], value, place)
+    if isinstance(value, Referred) and hint not in (str, Path, Any) and origin is not typing.Literal:
+        value = value.as_value(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, dict):
             raise ConfigError(f"expected a table, got {value!r}")

@@ -1,9 +1,16 @@
-"""A TOML file as a table and the line of each of its keys: every message about a setting begins with `file:line: `."""
+"""A TOML file as a table and the line of each of its keys: every message about a setting begins with `file:line: `.
+
+A program's TOML may refer to what is outside of it: `"${NAME}"` is a variable of the environment, `"${file:/run/secrets/x}"`
+what a file holds (without the newline at its end). A reference may stand anywhere within a text, and `$${` is a plain `${`. So
+one file does for every place that a program runs in, and no secret is in it. What a reference gave is never shown: `repr` of it,
+and so every message and every dump of settings, is the text that stood in the file.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -189,3 +196,84 @@ class _TomlWalk:
         self._line += self.text.count("\n", self._counted, self.at)
         self._counted = self.at
         return self._line
+
+
+MOST_BYTES = 1 << 20
+"""Of a file that is referred to: a secret or an address, not a data set."""
+
+_REFERENCE = re.compile(r"\$(\$\{)|\$\{([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Referred(str):
+    """A text in which references were followed; `repr` is as it was written."""
+
+    __slots__ = ("written",)
+    written: str
+
+    def __new__(cls, value: str, written: str) -> Referred:
+        made = super().__new__(cls, value)
+        made.written = written
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # copies stay what they are
+        return str(self), self.written
+
+    def as_value(self, hint: Any) -> Any:
+        """For a setting that is not a text: `8`, `true`, `["a"]`, or `a,b` for a list of texts. Itself, where it is none."""
+        if typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is str and not self.startswith("["):
+            return tuple(part.strip() for part in self.split(",") if part.strip())
+        try:
+            return tomllib.loads(f"x = {self!s}")["x"]
+        except tomllib.TOMLDecodeError:
+            return self
+
+
+def followed(raw: Mapping[str, Any], place: Place, environ: Mapping[str, str]) -> dict[str, Any]:
+    """A table with the references in its texts followed, in tables and lists below it too.
+
+    Raises:
+        ConfigError: a variable that isn't set, a file that can't be read, or another form; names file, line and key.
+    """
+    return {key: _followed(value, place.inner(key), environ) for key, value in raw.items()}
+
+
+def _followed(value: Any, place: Place, environ: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return followed(value, place, environ)
+    if isinstance(value, list):
+        return [_followed(one, place.inner(number), environ) for number, one in enumerate(value)]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    try:
+        return Referred(_REFERENCE.sub(lambda found: _one(found, environ), value), value)
+    except ConfigError as error:
+        raise ConfigError(f"{place.of()}key {place.prefix.removesuffix('.')!r}: {error}") from None
+
+
+def _one(found: re.Match[str], environ: Mapping[str, str]) -> str:
+    if found[1]:
+        return found[1]
+    kind, is_file, path = found[2].partition(":")
+    if is_file and kind == "file" and path:
+        return _content(path)
+    if is_file or not _NAME.fullmatch(kind):
+        raise ConfigError(f"expected ${{NAME}} or ${{file:PATH}}, got {found[0]!r}; a plain '${{' is written '$${{'")
+    if kind not in environ:
+        raise ConfigError(f"expected the environment to have {kind}, it doesn't; set it, or write '$${{' for a plain '${{'")
+    return environ[kind]
+
+
+def _content(path: str) -> str:
+    try:
+        with open(Path(path), encoding="utf-8") as file:
+            text = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(f"expected a file that can be read at {path}, got none ({why}); mount it") from None
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"expected at most {MOST_BYTES} bytes at {path}, got more; refer to the secret's own file")
+    return text.removesuffix("\n").removesuffix("\r")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import time
 from collections import deque
 from typing import Any
@@ -18,6 +19,7 @@ from runtime import frames
 LEAST_BYTES_PER_S = 1e6  # of a peer that is given time by the size of what it sends or takes
 
 _SOCKET_BYTES = 4 << 20
+_RECORD_BYTES = 1 << 14  # of TLS: what one write sends at most
 _MAX_BUFFERS = min(getattr(os, "sysconf", lambda _: 1024)("SC_IOV_MAX"), 1024)
 
 
@@ -30,9 +32,10 @@ def tune(connection: socket.socket) -> None:
 
 
 def shutdown(connection: socket.socket, how: int) -> None:
-    """Also when the peer was faster."""
+    """Also when the peer was faster. Of the socket below TLS: behind SSLSocket.shutdown a thread with an answer in hand would
+    send it in plain text."""
     with contextlib.suppress(OSError):
-        connection.shutdown(how)
+        socket.socket.shutdown(connection, how)
 
 
 def _limit(connection: socket.socket, deadline: float | None) -> None:
@@ -50,11 +53,36 @@ def send(connection: socket.socket, buffers: list[Any], deadline: float | None) 
     pending = deque(memoryview(b) for b in buffers)
     while pending:
         _limit(connection, deadline)
-        sent = connection.sendmsg([pending[i] for i in range(min(len(pending), _MAX_BUFFERS))])
+        sent = _write(connection, pending)
         while sent and sent >= len(pending[0]):
             sent -= len(pending.popleft())
         if sent:
             pending[0] = pending[0][sent:]
+
+
+def _write(connection: socket.socket, pending: deque[memoryview]) -> int:
+    if not isinstance(connection, ssl.SSLSocket):
+        return connection.sendmsg([pending[i] for i in range(min(len(pending), _MAX_BUFFERS))])
+    if len(pending[0]) >= _RECORD_BYTES or len(pending) == 1:
+        return connection.send(pending[0][:_RECORD_BYTES])
+    record = bytearray()
+    for buffer in pending:
+        record += buffer[: _RECORD_BYTES - len(record)]
+        if len(record) == _RECORD_BYTES:
+            break
+    return connection.send(record)
+
+
+def has_news(connection: socket.socket) -> bool:
+    """Whether an idle connection has bytes (none are due), or an end."""
+    try:
+        connection.settimeout(0)
+        socket.socket.recv(connection, 1, socket.MSG_PEEK)  # below TLS, which can't peek
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def receive(

@@ -15,6 +15,7 @@ from runtime.address import check_addresses, check_listen, check_redis
 from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from runtime.program import LogFormat
+from runtime.security.link_security import LinkKeys, LinkSecurity
 from runtime.tls import SpeaksTls
 
 MAX_WORKERS = 64
@@ -51,6 +52,7 @@ class Deployment(Watched):
 
     bootstrap: str = setting("", "Kafka, host:port; several with commas")
     kafka_security: KafkaSecurity = setting(factory=KafkaSecurity, help="table: how Kafka is spoken to, and who this program is")
+    link: LinkSecurity = setting(factory=LinkSecurity, help="table: how shards and controller are called, and who may")
     prefix: str = setting("", "of topic names and Redis keys")
     schema: str = setting("", "schema TOML")
     store: str = setting("", "checkpoint store: a directory, or its URL")
@@ -83,13 +85,19 @@ class Deployment(Watched):
     def broker(self) -> Broker:
         return Broker(self.bootstrap, self.kafka_security)
 
+    def link_keys(self) -> LinkKeys:
+        """To call and be called with, by all of a program's connections. Raises Refusal: a file can't be read."""
+        return LinkKeys(self.link, insecure=self.insecure)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedInRedis(Settings):
     """A program that keeps or reads online features in Redis."""
 
     redis: str = setting("", "Redis of online features, redis://host:port/0 or rediss://…; '' = none")
+    redis_user: str = setting("", "ACL user, if the address names none; '' = Redis' default user")
     redis_password_file: str = setting("", "file whose first line is Redis' password, if the address has none")
+    redis_ca: str = setting("", "PEM file of the authorities of a rediss:// address; '' = the system's")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,21 +106,28 @@ class CachedInRedis(Settings):
         if self.redis_password_file and (not self.redis or "@" in self.redis):
             got = "one in the address too" if self.redis else "no address"
             raise Refusal("redis_password_file", f"expected it with an address without a password, got {got}; keep one")
+        if self.redis_user and not self.redis_password_file:
+            raise Refusal("redis_user", "expected it with redis_password_file, got none; add it, or name both in the address")
+        if self.redis_ca and not self.redis.startswith("rediss://"):
+            raise Refusal("redis_ca", "expected it with an address rediss://…, got another; change the address")
 
     @property
     def redis_url(self) -> str:
-        """The address with its password; never to be shown but by `roo.errors.shown`.
+        """The address with user, password and authorities; never to be shown but by `roo.errors.shown`.
 
         Raises:
             ConfigError: the password's file can't be read.
         """
+        address = self.redis
+        if self.redis_ca:
+            address += f"{'&' if '?' in address else '?'}ssl_ca_certs={quote(self.redis_ca, safe='')}"
         if not self.redis_password_file:
-            return self.redis
+            return address
         try:
             lines = Path(self.redis_password_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"redis_password_file: expected a file with a password, got {self.redis_password_file!r}: {error}"
             ) from None
-        scheme, _, rest = self.redis.partition("://")
-        return f"{scheme}://:{quote(lines[0] if lines else '', safe='')}@{rest}"
+        scheme, _, rest = address.partition("://")
+        return f"{scheme}://{quote(self.redis_user, safe='')}:{quote(lines[0] if lines else '', safe='')}@{rest}"

@@ -25,6 +25,9 @@ Body: TypeAlias = dict[str, Any]
 
 MAGIC = int.from_bytes(b"ROO2", "little")
 CALL, ANSWER, ERROR = 1, 2, 3
+GREETING = "greet"
+"""The method by which a caller tells its token, as the first of a connection; no handler has one of that name."""
+
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 30
 MAX_ARRAYS = 4096

@@ -13,13 +13,15 @@ from runtime.backoff import Backoff
 
 
 def client(url: str, *, timeout_s: float) -> redis.Redis:
-    """Connects on first use; every call ends within about `timeout_s`, without a second try. Thread-safe; values are bytes.
+    """Connects on first use; every call ends within about `timeout_s`, without a second try. Thread-safe; values are bytes. Of
+    rediss:// the certificate has to be of the host that is named.
 
     Raises:
         ConfigError: `url` is not a Redis URL.
     """
+    checked = {"ssl_check_hostname": True} if url.startswith("rediss:") else {}
     try:
-        return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **checked)
     except ValueError as error:
         raise ConfigError(f"expected redis://host:port/0, got {url!r}: {error}") from None
 

@@ -13,15 +13,24 @@ from roo import errors
 from roo.errors import RoostreamError, TransportError, UnavailableError, WireError
 from runtime import connections, frames
 from runtime.address import parse_address
+from runtime.security.link_security import LinkKeys
 from runtime.transport import Answer, Arrays, Header
 
 
 class SocketTransport:
-    """A Transport to `"host:port"`. Connections are dialled when needed and kept for the next call; see
-    `runtime.transport.Transport` for what a failure means."""
+    """A Transport to `"host:port"`. Connections are dialled when needed and kept for the next call; the host's name is looked up
+    for each, so that whoever moves is found again. See `runtime.transport.Transport` for what a failure means."""
 
-    def __init__(self, address: str, *, dial_timeout_s: float = 2.0, max_frame_bytes: int = frames.MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        dial_timeout_s: float = 2.0,
+        max_frame_bytes: int = frames.MAX_FRAME_BYTES,
+        keys: LinkKeys | None = None,
+    ) -> None:
         self.address, self.dial_timeout_s, self.max_frame_bytes = address, dial_timeout_s, max_frame_bytes
+        self.keys = keys or LinkKeys()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -67,20 +76,44 @@ class SocketTransport:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return self._dial(method, timeout_s)
-            if not _peer_closed(connection):
+            if not connections.has_news(connection):
                 return connection
             self._drop(connection)
 
     def _dial(self, method: str, timeout_s: float) -> socket.socket:
+        limit_s, (host, port) = min(self.dial_timeout_s, timeout_s), parse_address(self.address)
         try:
-            connection = socket.create_connection(parse_address(self.address), min(self.dial_timeout_s, timeout_s))
+            connection = socket.create_connection((host.strip("[]"), port), limit_s)
+            connections.tune(connection)
+            connection = self.keys.dialled(connection, host)
+            self._greet(connection, limit_s)
         except OSError as error:
             raise TransportError(f"{method} at {self.address}: can't connect ({error})") from None
-        connections.tune(connection)
         with self._lock:
             self._open.add(connection)
             self.num_dialled += 1
         return connection
+
+    def _greet(self, connection: socket.socket, limit_s: float) -> None:
+        """Tell the token, where there is one. Raises what the peer answers; OSError: it doesn't; the connection is closed."""
+        tokens = self.keys.tokens
+        if not tokens:
+            return
+        try:
+            deadline = time.monotonic() + limit_s
+            greeting = frames.encode(frames.CALL, {"method": frames.GREETING, "header": {"token": tokens[0]}})
+            connections.send(connection, greeting, deadline)
+            answer = connections.receive(connection, deadline, self.max_frame_bytes)
+            if answer is None:
+                raise ConnectionResetError("the peer closed the connection instead of taking the token")
+            if answer[0] == frames.ERROR:
+                raise error_of(answer[1])
+        except WireError as error:
+            connection.close()
+            raise ConnectionResetError(str(error)) from None
+        except BaseException:
+            connection.close()
+            raise
 
     def _drop(self, connection: socket.socket) -> None:
         with self._lock:
@@ -100,15 +133,3 @@ def error_of(body: frames.Body) -> RoostreamError:
     if isinstance(cls, type) and issubclass(cls, RoostreamError):
         return cls(message)
     return UnavailableError(f"{name}: {message}")
-
-
-def _peer_closed(connection: socket.socket) -> bool:
-    """Whether an idle connection has bytes (none are due) or an end: either way it can't carry another call."""
-    try:
-        connection.settimeout(0)
-        connection.recv(1, socket.MSG_PEEK)
-    except (BlockingIOError, InterruptedError):
-        return False
-    except OSError:
-        return True
-    return True

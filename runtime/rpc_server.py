@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import socket
+import ssl
 import threading
 import time
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from roo.errors import RoostreamError, SetupError, UnavailableError, WireError
 from runtime import connections, frames
 from runtime.address import is_loopback
+from runtime.security.link_security import LinkKeys
 from runtime.transport import Handler, Header
 
 log = logging.getLogger("roostream.rpc")
@@ -32,6 +34,7 @@ class _Dialled:
     since_s: float  # it was dialled, or its last call was answered
     has_called: bool = False
     busy: bool = False  # a call is being answered
+    admitted: bool = False  # it told a token that is taken
 
 
 class RpcServer:
@@ -50,10 +53,10 @@ class RpcServer:
         *,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         max_connections: int = 256,
-        insecure: bool = False,
+        keys: LinkKeys | None = None,
     ) -> None:
-        self.handler, self.host, self.port = handler, host, port
-        self.max_frame_bytes, self.max_connections, self.insecure = max_frame_bytes, max_connections, insecure
+        self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkKeys()
+        self.max_frame_bytes, self.max_connections = max_frame_bytes, max_connections
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, _Dialled] = {}
         self._lock = threading.Lock()
@@ -64,12 +67,12 @@ class RpcServer:
         """Bind and accept; self.
 
         Raises:
-            SetupError: the port is taken, or the address is not loopback and `insecure` was not given.
+            SetupError: the port is taken, or others reach the address and nothing asks who they are.
         """
-        if not is_loopback(self.host) and not self.insecure:
+        if not (is_loopback(self.host) or self.keys.security.asks or self.keys.insecure):
             raise SetupError(
                 f"expected to listen on 127.0.0.1, got {self.host!r}: calls carry no authentication; "
-                "set insecure = true if the network is yours alone"
+                "set certificate, key and ca of [link], or insecure = true if the network is yours alone"
             )
         try:
             self._listener = socket.create_server((self.host, self.port), backlog=64)
@@ -118,6 +121,7 @@ class RpcServer:
         while not self._stopping:
             try:
                 connection, peer = self._listener.accept()
+                connection = self.keys.accepted(connection)
             except OSError as error:
                 if not self._stopping:  # out of file descriptors, most likely: connections end, then there is room again
                     log.warning("can't accept a connection: %s", error)
@@ -148,10 +152,15 @@ class RpcServer:
     def _serve(self, connection: socket.socket, peer: object) -> None:
         try:
             connections.tune(connection)
+            if isinstance(connection, ssl.SSLSocket):
+                connection.settimeout(FIRST_CALL_S)
+                connection.do_handshake()
             while not self._stopping and self._serve_one(connection):
                 pass
         except WireError as error:
             log.warning("connection from %s closed: %s", peer, error)
+        except ssl.SSLError as error:
+            log.warning("connection from %s closed: it could not prove who it is (%s)", peer, error.reason or error)
         except TimeoutError:
             log.debug("connection from %s closed: it was silent or slow for too long", peer)
         except OSError as error:
@@ -167,7 +176,9 @@ class RpcServer:
         if dialled is None:
             return False
         wait_s = IDLE_S if dialled.has_called else FIRST_CALL_S
-        received = connections.receive(connection, time.monotonic() + wait_s, self.max_frame_bytes, FRAME_S)
+        dialled.admitted = dialled.admitted or not self.keys.tokens
+        most_bytes = self.max_frame_bytes if dialled.admitted else 0
+        received = connections.receive(connection, time.monotonic() + wait_s, most_bytes, FRAME_S)
         if received is None:
             return False
         dialled.busy = True
@@ -175,12 +186,24 @@ class RpcServer:
             kind, body, arrays = received
             if kind != frames.CALL or not isinstance(body.get("method"), str):
                 raise WireError("undecodable", f"expected a call, got a frame of kind {kind}")
-            answer = self._answer(body["method"], body.get("header", {}), arrays)
+            header = body.get("header", {})
+            if body["method"] == frames.GREETING or not dialled.admitted:
+                answer = self._greeted(dialled, body["method"], header)
+            else:
+                answer = self._answer(body["method"], header, arrays)
             size_s = sum(len(buffer) for buffer in answer) / connections.LEAST_BYTES_PER_S
             connections.send(connection, answer, time.monotonic() + FRAME_S + size_s)
         finally:
             dialled.busy, dialled.has_called, dialled.since_s = False, True, time.monotonic()
-        return True
+        return dialled.admitted
+
+    def _greeted(self, dialled: _Dialled, method: str, header: Header) -> list[Any]:
+        dialled.admitted = method == frames.GREETING and self.keys.admits(header.get("token"))
+        if dialled.admitted:
+            return frames.encode(frames.ANSWER, {"header": {}})
+        log.warning("a caller without a token that is taken is refused")
+        refused = UnavailableError("expected a token that is taken here, got another or none; compare link.token_file of both")
+        return frames.encode(frames.ERROR, error_body(refused))
 
     def _answer(self, method: str, header: Header, arrays: list[np.ndarray]) -> list[Any]:
         try:

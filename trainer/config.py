@@ -10,7 +10,7 @@ from typing import Literal, Self
 from models.config import LossName
 from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import SetupError
-from runtime.address import check_addresses, check_listen
+from runtime.address import LINK_ASKS, check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
 from trainer.selection.config import DeferralConfig, SelectionConfig
@@ -191,7 +191,7 @@ class ControllerConfig(Deployment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_listen("listen", self.listen, insecure=self.insecure)
+        check_listen("listen", self.listen, insecure=self.insecure, authenticated=self.link.asks, by=LINK_ASKS)
         for text in self.neighbours:
             if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
                 raise refusal("neighbours", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text)

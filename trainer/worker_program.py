@@ -32,6 +32,7 @@ from runtime.kafka.topics import Partition, all_partitions
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.rpc_client import SocketTransport
+from runtime.security.link_security import LinkKeys
 from runtime.work_unit import TableInput
 from trainer.batches import BatchSource
 from trainer.config import WorkerConfig
@@ -79,8 +80,8 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     identity = _identity(config, schema, open_registry(store), stop)
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
-        stages = Stages(clock)
-        shards = [SocketTransport(address) for address in expanded(config.shards)]
+        stages, keys = Stages(clock), config.link_keys()
+        shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
@@ -118,7 +119,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
         report = partial(_report, monitor, seen_at)
-        member = _member(config, worker, report, left, ending)
+        member = _member(config, keys, worker, report, left, ending)
         opened.callback(lambda: member.join(min(ending.left_s(), _CLOSING_S)))
         opened.callback(worker.close)
         opened.callback(left.set)
@@ -143,10 +144,15 @@ def _report(monitor: Monitor, seen_at: str) -> dict[str, Any]:
 
 
 def _member(
-    config: WorkerConfig, worker: Worker, report: Callable[[], dict[str, Any]], left: threading.Event, ending: StopBudget
+    config: WorkerConfig,
+    keys: LinkKeys,
+    worker: Worker,
+    report: Callable[[], dict[str, Any]],
+    left: threading.Event,
+    ending: StopBudget,
 ) -> Member:
     def dial() -> SocketTransport:
-        return SocketTransport(config.controller)
+        return SocketTransport(config.controller, keys=keys)
 
     return Member(dial, "worker", config.index, worker.submit, report, left, hear=worker.hear, ending=ending)
 

@@ -17,6 +17,7 @@ def _row(name: str, function: str, *arguments: Any, unit: str, shows: Literal["r
         shows=shows,
         subjects=(
             Subject("runtime.rpc", at("rpc_ours"), arguments),
+            Subject("runtime.rpc, certificates and a token", at("rpc_ours"), (*arguments, True)),
             Subject("grpcio, unary, bytes", at("rpc_grpc"), arguments, "peer", environment="grpcio"),
             Subject("plain socket", at("rpc_socket"), arguments, "limit"),
         ),
@@ -39,5 +40,8 @@ processes cost: it is Python around them, in both processes.
 
 One connection over loopback, client and server in a process each, blocking calls. A bulk call is bound by the kernel's copies:
 the plain socket moves the same bytes with nothing around them. A small call is bound by two switches between processes and the
-Python around them.""",
+Python around them.
+
+With `[link]`'s certificates and a token (docs/operations/security.md) both ends encrypt what they move, a record of 16 KiB at a
+time: that is what a bulk call then costs. A small call pays for two records; who calls is asked once a connection, not here.""",
 )

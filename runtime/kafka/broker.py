@@ -12,7 +12,17 @@ from typing import Literal
 from roo.config import setting
 from roo.errors import ConfigError
 
-_LOGIN = {"PLAIN": "plain.PlainLoginModule", "SCRAM-SHA-256": "scram.ScramLoginModule", "SCRAM-SHA-512": "scram.ScramLoginModule"}
+_LOGIN = {
+    "PLAIN": "plain.PlainLoginModule",
+    "SCRAM-SHA-256": "scram.ScramLoginModule",
+    "SCRAM-SHA-512": "scram.ScramLoginModule",
+    "OAUTHBEARER": "oauthbearer.OAuthBearerLoginModule",
+}
+SHADED = "org.apache.flink.kafka.shaded."
+"""In front of Kafka's classes and system properties in Flink's connector, which brings a client of its own under other names."""
+ALLOWED_URLS = f"{SHADED}org.apache.kafka.sasl.oauthbearer.allowed.urls"
+"""System property of Flink's JVMs: the URLs at which tokens may be fetched; without `token_url` in it no client starts."""
+_SECURITY = f"{SHADED}org.apache.kafka.common.security."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,9 +30,11 @@ class KafkaSecurity:
     """The table `[kafka_security]` of a program's TOML. Secrets are never part of `repr`, and so of no log."""
 
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = setting("PLAINTEXT", "what the listener speaks")
-    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = setting("SCRAM-SHA-512", "SASL: how to log in")
-    username: str = setting("", "SASL: who this program is")
-    password: str = setting("", "SASL: its password", secret=True)
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = setting("SCRAM-SHA-512", "SASL: how to log in")
+    username: str = setting("", "SASL: who this program is; with OAUTHBEARER its client id")
+    password: str = setting("", "SASL: its password; with OAUTHBEARER its client secret", secret=True)
+    token_url: str = setting("", "OAUTHBEARER: where a token is fetched for them, as OAuth's client credentials")
+    scope: str = setting("", "OAUTHBEARER: of the token; '' = whatever is given")
     ca: str = setting("", "SSL: PEM file of the authorities that may sign the broker's certificate; '' = the system's")
     certificate: str = setting("", "SSL: PEM file of this program's certificate chain; '' = none")
     key: str = setting("", "SSL: PEM file of its private key (PKCS #8)")
@@ -31,6 +43,10 @@ class KafkaSecurity:
     def __post_init__(self) -> None:
         if self.uses_sasl and not (self.username and self.password):
             raise ConfigError(f"expected username and password for protocol {self.protocol}, got none; add both")
+        if self.uses_oauth != bool(self.token_url) or (self.scope and not self.uses_oauth):
+            raise ConfigError(
+                f"expected token_url with mechanism OAUTHBEARER alone, got {self.mechanism}; add it, or leave it out"
+            )
         if bool(self.certificate) != bool(self.key):
             raise ConfigError("expected certificate and key together, got one of them; add the other")
         if not self.uses_ssl and (self.ca or self.certificate):
@@ -46,10 +62,19 @@ class KafkaSecurity:
     def uses_sasl(self) -> bool:
         return self.protocol.startswith("SASL")
 
+    @property
+    def uses_oauth(self) -> bool:
+        return self.uses_sasl and self.mechanism == "OAUTHBEARER"
+
     def librdkafka(self) -> dict[str, str]:
         """Under librdkafka's names; {} for PLAINTEXT."""
         found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
-        if self.uses_sasl:
+        if self.uses_oauth:
+            found |= {"sasl.mechanism": self.mechanism, "sasl.oauthbearer.method": "oidc"}
+            found |= {"sasl.oauthbearer.client.id": self.username, "sasl.oauthbearer.client.secret": self.password}
+            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
+            found |= {"sasl.oauthbearer.scope": self.scope} if self.scope else {}
+        elif self.uses_sasl:
             found |= {"sasl.mechanism": self.mechanism, "sasl.username": self.username, "sasl.password": self.password}
         if self.ca:
             found["ssl.ca.location"] = self.ca
@@ -60,16 +85,22 @@ class KafkaSecurity:
         return found
 
     def java(self) -> dict[str, str]:
-        """Under the names of Kafka's Java clients, files as text: a task manager needs none of them. {} for PLAINTEXT.
+        """Under the names of the Java client in Flink's connector, files as text: a task manager needs none of them. {} for
+        PLAINTEXT.
 
         Raises:
             ConfigError: a file can't be read.
         """
         found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
         if self.uses_sasl:
-            login = f"org.apache.kafka.common.security.{_LOGIN[self.mechanism]}"
-            who = f"username={_quoted(self.username)} password={_quoted(self.password)}"
-            found |= {"sasl.mechanism": self.mechanism, "sasl.jaas.config": f"{login} required {who};"}
+            names = ("clientId", "clientSecret", "scope") if self.uses_oauth else ("username", "password")
+            values = zip(names, (self.username, self.password, self.scope), strict=False)
+            who = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
+            found |= {"sasl.mechanism": self.mechanism}
+            found |= {"sasl.jaas.config": f"{_SECURITY}{_LOGIN[self.mechanism]} required {who};"}
+        if self.uses_oauth:
+            found |= {"sasl.login.callback.handler.class": f"{_SECURITY}oauthbearer.OAuthBearerLoginCallbackHandler"}
+            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
         if self.ca:
             found |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _text("ca", self.ca)}
         if self.certificate:

@@ -168,7 +168,9 @@ def open_follower(
 ) -> RowFollower:
     """Over the deployment's Kafka and shards, which may be away."""
     topic = KafkaReader.open(config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions))
-    return RowFollower(replica, topic, [SocketTransport(a) for a in expanded(config.shards)], freshness().observe, clock, stepped)
+    keys = config.link_keys()
+    shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
+    return RowFollower(replica, topic, shards, freshness().observe, clock, stepped)
 
 
 def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> ServedRows:
@@ -182,7 +184,8 @@ def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> Se
 
 
 def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> CachedRows:
-    shards = [SocketTransport(address) for address in config.shards]
+    keys = config.link_keys()
+    shards = [SocketTransport(address, keys=keys) for address in config.shards]
     policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
     cache = RowCache(schema, seed, ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock), policy, config.buckets)
     if not config.rows_buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from click.testing import CliRunner
 from command.control import job_of, settled
 from command.main import cli
 from infra import kinds
-from roo.errors import ConfigError
+from roo.errors import ConfigError, UnavailableError
 from runtime.rpc_server import RpcServer
+from runtime.security.link_security import LinkKeys, LinkSecurity
 from runtime.transport import Header
 
 
@@ -57,6 +59,22 @@ def test_preempt_tells_what_became_of_what_was_trained(answer: Header, code: int
         server.stop()
     assert (done.exit_code, asked) == (code, [("preempt", {"role": "shard", "index": 1, "notice_s": 9.0})])
     assert said in done.output
+
+
+def test_a_controller_that_asks_is_asked_with_the_keys_of_a_programs_settings(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef")
+    (tmp_path / "worker.toml").write_text('shards = ["a:1"]\n[link]\ntoken_file = "${TOKEN}"\n')
+    keys = LinkKeys(LinkSecurity(token_file=str(tmp_path / "token")))
+    server = RpcServer(lambda method, header, arrays: ({"held": False, "reason": ""}, ()), keys=keys).start()
+    command = ["trainer", "release", "--controller", server.address]
+    try:
+        alone = CliRunner().invoke(cli, command)
+        environ = {"TOKEN": str(tmp_path / "token")}
+        known = CliRunner().invoke(cli, [*command, "--link", str(tmp_path / "worker.toml")], env=environ)
+    finally:
+        server.stop()
+    assert isinstance(alone.exception, UnavailableError) and "expected a token" in str(alone.exception)
+    assert (known.exit_code, known.output) == (0, "training is not held\n")
 
 
 def test_a_program_that_rests_since_training_is_held_is_where_it_is_to_be() -> None:

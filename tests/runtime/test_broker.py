@@ -33,7 +33,8 @@ def test_sasl_over_ssl_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "SCRAM-SHA-512",
         "sasl.jaas.config": (
-            'org.apache.kafka.common.security.scram.ScramLoginModule required username="worker" password="s3cret";'
+            "org.apache.flink.kafka.shaded.org.apache.kafka.common.security.scram.ScramLoginModule "
+            'required username="worker" password="s3cret";'
         ),
         "ssl.truststore.type": "PEM",
         "ssl.truststore.certificates": "-----BEGIN CERTIFICATE-----\n",
@@ -60,6 +61,27 @@ def test_a_certificate_of_ones_own_is_told_to_both_kinds_of_clients(tmp_path: Pa
     }
 
 
+def test_a_token_is_fetched_by_both_kinds_of_clients() -> None:
+    security = KafkaSecurity(**SASL, mechanism="OAUTHBEARER", token_url="https://id/token", scope="kafka")
+    assert security.librdkafka() == {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "OAUTHBEARER",
+        "sasl.oauthbearer.method": "oidc",
+        "sasl.oauthbearer.client.id": "worker",
+        "sasl.oauthbearer.client.secret": "s3cret",
+        "sasl.oauthbearer.token.endpoint.url": "https://id/token",
+        "sasl.oauthbearer.scope": "kafka",
+    }
+    package = "org.apache.flink.kafka.shaded.org.apache.kafka.common.security.oauthbearer"
+    assert security.java() == {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "OAUTHBEARER",
+        "sasl.jaas.config": (f'{package}.OAuthBearerLoginModule required clientId="worker" clientSecret="s3cret" scope="kafka";'),
+        "sasl.login.callback.handler.class": f"{package}.OAuthBearerLoginCallbackHandler",
+        "sasl.oauthbearer.token.endpoint.url": "https://id/token",
+    }
+
+
 def test_a_password_with_quotes_stays_one_value_in_java() -> None:
     security = KafkaSecurity(**{**SASL, "password": 'a"; x=\\"'})
     assert security.java()["sasl.jaas.config"].endswith('password="a\\"; x=\\\\\\"";')
@@ -71,6 +93,8 @@ def test_secrets_are_in_no_repr() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({**SASL, "mechanism": "OAUTHBEARER"}, "expected token_url with mechanism OAUTHBEARER alone, got OAUTHBEARER"),
+    ({**SASL, "token_url": "https://id"}, "expected token_url with mechanism OAUTHBEARER alone, got SCRAM-SHA-512"),
     ({"protocol": "SASL_SSL"}, "expected username and password for protocol SASL_SSL"),
     ({"protocol": "SSL", "certificate": "c.pem"}, "expected certificate and key together"),
     ({"ca": "ca.pem"}, "expected protocol SSL or SASL_SSL with ca or certificate, got PLAINTEXT"),

@@ -71,6 +71,15 @@ def test_listening_where_others_reach_it_needs_leave(cls: type[Deployment], own:
     assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).insecure
 
 
+@pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in (ShardConfig, ControllerConfig)])
+def test_a_link_with_certificates_may_be_reached_by_others(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, {**SHARED, **own, "listen": "0.0.0.0:7000"})
+    with pytest.raises(ConfigError, match=r"give it certificate, key and ca of \[link\], or set insecure = true"):
+        load(cls, path, environ={})
+    path.write_text(path.read_text() + '[link]\ncertificate = "c"\nkey = "k"\nca = "a"\n')
+    assert load(cls, path, environ={}).link.asks
+
+
 @pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])
 def test_what_a_program_needs_is_asked_for(cls: type[Deployment], own: dict[str, Any], tmp_path: Path) -> None:
     for key in set(cls.needs) & set(SHARED):
@@ -99,6 +108,12 @@ def test_the_password_of_redis_comes_from_the_address_or_a_file(tmp_path: Path) 
     file = {"redis_password_file": str(tmp_path / "password")}
     assert FeaturesConfig(**common, redis="rediss://h:1/0", **file).redis_url == "rediss://:s3%2Fcret@h:1/0"
     assert FeaturesConfig(**common, redis="redis://:pw@h:1/0").redis_url == "redis://:pw@h:1/0"
+    own = FeaturesConfig(**common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca="/etc/ca.pem", **file)
+    assert own.redis_url == "rediss://up%2Fdater:s3%2Fcret@h:1/0?ssl_ca_certs=%2Fetc%2Fca.pem"
+    with pytest.raises(ConfigError, match="key 'redis_user': expected it with redis_password_file"):
+        FeaturesConfig(**common, redis="redis://h:1/0", redis_user="updater")
+    with pytest.raises(ConfigError, match="key 'redis_ca': expected it with an address rediss://"):
+        FeaturesConfig(**common, redis="redis://h:1/0", redis_ca="/etc/ca.pem")
     with pytest.raises(ConfigError, match="expected it with an address without a password, got one in the address too"):
         FeaturesConfig(**common, redis="redis://:pw@h:1/0", **file)
     with pytest.raises(ConfigError, match="redis_password_file: expected a file with a password"):

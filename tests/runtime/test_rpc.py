@@ -17,6 +17,7 @@ from runtime import connections, frames, rpc_server
 from runtime.address import parse_address
 from runtime.rpc_client import SocketTransport, error_of
 from runtime.rpc_server import RpcServer
+from runtime.security.link_security import LinkKeys
 from runtime.transport import Header
 
 
@@ -349,9 +350,9 @@ def test_a_taken_port_is_told_in_one_sentence(server: RpcServer, peer: Peer) -> 
 
 
 def test_only_loopback_is_listened_on_unless_told_otherwise(peer: Peer) -> None:
-    with pytest.raises(SetupError, match="set insecure = true"):
+    with pytest.raises(SetupError, match="or insecure = true"):
         RpcServer(peer, "0.0.0.0").start()
-    server = RpcServer(peer, "0.0.0.0", insecure=True).start()
+    server = RpcServer(peer, "0.0.0.0", keys=LinkKeys(insecure=True)).start()
     assert server.stop() == 0
 
 

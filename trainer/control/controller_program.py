@@ -90,7 +90,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
         page.observe()
 
-    server = RpcServer(controller.handle, host, port, insecure=config.insecure)
+    server = RpcServer(controller.handle, host, port, keys=config.link_keys())
     server.start()
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()

@@ -1,0 +1,1 @@
+"""Who may call between programs: certificates and tokens of the link."""

@@ -1,0 +1,267 @@
+"""Who may call shards and the controller, over real sockets with real certificates."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roo.config import Refusal
+from roo.errors import SetupError, TransportError, UnavailableError
+from runtime import frames
+from runtime.rpc_client import SocketTransport
+from runtime.rpc_server import RpcServer
+from runtime.security.link_security import LinkKeys, LinkSecurity
+from runtime.transport import Header
+from tests.certificates import Authority
+
+TOKEN, OTHER = "t" * 32, "o" * 32
+
+
+def echo(method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+    return header, arrays
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "ours")
+
+
+Serve = Callable[[LinkSecurity], RpcServer]
+Dial = Callable[[RpcServer, LinkSecurity], SocketTransport]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    with contextlib.ExitStack() as opened:
+
+        def start(security: LinkSecurity, host: str = "127.0.0.1") -> RpcServer:
+            server = RpcServer(echo, host, keys=LinkKeys(security)).start()
+            opened.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def dial() -> Iterator[Dial]:
+    with contextlib.ExitStack() as opened:
+
+        def start(server: RpcServer, security: LinkSecurity) -> SocketTransport:
+            transport = SocketTransport(server.address, keys=LinkKeys(security))
+            opened.callback(transport.close)
+            return transport
+
+        yield start
+
+
+def shown(authority: Authority, name: str, *hosts: str, token_file: str = "") -> LinkSecurity:
+    certificate, key = authority.issue(name, *hosts)
+    return LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem), token_file=token_file)
+
+
+def tokens(folder: Path, name: str, *lines: str) -> str:
+    (folder / name).write_text("\n".join(lines))
+    return str(folder / name)
+
+
+def test_calls_between_those_of_one_authority_carry_what_they_carry_without(
+    authority: Authority, serve: Serve, dial: Dial
+) -> None:
+    transport = dial(serve(shown(authority, "shard")), shown(authority, "worker"))
+    arrays = [np.arange(7), np.zeros(0, np.float32), np.random.default_rng(1).random((999, 333)), np.arange(3, dtype=np.int8)]
+    many = [np.full(5, number, np.int32) for number in range(3000)]
+    for _ in range(3):
+        header, got = transport.call("echo", {"x": [1, 2]}, arrays)
+        assert header == {"x": [1, 2]} and all(np.array_equal(a, b) for a, b in zip(arrays, got, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(many, transport.call("echo", {}, many)[1], strict=True))
+    assert transport.num_dialled == 1  # an idle connection is not taken for one that has news
+
+
+def test_a_caller_of_another_authority_is_refused(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    other = Authority(tmp_path / "theirs", "theirs")
+    certificate, key = other.issue("worker")
+    transport = dial(serve(shown(authority, "shard")), LinkSecurity(certificate=certificate, key=key, ca=str(authority.pem)))
+    with pytest.raises(TransportError):
+        transport.call("echo", {})
+
+
+def test_one_that_is_called_is_refused_unless_it_is_of_our_authority(
+    authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    transport = dial(serve(shown(Authority(tmp_path / "theirs", "theirs"), "shard")), shown(authority, "worker"))
+    with pytest.raises(TransportError, match="CERTIFICATE_VERIFY_FAILED"):
+        transport.call("echo", {})
+
+
+def test_one_that_is_called_has_to_have_the_name_that_is_dialled(authority: Authority, serve: Serve) -> None:
+    server = serve(shown(authority, "shard", "shard-0.shards"))
+    keys = shown(authority, "worker")
+    named = SocketTransport(
+        server.address, keys=LinkKeys(LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-0.shards"))
+    )
+    other = SocketTransport(
+        server.address, keys=LinkKeys(LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-1.shards"))
+    )
+    assert named.call("echo", {"a": 1})[0] == {"a": 1}
+    with pytest.raises(TransportError, match=r"shard-1\.shards"):
+        other.call("echo", {})
+    named.close()
+    other.close()
+
+
+def test_whoever_speaks_plain_text_is_not_heard(
+    authority: Authority, serve: Serve, dial: Dial, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(shown(authority, "shard"))
+    with pytest.raises(TransportError):
+        dial(server, LinkSecurity()).call("echo", {})
+    assert dial(server, shown(authority, "worker")).call("echo", {"still": 1})[0] == {"still": 1}
+    assert "it could not prove who it is" in caplog.text
+    with pytest.raises(TransportError):  # and not spoken to
+        dial(serve(LinkSecurity()), shown(authority, "worker")).call("echo", {})
+
+
+def test_certificates_are_renewed_without_a_restart(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    worker, shard = shown(authority, "worker"), shown(authority, "shard")
+    server = serve(shard)
+    transport = dial(server, worker)
+    transport.call("echo", {})
+    (tmp_path / "next").mkdir()
+    renewed = Authority(tmp_path / "next", "next")
+    both = authority.pem.read_text() + renewed.pem.read_text()
+    for name, at in (("worker", worker), ("shard", shard)):
+        for source, target in zip(renewed.issue(name), (at.certificate, at.key), strict=True):
+            Path(target).write_text(Path(source).read_text())
+    authority.pem.write_text(both)  # the one file of authorities that both ends read
+    assert dial(server, worker).call("echo", {"new": 1})[0] == {"new": 1}
+    assert transport.call("echo", {"old": 1})[0] == {"old": 1} and transport.num_dialled == 1
+
+
+def test_half_written_files_leave_the_ones_of_before_in_force(
+    authority: Authority, serve: Serve, dial: Dial, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, shard = shown(authority, "worker"), shown(authority, "shard")
+    server = serve(shard)
+    Path(shard.certificate).write_text("-----BEGIN CERT")
+    assert dial(server, worker).call("echo", {"x": 1})[0] == {"x": 1}
+    assert "what was before stays in force" in caplog.text
+
+
+def test_a_token_is_told_once_a_connection(serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    file = tokens(tmp_path, "tokens", TOKEN)
+    transport = dial(serve(LinkSecurity(token_file=file)), LinkSecurity(token_file=file))
+    for number in range(3):
+        assert transport.call("echo", {"x": number})[0] == {"x": number}
+    assert transport.num_dialled == 1
+
+
+@pytest.mark.parametrize("told", [(), (OTHER,), (OTHER, TOKEN)])
+def test_without_a_token_that_is_taken_nothing_is_called(
+    serve: Serve, dial: Dial, tmp_path: Path, told: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
+    own = LinkSecurity(token_file=tokens(tmp_path, "told", *told) if told else "")
+    with pytest.raises(UnavailableError, match="expected a token that is taken here, got another or none"):
+        dial(server, own).call("echo", {})
+    assert "a caller without a token that is taken is refused" in caplog.text and TOKEN not in caplog.text
+
+
+def test_nothing_large_is_taken_of_a_caller_that_has_told_no_token(serve: Serve, tmp_path: Path) -> None:
+    server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
+    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        connection.sendall(b"".join(frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(64)]))[: frames.PREFIX_BYTES])
+        assert connection.recv(1) == b""  # closed at the sizes, before a byte of the payload
+
+
+def test_tokens_are_rotated_without_a_restart(serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    taken, told = tokens(tmp_path, "taken", TOKEN), tokens(tmp_path, "told", TOKEN)
+    server = serve(LinkSecurity(token_file=taken))
+    own = LinkSecurity(token_file=told)
+    dial(server, own).call("echo", {})
+    tokens(tmp_path, "taken", TOKEN, OTHER)
+    dial(server, own).call("echo", {})
+    tokens(tmp_path, "told", OTHER, TOKEN)
+    dial(server, own).call("echo", {})
+    tokens(tmp_path, "taken", OTHER)
+    dial(server, own).call("echo", {})
+    tokens(tmp_path, "told", TOKEN)
+    with pytest.raises(UnavailableError):
+        dial(server, own).call("echo", {})
+
+
+def test_a_token_is_taken_by_a_server_that_asks_for_none(serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    own = LinkSecurity(token_file=tokens(tmp_path, "told", TOKEN))
+    assert dial(serve(LinkSecurity()), own).call("echo", {"x": 1})[0] == {"x": 1}
+
+
+def test_certificates_and_tokens_together(authority: Authority, serve: Serve, dial: Dial, tmp_path: Path) -> None:
+    file = tokens(tmp_path, "tokens", TOKEN)
+    server = serve(shown(authority, "shard", token_file=file))
+    assert dial(server, shown(authority, "worker", token_file=file)).call("echo", {"x": 1})[0] == {"x": 1}
+    with pytest.raises(UnavailableError, match="expected a token"):
+        dial(server, shown(authority, "other")).call("echo", {})
+
+
+def test_an_address_that_others_reach_needs_certificates(authority: Authority, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"set certificate, key and ca of \[link\], or insecure = true"):
+        RpcServer(echo, "0.0.0.0", keys=LinkKeys(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))).start()
+    server = RpcServer(echo, "0.0.0.0", keys=LinkKeys(shown(authority, "shard"))).start()
+    assert server.stop() == 0
+
+
+def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> None:
+    """SSLSocket.shutdown forgets its TLS, and what is written then goes out as it is."""
+    entered, release = threading.Event(), threading.Event()
+
+    def hold(method: str, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
+        entered.set()
+        release.wait(10)
+        return {"answer": 42}, []
+
+    server = RpcServer(hold, keys=LinkKeys(shown(authority, "shard"))).start()
+    transport = SocketTransport(server.address, keys=LinkKeys(shown(authority, "worker")))
+    got: list[Header] = []
+    caller = threading.Thread(target=lambda: got.append(transport.call("hold", {})[0]))
+    caller.start()
+    assert entered.wait(10)
+    stopper = threading.Thread(target=server.stop, args=(5.0,))
+    stopper.start()
+    release.set()
+    caller.join(10)
+    stopper.join(10)
+    transport.close()
+    assert got == [{"answer": 42}]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"certificate": "c.pem"}, "expected certificate, key and ca together, got no key, ca"),
+        ({"name": "x"}, "expected it with certificate, key and ca"),
+    ],
+)
+def test_settings_that_do_not_fit_together(given: dict[str, str], told: str) -> None:
+    with pytest.raises(Refusal, match=told):
+        LinkSecurity(**given)
+
+
+def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, tmp_path: Path) -> None:
+    certificate, key = authority.issue("worker")
+    other = authority.issue("other")
+    for wrong, told in (
+        (LinkSecurity(certificate=certificate, key=other[1], ca=str(authority.pem)), "link.certificate': expected PEM files"),
+        (LinkSecurity(certificate=certificate, key=key, ca=key), "link.ca': expected a PEM file of authorities"),
+        (LinkSecurity(token_file=str(tmp_path / "none")), "link.token_file': expected a file of tokens"),
+        (LinkSecurity(token_file=tokens(tmp_path, "short", "abc")), "expected tokens of at least 16 characters"),
+        (LinkSecurity(token_file=tokens(tmp_path, "empty", "", " ")), "expected tokens of at least 16 characters"),
+    ):
+        with pytest.raises(Refusal, match=told):
+            LinkKeys(wrong)
