@@ -9,6 +9,7 @@ from benchmarks.harness import LEAST_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import table, write_pages
 from benchmarks.run import RESULTS, questions, run
+from command.plan import measured
 
 
 def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, against: str = "") -> int:
@@ -23,7 +24,7 @@ def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, again
             print(f"{question.name:18} {question.asks}")
         return 0
     if name == "report":
-        for path in write_pages(known, ROOT / RESULTS):
+        for path in (*write_pages(known, ROOT / RESULTS), measured.write(ROOT / RESULTS / "json")):
             print(path.relative_to(ROOT))
         return 0
     results = []

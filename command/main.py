@@ -24,6 +24,7 @@ from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
+from command.plan.plan_command import plan_command
 from command.replay.cli import Duration, check, replay
 from command.versions_command import versions
 from infra.kept_options import kept
@@ -308,6 +309,7 @@ for _group in (
     versions,
 ):
     cli.add_command(_group)
+cli.add_command(plan_command)
 
 
 @cli.command()

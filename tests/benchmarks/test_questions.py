@@ -43,7 +43,15 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("sparse", [4, 3]),
     ],
     "poll_decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
-    "rpc_ours": [("send", [4096]), ("receive", [4096]), ("small", [])],
+    "rpc_ours": [
+        ("send", [4096]),
+        ("receive", [4096]),
+        ("small", []),
+        ("send", [4096, True]),
+        ("receive", [4096, True]),
+        ("small", [True]),
+    ],
+    "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
     "serving_request": [
         ("endpoint", [3]),

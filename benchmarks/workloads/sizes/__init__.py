@@ -1,0 +1,1 @@
+"""Sizes beyond a machine."""
