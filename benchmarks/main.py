@@ -9,7 +9,7 @@ from benchmarks.harness import LEAST_RUNS
 from benchmarks.peers import ROOT
 from benchmarks.report import table, write_pages
 from benchmarks.run import RESULTS, questions, run
-from command.plan import measured
+from command.plan import measured, scale_page
 
 
 def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, against: str = "") -> int:
@@ -24,7 +24,9 @@ def main(name: str, json_file: Path | None = None, runs: int = LEAST_RUNS, again
             print(f"{question.name:18} {question.asks}")
         return 0
     if name == "report":
-        for path in (*write_pages(known, ROOT / RESULTS), measured.write(ROOT / RESULTS / "json")):
+        figures = measured.write(ROOT / RESULTS / "json")
+        scale = scale_page.renew(ROOT / "docs" / "operations" / "scale.md", measured.read())
+        for path in (*write_pages(known, ROOT / RESULTS), figures, scale):
             print(path.relative_to(ROOT))
         return 0
     results = []
