@@ -16,7 +16,7 @@ from runtime.kafka.broker import Broker, KafkaSecurity
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from runtime.program import LogFormat
 from runtime.security.link_security import LinkKeys, LinkSecurity
-from runtime.tls import SpeaksTls
+from runtime.security.tls import SpeaksTls
 
 MAX_WORKERS = 64
 """A shard holds a push of each, and a thread (param_server/step_sum.py)."""

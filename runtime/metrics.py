@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 from roo.errors import SetupError
 from runtime.deployment import Watched
 from runtime.health import Health
-from runtime.tls import Tls
+from runtime.security.tls import Tls
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

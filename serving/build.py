@@ -27,7 +27,7 @@ from runtime.checkpoint_store import CheckpointStore, open_store
 from runtime.clock import Clock, SystemClock
 from runtime.exports import Exports
 from runtime.manifest import Manifest
-from runtime.tls import Tls
+from runtime.security.tls import Tls
 from serving.access.key_file import Keyring
 from serving.config import ServingConfig
 from serving.errors import REFUSALS

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 from roo.config import Refusal, Settings, setting
-from runtime.watched_files import Watch
+from runtime.security.watched_files import Watch
 
 log = logging.getLogger("roostream.rpc")
 

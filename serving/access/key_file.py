@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from roo.errors import ConfigError
-from runtime.watched_files import Watch
+from runtime.security.watched_files import Watch
 from serving.access.bearer_keys import BearerKey, file_of, id_and_secret, keys_of
 from serving.errors import RequestError
 

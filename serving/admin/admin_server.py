@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from runtime.tls import Tls
+from runtime.security.tls import Tls
 from serving.access.key_file import Keyring
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk

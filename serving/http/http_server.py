@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from roo.errors import SetupError
 from runtime.address import parse_address
 from runtime.crew import StopBudget
-from runtime.tls import Tls
+from runtime.security.tls import Tls
 from serving.http.app import HttpInterface
 from serving.http.connection import LimitedProtocol, limited_to
 

@@ -185,7 +185,7 @@ def open_rows(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> Se
 
 def _open_cache(config: ServesRows, schema: Schema, seed: int, clock: Clock) -> CachedRows:
     keys = config.link_keys()
-    shards = [SocketTransport(address, keys=keys) for address in config.shards]
+    shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
     policy = CachePolicy(max_bytes=config.rows_bytes, waits=config.rows_missing == "read")
     cache = RowCache(schema, seed, ShardReads(shards, config.buckets, config.rows_read_ms / 1000, clock), policy, config.buckets)
     if not config.rows_buckets:

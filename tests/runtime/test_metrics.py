@@ -16,7 +16,7 @@ from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
 from runtime.metrics import Histogram, Quantiles
-from runtime.tls import Tls
+from runtime.security.tls import Tls
 from tests.certificates import Authority, trusting
 
 

@@ -16,7 +16,7 @@ from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roo.errors import ConfigError
-from runtime.tls import Tls, TlsFiles
+from runtime.security.tls import Tls, TlsFiles
 from serving.access.bearer_keys import new_key
 from serving.access.doors import needed
 from serving.access.key_file import Keyring, write_keys

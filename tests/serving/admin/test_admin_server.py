@@ -19,7 +19,7 @@ from serving_fakes import FakeRows
 from command.main import cli
 from roo.errors import ConfigError, UnavailableError
 from runtime.clock import FakeClock
-from runtime.tls import Tls, TlsFiles
+from runtime.security.tls import Tls, TlsFiles
 from serving.admin import admin_server
 from serving.admin.admin_token import AdminToken
 from serving.admin.desk import AdminDesk
