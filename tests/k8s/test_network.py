@@ -27,6 +27,8 @@ ARROWS = {
     *(("gateway", "serving", RANK), ("worker", "shard", ROWS), ("serving", "shard", ROWS)),
     *(("shard", "controller", ROWS), ("worker", "controller", ROWS)),
     *(("controller", watched, METRICS) for watched in WATCHED),
+    *(("worker", "worker", port) for port in PORTS),
+    *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
     *((program, "kafka", KAFKA) for program in PROGRAMS if program != "compactor"),
     *((program, "names", DNS) for program in PROGRAMS),
