@@ -1,38 +1,38 @@
 """Which features are read together, learned from what sessions asked for: what most of them ask for lies in front of a file, so
 that a reader finds its columns next to each other and gets them in fewer requests.
 
-Each session leaves a small object, `asked/<time>-<name>.json`; the newest MOST_SESSIONS count. Files that are written next have
-`column_order`; those that are there stay as they are.
+A session that asks for some of the features leaves a small object, `popularity/asked/<version>-<digest>`; the newest of these
+count. From them comes `popularity/columns` (warehouse/place.py), which whoever writes files reads; files that are there stay as
+they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from roo.columnar import feature_columns, forms
-from roo.errors import CheckpointError, ConfigError
+from roo.errors import CheckpointError, UnavailableError
 from roo.schema import Schema
 from runtime.checkpoint_store import CheckpointStore
+from warehouse.place import COLUMN_ORDER
 from warehouse.statistics import SIDES
 
 MOST_SESSIONS = 200
-_NAME = re.compile(r"[a-z0-9_-]{1,64}")
+_ASKED = "popularity/asked"
 
 
-def note_asked(store: CheckpointStore, session: str, features: Collection[str], time_ms: int) -> None:
-    """A session asked for these features; older sessions beyond MOST_SESSIONS are forgotten. Idempotent for a session and time.
-
-    Raises:
-        ConfigError: a session's name that can't be one of an object. UnavailableError: the store can't be written now.
-    """
-    if not _NAME.fullmatch(session):
-        raise ConfigError(f"expected a session's name of lower-case letters, digits, '_' and '-' (at most 64), got {session!r}")
-    store.put(f"asked/{time_ms:014d}-{session}.json", json.dumps(sorted(features)).encode())
-    for name in store.list("asked")[:-MOST_SESSIONS]:
-        store.delete(name)
+def note_asked(store: CheckpointStore, schema: Schema, version: int, digest: str, features: Collection[str]) -> None:
+    """A session (`digest`, of the table's `version`) asks for these features of `schema`. Idempotent. Where the store can't be
+    read or written now, nothing is noted: an order is worth no error."""
+    with contextlib.suppress(UnavailableError):
+        if not store.create(f"{_ASKED}/{version:012d}-{digest}", json.dumps(sorted(features)).encode()):
+            return
+        for name in store.list(_ASKED)[:-MOST_SESSIONS]:
+            store.delete(name)
+        store.put(COLUMN_ORDER, json.dumps(column_order(schema, hit_rates(asked(store)))).encode())
 
 
 def asked(store: CheckpointStore) -> list[frozenset[str]]:
@@ -42,10 +42,10 @@ def asked(store: CheckpointStore) -> list[frozenset[str]]:
         UnavailableError: the store can't be read now.
     """
     found = []
-    for name in store.list("asked")[-MOST_SESSIONS:]:
+    for name in store.list(_ASKED)[-MOST_SESSIONS:]:
         try:
             said = json.loads(store.get(name))
-        except (CheckpointError, ValueError):  # another one forgot it, or it is damaged: an order is worth no error
+        except (CheckpointError, ValueError):  # another one forgot it, or it is damaged
             continue
         found.append(frozenset(f for f in said if isinstance(f, str)) if isinstance(said, list) else frozenset())
     return found
@@ -59,7 +59,7 @@ def hit_rates(sessions: Iterable[Collection[str]]) -> dict[str, float]:
     return {feature: count / len(all_of_them) for feature, count in ranked}
 
 
-def column_order(schema: Schema, rates: dict[str, float]) -> list[str]:
+def column_order(schema: Schema, rates: Mapping[str, float]) -> list[str]:
     """Every column of a sample of `schema`: what each reader needs, then features from the most asked for to the least; those
     that nobody asked for stay as declared."""
     features = [(side, feature) for side in SIDES for feature in getattr(schema, side)]

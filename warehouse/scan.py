@@ -11,13 +11,10 @@ from typing import NamedTuple
 from roo.batch import Batch
 from roo.errors import CheckpointError
 from roo.schema import Schema
-from roo.schema_registry import open_registry
-from runtime.checkpoint_store import open_store
+from warehouse.archive import SAMPLES
 from warehouse.data_file import DataFile
-from warehouse.delta_table import WarehouseTable
-from warehouse.file_reader import SampleFile, writer_of
-
-SAMPLES = "samples"
+from warehouse.file_reader import writer_of
+from warehouse.place import Warehouse
 
 
 class ColumnBytes(NamedTuple):
@@ -36,9 +33,9 @@ class TableScan:
         Raises:
             CheckpointError: there is no table, no file in these days, or it is damaged. UnavailableError: it can't be read now.
         """
-        self.store = open_store(place)
-        self._registry = open_registry(self.store)
-        snapshot = WarehouseTable(place, SAMPLES).snapshot()
+        self._warehouse = Warehouse(place)
+        self.store = self._warehouse.store
+        snapshot = self._warehouse.samples.snapshot()
         self.version, self.files = snapshot.version, snapshot.of_days(first, last)
         if not self.files:
             raise CheckpointError(f"{place}: expected files of samples in these days, got none; name other days")
@@ -49,7 +46,7 @@ class TableScan:
 
     def schema(self) -> Schema:
         """That of the newest file. SchemaError: nobody registered it."""
-        return writer_of(max(self.files, key=lambda file: file.last_close_ms), self._registry)
+        return writer_of(max(self.files, key=lambda file: file.last_close_ms), self._warehouse.registry)
 
     def batches(self, reader: Schema) -> Iterator[tuple[DataFile, Batch]]:
         """A row group after the other, day after day, as `reader` reads them; fewer features are fewer columns.
@@ -59,15 +56,15 @@ class TableScan:
                 what a file's writer wrote.
         """
         for file in sorted(self.files, key=lambda file: (file.day, file.partition, file.first_offset)):
-            opened = SampleFile(self.store, SAMPLES, file)
+            opened = self._warehouse.open_file(SAMPLES, file)
             for group in range(len(opened.rows_of_groups)):
-                yield file, opened.read(writer_of(file, self._registry), reader, [group])
+                yield file, opened.read(writer_of(file, self._warehouse.registry), reader, [group])
 
     def bytes_by_column(self) -> dict[str, ColumnBytes]:
         """Column → its bytes, most first; from footers alone. Raises as `batches`."""
         stored, values = Counter[str](), Counter[str]()
         for file in self.files:
-            footer = SampleFile(self.store, SAMPLES, file).footer
+            footer = self._warehouse.open_file(SAMPLES, file).footer
             for g in range(footer.num_row_groups):
                 group = footer.row_group(g)
                 for c in range(group.num_columns):

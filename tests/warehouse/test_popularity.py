@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from roo.columnar import forms
-from roo.errors import ConfigError
+from runtime.checkpoint_store import FileStore
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import rich_schema
 from warehouse import popularity
 from warehouse.layout import ordered
+from warehouse.place import Warehouse
 from warehouse.popularity import asked, column_order, hit_rates, note_asked
 
 SCHEMA = rich_schema()
@@ -30,24 +33,26 @@ def test_without_sessions_columns_are_as_declared() -> None:
     assert column_order(SCHEMA, hit_rates([])) == list(forms(SCHEMA))
 
 
-def test_sessions_leave_what_they_asked_for_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(popularity, "MOST_SESSIONS", 2)
-    store = MemoryStore()
-    for n, features in enumerate((["old"], ["gap"], ["age", "gap"])):
-        note_asked(store, f"s{n}", features, 1000 + n)
-        note_asked(store, f"s{n}", features, 1000 + n)
-    assert asked(store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
-    assert len(store.list("asked")) == 2
+    place = Warehouse(tmp_path)
+    assert place.column_order() == []
+    for version, features in enumerate((["history"], ["gap"], ["age", "gap"])):
+        note_asked(place.store, SCHEMA, version, "abc", features)
+        note_asked(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
+    assert asked(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
+    features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
+    assert features[:2] == ["ro__gap", "nro__age"] and len(place.store.list("popularity/asked")) == 2
 
 
 def test_what_cant_be_understood_asked_for_nothing() -> None:
     store = MemoryStore()
-    store.put("asked/00000000000001-a.json", b"{")
-    store.put("asked/00000000000002-b.json", b'{"age": 1}')
-    store.put("asked/00000000000003-c.json", b'["age", 3]')
+    for name, data in (("1-a", b"{"), ("2-b", b'{"age": 1}'), ("3-c", b'["age", 3]')):
+        store.put(f"popularity/asked/{name}", data)
     assert asked(store) == [frozenset(), frozenset({"age"})]
 
 
-def test_a_session_whose_name_cant_be_one_of_an_object_is_told() -> None:
-    with pytest.raises(ConfigError, match="expected a session's name of lower-case letters"):
-        note_asked(MemoryStore(), "../x", ["age"], 1)
+def test_where_it_cant_be_written_nothing_is_noted_and_nobody_fails(tmp_path: Path) -> None:
+    (tmp_path / "popularity").write_text("in the way")
+    note_asked(FileStore(tmp_path), SCHEMA, 1, "abc", ["age"])
+    assert (tmp_path / "popularity").read_text() == "in the way"

@@ -22,6 +22,7 @@ from warehouse.delta_table import TableSnapshot, WarehouseTable
 from warehouse.file_reader import SampleFile, writer_of
 from warehouse.layout import ROWS_OF_GROUP
 from warehouse.pins import Pin, pin
+from warehouse.popularity import note_asked
 from warehouse.readers.reading import Marks, OpenSession
 from warehouse.readers.session import SessionSpec
 
@@ -81,6 +82,7 @@ class SampleTable:
                 f"{sum(session.order.rows.values())}: another table lies there; bring back the one that training began with"
             )
         if spec.features:
+            note_asked(self.store, schema, told.version, told.digest, spec.features)
             schema = projected(schema, frozenset(spec.features))
         return session, TableFiles(self.store, found.files, schema, open_registry(self.store))
 

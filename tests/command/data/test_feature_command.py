@@ -17,9 +17,9 @@ from warehouse.popularity import note_asked
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warehouse")
-    small_warehouse(folder)
-    note_asked(FileStore(folder), "one", ["age", "history"], 1)
-    note_asked(FileStore(folder), "two", ["age"], 2)
+    schema = small_warehouse(folder)
+    note_asked(FileStore(folder), schema, 1, "one", ["age", "history"])
+    note_asked(FileStore(folder), schema, 2, "two", ["age"])
     return folder
 
 
