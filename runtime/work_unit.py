@@ -124,7 +124,10 @@ class TableInput:
         return {partition: self.begins.get(partition, 0) for partition in positions}
 
     def stream_behind(self, positions: Progress) -> Progress:
-        """The same behind this session. Corrections that the session's labels don't have are the stream's, all of them."""
+        """The same behind this session. Corrections that the session's labels don't have are the stream's, all of them. Where no
+        stream is known, its beginning."""
+        if not self.topics:
+            return dict.fromkeys(positions, 0)
         latest = self.spec.get("labels") == "latest"
         return {p: self.ends.get(p, 0) if p[0] != CORRECTIONS or latest else 0 for p in positions}
 

@@ -37,3 +37,7 @@ def test_the_stream_goes_on_where_the_version_ends(labels: str, corrections: int
 def test_what_is_no_session_is_refused(told: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         TableInput.of(told)
+
+
+def test_where_no_stream_is_known_whichever_comes_begins_at_its_beginning() -> None:
+    assert an_input(topics={}).stream_behind(AT) == dict.fromkeys(AT, 0)

@@ -55,6 +55,7 @@ class FromTable(Simulation):
             rows=opened.order.rows,
             begins={(SAMPLES, number): at for number, at in begins.items()},
             ends={(SAMPLES, number): at for number, at in self.ends[version].items()},
+            topics={SAMPLES: "id"},
         )
 
     def _open_session(self) -> TableInput | None:

@@ -1,0 +1,1 @@
+"""`roostream train`: a model from files alone."""

@@ -1,0 +1,48 @@
+"""Settings of `roostream train`; each is a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from infra.options import DEFAULT_HOME, DEMO_SCHEMA
+from roo.config import MAX_SEED, Settings, setting
+from roo.errors import ConfigError
+from runtime.kafka.topics import DEFAULT_PARTITIONS
+from warehouse.readers.session import Labels, SessionSpec, days_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
+    """A model from the warehouse alone, with everything in one process."""
+
+    warehouse: str = setting("", "where samples are archived, a directory or s3://bucket/prefix; '' = that of the home")
+    days: str = setting("", "of close, as 2024-05-01..2024-05-07, in order; either end may be left out; '' = all")
+    home: str = setting(str(DEFAULT_HOME), "where the model goes; training that was interrupted goes on there")
+    schema: str = setting(str(DEMO_SCHEMA), "schema TOML")
+    model: str = setting("", "path of the model TOML; empty = defaults")
+    set: tuple[str, ...] = setting((), "settings of the trainer's loop, as worker.batch_requests=512")
+    num_shards: int = setting(2, "parameter server shards, as the stack that goes on with the model will have", least=1, most=64)
+    partitions: int = setting(DEFAULT_PARTITIONS, "of the topic that was archived", least=1, most=1024)
+    seed: int = setting(0, "of initial weights and rows, and of the order of files", least=0, most=MAX_SEED)
+    labels: Labels = setting("latest", "with corrections until now, or as_streamed at the close")
+    commit_interval_ms: int = setting(30_000, "between commits", least=100)
+    report: str = setting("", "file for the JSON report")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not Path(self.schema).is_file():
+            raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
+        assert self.session
+
+    @property
+    def place(self) -> str:
+        return self.warehouse or str(Path(self.home) / "warehouse")
+
+    @property
+    def session(self) -> SessionSpec:
+        """What is trained, of a version that is yet to be fixed."""
+        first, last = days_of(self.days) if self.days else ("", "")
+        return SessionSpec(
+            table=self.place, version=0, first_day=first, last_day=last, shuffle_seed=self.seed, labels=self.labels
+        )
