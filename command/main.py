@@ -26,6 +26,7 @@ from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
 from command.plan.plan_command import plan_command
 from command.replay.cli import Duration, check, replay
+from command.train.train_command import train
 from command.versions_command import versions
 from infra.kept_options import kept
 from infra.kinds import KINDS, SIMULATE, Kind
@@ -307,6 +308,7 @@ for _group in (
     next_item,
     keys,
     versions,
+    train,
 ):
     cli.add_command(_group)
 cli.add_command(plan_command)
