@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -225,7 +225,7 @@ def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], 
     return {**out, "weight_BT": weight_BT, "label_before_BT": np.full(shape, np.nan, dtype=np.float32)}
 
 
-def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, np.ndarray | Jagged]:
+def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, Any]:
     floats, letter = schema.floats(side), "R" if side == "ro" else "B"
     float_NF = np.empty((rows, len(floats)), dtype=np.float32)
     present_NF = np.zeros((rows, len(floats)), dtype=np.bool_)
