@@ -24,6 +24,7 @@ from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
+from command.placement_command import placement
 from command.plan.plan_command import plan_command
 from command.replay.cli import Duration, check, replay
 from command.train.train_command import train
@@ -309,6 +310,7 @@ for _group in (
     keys,
     versions,
     train,
+    placement,
 ):
     cli.add_command(_group)
 cli.add_command(plan_command)

@@ -131,6 +131,9 @@ class WorkerConfig(LoopConfig, Deployment):
     staleness: int = setting(
         0, "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread", least=0, most=8
     )
+    profile_share: float = setting(
+        0.0, "of the batches, of which what they look up is counted for placement (docs/placement.md)", least=0, most=1
+    )
     home: str = setting("", "folder of its own, for the batches at which training ended; '' = none is kept")
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as live", least=0)
     shadow: str = setting("", "a committed version (incarnation-seq) whose dense weights score beside those in training")

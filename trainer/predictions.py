@@ -46,7 +46,9 @@ def predictions_of(
     columns go into the record from their arrays, between what comes before them and what comes behind: the same bytes as of a
     message. `disposition_R`: uint8, what becomes of each (decision.py); None = trained. `choice`: their weights, None = 1."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
-    what = [{}] * batch.num_requests if disposition_R is None else list(_said(disposition_R, choice))
+    what: list[dict[str, Any]] = [{}] * batch.num_requests
+    if disposition_R is not None and (choice is not None or disposition_R.any()):
+        what = list(_said(disposition_R, choice))
     ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64).tolist()
     starts_R = [0, *ends_R[:-1]]
     num_served_R = np.bincount(batch.request_index_B, ~np.isnan(batch.served_score_BT).all(axis=1), batch.num_requests)

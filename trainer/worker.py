@@ -74,6 +74,7 @@ class Worker:
         self.fatal = ""  # why none can, however often everyone is restored
         self.committed_step = 0
         self.breaks = Breaks(loop, index)
+        self.on_write: Callable[[], None] = lambda: None  # beside a commit, in the member's thread; it may not raise
         self.leaving = False  # stopping: trains no more, asks for a commit, then goes
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training waits for a commit
@@ -322,6 +323,7 @@ class Worker:
         }
         if not command.get("shared"):
             return result
+        self.on_write()
         model = json.dumps(dataclasses.asdict(self.loop.model_config), sort_keys=True)
         shared = tensor_file.encode(at.shared, {"model": model, "precision": self.loop.config.precision, **metadata})
         dense = manifests.store_file(self.store, manifests.dense_name(seq, incarnation), shared)

@@ -12,6 +12,8 @@ from typing import Any
 
 from models.build import load_model_config
 from param_server.client import Client
+from placement.profile import Profiler
+from placement.profiles import CountedTables
 from roo.decode import Decoder
 from roo.errors import ConfigError, HeldError, UnavailableError
 from roo.schema import Registry, Schema
@@ -37,6 +39,7 @@ from runtime.work_unit import TableInput
 from trainer.batches import BatchSource
 from trainer.config import WorkerConfig
 from trainer.device.numerics import set_numerics
+from trainer.feed import ChunkPart
 from trainer.identity import Identity, kafka_identity
 from trainer.loop import TrainLoop, Wiring
 from trainer.monitoring.drift import Drift
@@ -97,7 +100,7 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         outputs = KafkaOutputs(
             lambda: clients.producer(config.broker), config.prefix, clock, lambda: ending.left_s() < _CLOSING_S
         )
-        drift = Drift(schema)
+        drift, counted = Drift(schema), CountedTables(Profiler(config.profile_share, config.seed), store, clock)
         wiring = Wiring(
             source=source,
             rows=rows,
@@ -108,13 +111,14 @@ def work(config: WorkerConfig, stop: Stop) -> None:
             on_freshness=metrics.freshness().observe,
             shadow=open_shadow(config, store, schema),
             saved=SavedBatches(Path(config.home)) if config.home else None,
-            on_scored=lambda part: drift.look(part.batch, part.lookup),
+            on_scored=lambda part: _look(part, drift, counted, loop.num_steps),
         )
         loop = TrainLoop(config, schema, model_config, wiring)
         opened.callback(loop.feed.close)
         team = MeetingPlace(config.meet, device=config.device, timeout_s=config.reduce_timeout_ms / 1000)
         opened.callback(team.close)
         worker = Worker(loop, outputs, store, identity, config.index, team)
+        worker.on_write = counted.save
         monitor = Monitor(worker, clock, Patience(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000), drift)
         Exports("worker", monitor.gauges, LABELS).register()
         left = threading.Event()  # beats go on while the last commit is waited for
@@ -125,6 +129,12 @@ def work(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(left.set)
         member.start()
         train(worker, monitor, member, health, ending, config.controller_timeout_ms / 1000)
+
+
+def _look(part: ChunkPart, drift: Drift, counted: CountedTables, step: int) -> None:
+    """What is scored, as it is scored."""
+    drift.look(part.batch, part.lookup)
+    counted.look(step, part.batch, part.lookup)
 
 
 def _identity(config: WorkerConfig, schema: Schema, registry: Registry, stop: Stop) -> Identity:

@@ -18,6 +18,7 @@ FOLDERS = (
     "traffic",
     "infra",
     "warehouse",
+    "placement",
     "trainer",
     "serving",
     "command",

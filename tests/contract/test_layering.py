@@ -21,7 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "traffic": {"roo", "runtime"},
     "infra": {"roo", "runtime"},
     "warehouse": {"roo", "runtime"},
-    "trainer": {"roo", "runtime", "models", "param_server.client", "warehouse.readers"},
+    "placement": {"roo", "runtime"},
+    "trainer": {"roo", "runtime", "models", "placement", "param_server.client", "warehouse.readers"},
     "serving": {"roo", "runtime", "models", "features", "param_server.replica"},
     "command": set(FOLDERS),
 }

@@ -42,6 +42,9 @@ class Outcomes:
 
     def tell(self, disposition_R: np.ndarray) -> None:
         """Requests of the chunk in hand, uint8."""
+        if not disposition_R.any():
+            self._of_chunk["trained"] += len(disposition_R)
+            return
         for name, count in zip(NAMES, np.bincount(disposition_R, minlength=len(NAMES)).tolist(), strict=True):
             self._of_chunk[name] += count
 

@@ -1,0 +1,1 @@
+"""Plans and loads of tables over many owners."""

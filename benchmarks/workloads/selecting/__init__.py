@@ -1,0 +1,1 @@
+"""What training on less costs in quality, beside its control."""

@@ -1,0 +1,101 @@
+"""Train on five parts, predict the sixth, for every part: with a policy, and with what it is compared with.
+
+The loop is the product's own, with one shard in the same process; CPU time is of its training alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.question import Work
+from benchmarks.workloads.selecting.logs import PARTS, has_criteo, part, schema
+from benchmarks.workloads.training_step import Silent, shard_client
+from models.config import RankerConfig
+from roo.config import from_dict
+from roo.decode import Decoder
+from roo.schema import Schema
+from roo.wire import Record
+from runtime.clock import SystemClock
+from runtime.kafka.record_reader import MemoryReader
+from trainer.config import LoopConfig
+from trainer.loop import TrainLoop, Wiring
+from trainer.monitoring.quality import Metrics
+from trainer.record_batches import RecordBatches
+from trainer.rows import ShardRows
+
+BATCH = 128
+MODEL = RankerConfig(
+    request_layers=(8,), history_attention=False, cross_layers=2, cross_rank=16, width=64, list_layers=0, prior=0.03
+)
+_AT = (("samples", 0),)
+
+
+@contextlib.contextmanager
+def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS) -> Iterator[Work]:
+    """`settings`: of the loop, as in a worker's TOML. A step is all rotations; its figures are means over them."""
+    figures: dict[str, float] = {}
+
+    def step() -> None:
+        told = [_rotation(settings, seed, test) for test in range(most_parts)]
+        figures.clear()
+        figures.update({name: float(np.mean([one[name] for one in told])) for name in told[0]})
+        figures.update({f"log loss {test}": one["log loss"] for test, one in enumerate(told)})
+
+    def took_s() -> float:
+        return figures["cpu_s"] * most_parts
+
+    yield Work(step, lambda: figures["inputs"] * most_parts, lambda: dict(figures), took_s)
+
+
+def _rotation(settings: Mapping[str, Any], seed: int, test: int) -> dict[str, float]:
+    criteo = has_criteo()
+    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo)]
+    with tempfile.TemporaryDirectory() as folder:
+        loop = _loop(_renumbered(train), settings, seed, folder)
+        began_s = time.process_time()
+        while loop.step() or loop.finish():
+            pass
+        cpu_s = time.process_time() - began_s
+        found = _judge(loop, list(part(test, criteo=criteo)))
+    total = loop.outcomes.total
+    report = loop.selection.report()
+    deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
+    return {**found, **deferred, "inputs": len(train), "trained": total["trained"] / total["taken"], "cpu_s": cpu_s}
+
+
+def _renumbered(records: list[Record]) -> list[Record]:
+    return [record._replace(offset=n) for n, record in enumerate(records)]
+
+
+def _loop(records: list[Record], settings: Mapping[str, Any], seed: int, folder: str) -> TrainLoop:
+    given = {"batch_requests": BATCH, "first_batch_requests": BATCH, "seed": seed, "dedupe_horizon_ms": 1 << 40, **settings}
+    config = LoopConfig(**from_dict(LoopConfig, given))
+    clock = SystemClock()
+    source = RecordBatches(MemoryReader(_AT, records), Decoder(schema(), _nobody), clock, max_wait_ms=0)
+    wiring = Wiring(source=source, rows=ShardRows(shard_client(schema(), folder)), outputs=Silent(), clock=clock)
+    return TrainLoop(config, schema(), MODEL, wiring)
+
+
+def _nobody(fingerprint: int) -> Schema | None:
+    """All samples are of one schema."""
+    return None
+
+
+def _judge(loop: TrainLoop, records: list[Record]) -> dict[str, float]:
+    metrics, decoder = Metrics(schema().tasks), Decoder(schema(), _nobody)
+    for start in range(0, len(records), 1000):
+        batch, _ = decoder.decode(records[start : start + 1000])
+        score_BT = loop.scores(batch)
+        metrics.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+    sums, report = metrics.sums()["click"], metrics.report()
+    return {
+        "log loss": sums["log_loss"] / sums["weight"],
+        "ne": float(report["ne"]),  # type: ignore[arg-type]
+        "auc": float(report["auc"]),  # type: ignore[arg-type]
+    }

@@ -1,0 +1,88 @@
+"""`roostream placement`: what it shows, what it refuses, and that a plan can be read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from command.main import cli
+from placement.profiles import save
+from roo.errors import ConfigError
+from roo.schema_registry import to_toml
+from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
+from tests.placement.test_profile import counted
+from tests.trainer import samples
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> list[str]:
+    """`--store` and `--schema` of a store with profiles."""
+    (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
+    save(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
+    return ["--store", str(tmp_path / "store"), "--schema", str(tmp_path / "s.toml")]
+
+
+def placement(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["placement", *arguments], env={"COLUMNS": "200"})
+
+
+def test_profiles_are_told_by_feature(known: list[str]) -> None:
+    shown = placement("profile", *known)
+    assert shown.exit_code == 0 and "table item (4 wide)" in shown.output and "5 batches" in shown.output
+    told = json.loads(placement("profile", *known, "--json").output)
+    assert told["user"]["examples"] == 40
+
+
+def test_a_plan_says_how_even_it_is_and_what_its_times_rest_on(known: list[str]) -> None:
+    shown = placement("plan", *known, "--owners", "4")
+    assert shown.exit_code == 0
+    for text in ("imbalance", "the bound that no plan can be below", "assumed constants"):
+        assert text in shown.output
+
+
+def test_without_a_profile_a_table_is_spread_and_named(known: list[str], tmp_path: Path) -> None:
+    shown = placement("plan", "--store", str(tmp_path / "empty"), *known[2:], "--owners", "4")
+    assert shown.output.count("never counted") == 2 and shown.output.count("4 row pieces") == 2
+    assert "none so far" in placement("profile", "--store", str(tmp_path / "empty"), *known[2:]).output
+
+
+def test_a_table_is_explained(known: list[str]) -> None:
+    shown = placement("explain", "item", *known, "--owners", "4")
+    assert "a batch asks for" in shown.output and "2 row pieces" in shown.output
+    with pytest.raises(ConfigError, match="expected a table of the schema, got 'itm'; did you mean 'item'"):
+        CliRunner().invoke(cli, ["placement", "explain", "itm", *known, "--owners", "4"], catch_exceptions=False)
+
+
+def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
+    files = []
+    for owners in ("2", "8"):
+        files.append(tmp_path / f"{owners}.json")
+        files[-1].write_text(placement("plan", *known, "--owners", owners, "--json", "--columns", "user=2").output)
+    assert "imbalance (bytes)" in placement("diff", *map(str, files)).output
+    assert "the same" in placement("diff", str(files[0]), str(files[0])).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "item"], "--rows: expected TABLE=N"),
+        (["--columns", "item=2"], "since its rule keeps one state a row"),
+        (["--costs", "absent.json"], "expected JSON of measured constants"),
+        (["--rows", "item=9000000000", "--memory", "1"], "owners suffice"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CliRunner().invoke(cli, ["placement", "plan", *known, "--owners", "4", *arguments], catch_exceptions=False)
+
+
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    for file in (other, tmp_path / "absent.json"):
+        with pytest.raises(ConfigError, match="expected a plan"):
+            CliRunner().invoke(cli, ["placement", "diff", str(file), str(file)], catch_exceptions=False)
