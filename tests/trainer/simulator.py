@@ -87,8 +87,9 @@ class Simulation:
         lasting: Lasting = NOTHING_LASTS,
         limits: dict[str, float] | None = None,
         site: Site = NEW,
+        loop: Mapping[str, Any] | None = None,
     ) -> None:
-        """`limits`: time limits of `Facts` that are not the product's own."""
+        """`loop`: settings of the loop beyond the others. `limits`: time limits of `Facts` that are not the product's own."""
         self.site = site
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
@@ -98,6 +99,7 @@ class Simulation:
             batch_requests=batch_requests,
             initial_batch_requests=initial_batch_requests,
             max_batch_wait_ms=500,
+            **(loop or {}),
         )
         self.export = dict(export or {})
         self.facts = Facts(

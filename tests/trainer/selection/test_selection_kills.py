@@ -1,0 +1,67 @@
+"""G11 with selection and deferral: whoever is killed when, the same requests are skipped and the same bits come out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.trainer import samples
+from tests.trainer.network import CONTROLLER
+from tests.trainer.simulator import WORKER, Kill, Simulation
+from trainer.selection.config import DeferralConfig, SelectionConfig, SlipstreamConfig
+from trainer.selection.decision import STALE
+
+COURSE = SlipstreamConfig(
+    hot_ratio=1e-4, warm_up_steps=3, snapshots=3, snapshot_steps=2, drop=0.5, hot_share=0.5, unvisited="stale"
+)
+DEFERRAL = DeferralConfig(share=0.8, min_visits=2, visits=4)
+NEGATIVES = SelectionConfig(policy="negatives", keep=0.4, score="probe")
+SLIPSTREAM = SelectionConfig(policy="slipstream", slipstream=COURSE)
+NUMBERS, HISTORY = list(range(1, 49)), list(range(1, 145))
+
+Run = tuple[dict[str, bytes], dict[int, int]]
+
+
+def ran(numbers: list[int], kills: list[Kill], **more: Any) -> Run:
+    """Rows and weights at the end, and what became of each request."""
+    simulation = Simulation(samples.records(numbers), exact=True, kills=kills, **more).run()
+    assert [kill.victim for kill in kills] == simulation.killed
+    return simulation.bits(), {p.sample_id: p.disposition for p in simulation.outputs.predicted}
+
+
+def stream(kills: list[Kill]) -> Run:
+    return ran(NUMBERS, kills, loop={"selection": NEGATIVES, "deferral": DEFERRAL})
+
+
+def history(kills: list[Kill]) -> Run:
+    loop = {"selection": SLIPSTREAM, "deferral": DEFERRAL}
+    return ran(HISTORY, kills, loop=loop, initial_workers=1, unit_records=200, export={0: 64, 1: 64})
+
+
+@functools.cache
+def undisturbed(run: Any) -> Run:
+    found: Run = run([])
+    return found
+
+
+@pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
+@pytest.mark.parametrize("moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")])
+def test_g11_skipped_and_waiting_survive_a_kill_in_a_commit(moment: tuple[str, str, str], victim: str) -> None:
+    assert stream([Kill(moment, victim, 2)]) == undisturbed(stream)
+
+
+@pytest.mark.parametrize("victim", [WORKER, "shard 0"])
+@pytest.mark.parametrize("push", [3, 9, 13, 21, 60])
+def test_g11_a_kill_in_any_phase_of_slipstream(push: int, victim: str) -> None:
+    """Counting, between snapshots, after the last, and while inputs are skipped."""
+    bits, became = history([Kill((WORKER, "push", "before"), victim, push)])
+    assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
+
+
+def test_history_skips_and_the_stream_behind_it_does_not() -> None:
+    _, became = undisturbed(history)
+    skipped = {number for number, disposition in became.items() if disposition == STALE}
+    assert skipped and sorted(became) == HISTORY
+    assert max(skipped) <= 128, "the export point"
