@@ -21,7 +21,7 @@ RESULTS = "docs/benchmarks"
 
 
 def questions() -> dict[str, Question]:
-    """Every question by its name."""
+    """Every question by its name, those of inner rooms too."""
     found = [
         importlib.import_module(m.name).QUESTION
         for m in pkgutil.walk_packages(benchmarks.questions.__path__, "benchmarks.questions.")

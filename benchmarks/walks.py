@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import ROOT
-from benchmarks.workloads import data, serving_request, training_step
+from benchmarks.workloads import data, training_step
 from benchmarks.workloads.join_events import Overlay
 from benchmarks.workloads.joiner_events import START_MS, Maker
+from benchmarks.workloads.serving import one_request
 from benchmarks.workloads.shard import begun_shard
 from joiner.config import JoinerConfig
 from joiner.entries import Entries
@@ -121,7 +122,7 @@ def count(call: Callable[[], object], *, warm: bool = True) -> Walk:
 
 def rank(folder: str) -> Walk:
     """HTTP body → answer and log record; 20 candidates of the demo schema."""
-    with serving_request.endpoint(CANDIDATES) as work:
+    with one_request.endpoint(CANDIDATES) as work:
         return count(work.step)
 
 

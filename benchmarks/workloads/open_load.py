@@ -163,7 +163,7 @@ def _whole(line: _Line) -> Answered | None:
     return Answered(int(head[9:12]), time.perf_counter() - line.due_s, line.late_s, b"\nretry-after: " in head)
 
 
-def rank_request(body: bytes) -> bytes:
-    """As it goes over the wire."""
-    head = f"POST /v1/rank HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+def rank_request(body: bytes, media: str = "application/json") -> bytes:
+    """As it goes over the wire; the answer is to be of the same kind."""
+    head = f"POST /v1/rank HTTP/1.1\r\nhost: bench\r\ncontent-type: {media}\r\naccept: {media}\r\ncontent-length: {len(body)}"
     return head.encode() + _END + body

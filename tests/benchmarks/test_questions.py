@@ -53,16 +53,21 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
-    "serving_request": [
+    "serving.one_request": [
         ("endpoint", [3]),
         *(
             ("stage", [name, 3])
             for name in ("whole", "parse", "parse_and_encode", "to_batch", "look_up", "gather", "forward", "modules")
         ),
     ],
-    "ranking.serving_batch": [("once", [3]), ("repeated", [3])],
-    "ranking.serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
-    "serving_overload": [("offered", [1.0, 0.3, 2])],
+    "serving.batched": [("once", [3]), ("repeated", [3])],
+    "serving.frameworks": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")] + [("ours", ["protobuf"])],
+    "serving.overload": [("offered", [1.0, 0.3, 2])],
+    "serving.end_to_end": [
+        ("under_load", [kind, form, 0.3, 0.5, 3])
+        for kind, form in (("ours", "json"), ("ours", "protobuf"), ("fastapi", "json"), ("litserve", "json"))
+    ],
+    "serving.freshness": [("committed", []), ("loaded", [])],
     "serving.restart": [("rolled", [1, 2, 100, 2])],
     "serving.retrieve": [
         *(("search", [how, 200]) for how in ("exact", "sorted", "products")),
@@ -97,12 +102,14 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
         ("recovery", ["controller", 1, 2000]),
         ("imports", [2000]),
     ],
+    "serving.freshness/engaged": [("engaged", [1000, 4000])],
     "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 
+@pytest.mark.timeout(400)  # peers that are programs of several processes start slowly on a busy machine
 @pytest.mark.parametrize(("module", "function", "arguments"), [(m, *case) for m, cases in SMALL.items() for case in cases])
 def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: list[Any]) -> None:
     with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(*arguments) as work:

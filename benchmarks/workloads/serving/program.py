@@ -20,9 +20,9 @@ import psutil
 
 from benchmarks.workloads import data
 from benchmarks.workloads.open_load import rank_request
-from benchmarks.workloads.serving_request import body_of
+from benchmarks.workloads.serving.one_request import body_of
 
-_CORES = sorted(os.sched_getaffinity(0))
+CORES = sorted(os.sched_getaffinity(0))
 _NUM_BODIES = 64
 _STOP_MS = 1000
 
@@ -45,10 +45,10 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
         own = {"listen": listen, **files, "log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
         command = [sys.executable, "-m", "command.main", "serving", "--config", str(config)]
-        os.sched_setaffinity(0, _CORES[:1])
+        os.sched_setaffinity(0, CORES[:1])
         try:
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-                os.sched_setaffinity(0, _CORES[-1:])
+                os.sched_setaffinity(0, CORES[-1:])
                 try:
                     process = psutil.Process(child.pid)
                     cpu_s: Callable[[], float] = lambda: sum(process.cpu_times()[:2])
@@ -57,7 +57,7 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
                 finally:
                     child.kill()
         finally:
-            os.sched_setaffinity(0, _CORES)
+            os.sched_setaffinity(0, CORES)
 
 
 def bodies_of(candidates: int) -> list[bytes]:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from benchmarks.workloads.serving_request import NOW_MS, Online, fill
+from benchmarks.workloads.serving.one_request import NOW_MS, Online, fill
 from models.config import CascadeConfig, TwoTowerConfig
 from models.inputs import Inputs, build_inputs
 from models.two_tower.item_index import ItemIndex

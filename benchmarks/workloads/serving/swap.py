@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from benchmarks.workloads.serving.program import serving_program
-from benchmarks.workloads.serving_overload import DEADLINE_MS, Load, Served
+from benchmarks.workloads.serving.overload import DEADLINE_MS, Load, Served
+from benchmarks.workloads.serving.program import requests_of, serving_program
 from benchmarks.workloads.shared import Shared
 from models.build import build_model, load_model_config
 from runtime import manifest as manifests
@@ -127,7 +127,7 @@ def _open(candidates: int) -> Iterator[Loaded]:
     with serving_program(deadline_ms=DEADLINE_MS) as program:
         commits = Commits(program.store)
         commits.commit()
-        served = Served(program, candidates)
+        served = Served(program, requests_of(candidates))
         try:
             yield Loaded(served, commits, program.address)
         finally:

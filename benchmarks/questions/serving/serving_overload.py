@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Role, Row, Subject
 
-_OFFERED = "benchmarks.workloads.serving_overload:offered"
+_OFFERED = "benchmarks.workloads.serving.overload:offered"
 _SECONDS, _CANDIDATES = 5.0, 20
 _ROLES: dict[float, Role] = {3.0: "ours", 1.0: "limit"}
 

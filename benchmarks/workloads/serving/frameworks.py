@@ -16,7 +16,7 @@ import pydantic
 from prometheus_client import CollectorRegistry
 
 from benchmarks.question import Work
-from benchmarks.workloads.serving_request import NOW_MS, Inline
+from benchmarks.workloads.serving.one_request import NOW_MS, Inline
 from models.config import RankerConfig
 from param_server.replica.replica import Replica
 from roo import roo_pb2 as pb

@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Row, Subject
 
-_HERE = "benchmarks.workloads.ranking.serving_batch"
+_HERE = "benchmarks.workloads.serving.batched"
 
 
 def _request(candidates: int) -> Row:

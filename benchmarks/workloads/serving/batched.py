@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
-from benchmarks.workloads.serving_request import NOW_MS, distinct, fill
+from benchmarks.workloads.serving.one_request import NOW_MS, distinct, fill
 from models.config import RankerConfig
 from param_server.replica.replica import Replica
 from roo.block import nro_columns, ro_columns

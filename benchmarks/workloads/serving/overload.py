@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from benchmarks.question import Work
 from benchmarks.workloads.open_load import Answered, Clients
@@ -22,9 +22,9 @@ _BUSY = (429, 503)
 class Served:
     """A running program and what it can answer a second, all of it within the deadline."""
 
-    def __init__(self, program: ServingProgram, candidates: int) -> None:
+    def __init__(self, program: ServingProgram, requests: Sequence[bytes]) -> None:
         self.cpu_s = program.cpu_s
-        self.clients = Clients(program.address, requests_of(candidates), _MOST_CONNECTIONS)
+        self.clients = Clients(program.address, requests, _MOST_CONNECTIONS)
         self.clients.closed_loop(_LINES, _WARM_S)
         self.capacity = len(in_time(self.clients.closed_loop(_LINES, _CAPACITY_S))) / _CAPACITY_S
 
@@ -83,7 +83,7 @@ def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
 @contextlib.contextmanager
 def _loaded(candidates: int) -> Iterator[Served]:
     with serving_program(deadline_ms=DEADLINE_MS) as program:
-        served = Served(program, candidates)
+        served = Served(program, requests_of(candidates))
         try:
             yield served
         finally:

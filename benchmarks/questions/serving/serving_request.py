@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Row, Subject
 
-_HERE = "benchmarks.workloads.serving_request"
+_HERE = "benchmarks.workloads.serving.one_request"
 _STAGE = f"{_HERE}:stage"
 
 

@@ -2,7 +2,7 @@
 
 from benchmarks.question import Question, Row, Subject
 
-_HERE = "benchmarks.workloads.ranking.serving_framework"
+_HERE = "benchmarks.workloads.serving.frameworks"
 
 QUESTION = Question(
     name="serving-framework",

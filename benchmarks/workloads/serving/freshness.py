@@ -1,0 +1,156 @@
+"""How long until a score changes: after a commit, by a serving program alone; after a click, by a whole stack."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.serving.overload import DEADLINE_MS
+from benchmarks.workloads.serving.program import serving_program
+from benchmarks.workloads.serving.swap import Commits
+from infra.options import demo
+from infra.stack import Stack
+from runtime import scrape
+from serving.scorer import first_version
+from serving.versions.dense_follower import DenseFollower
+from serving.versions.held import Versions
+
+_LOOK_S = 0.005
+_PATIENCE_S = 120.0
+_QUIET_S = 6.0  # without a change, before something is done that should make one
+_ITEMS = list(range(1, 9))
+_USER = 7_000_000
+STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable")
+
+
+@contextlib.contextmanager
+def committed() -> Iterator[Work]:
+    """From a commit's manifest to the first answer by its version."""
+    with serving_program(deadline_ms=DEADLINE_MS) as program:
+        commits, url = Commits(program.store), "http://{}:{}".format(*program.address)
+
+        def step() -> None:
+            before = _told(f"{url}/")["model_version"]
+            commits.commit()
+            _until("another version", lambda: _told(f"{url}/")["model_version"] != before)
+
+        yield Work(step)
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[Work]:
+    """What a follower does with a commit, in process: reads it, checks it, builds the version."""
+    with tempfile.TemporaryDirectory() as folder:
+        commits = Commits(Path(folder))
+        versions = Versions(first_version(commits.schema, commits.model, 0))
+        follower = DenseFollower(commits.store, commits.schema, versions, 0)
+
+        def step() -> None:
+            commits.commit()
+            assert follower.poll()
+
+        yield Work(step)
+
+
+@contextlib.contextmanager
+def engaged(commit_ms: int, window_ms: int) -> Iterator[Work]:
+    """From a click, and the user's next request, to another score of the same candidates."""
+    overrides: dict[str, Mapping[str, Any]] = {
+        "joiner": {"window_ms": window_ms, "lateness_ms": 500},
+        "controller": {"commit_interval_ms": commit_ms},
+        "shard": {"publish_interval_ms": 100},
+        "serving": {"exploration": 0.0, "heartbeat_ms": 200},
+    }
+    with tempfile.TemporaryDirectory() as home, Stack(Path(home), demo(overrides=overrides)) as stack:
+        stack.start(["all"])
+        stack.wait_ready("serving", timeout_s=180)
+        clicks = Clicks(stack)
+        yield Work(clicks.step, figures=clicks.figures, took_s=lambda: clicks.took_s)
+
+
+class Clicks:
+    """A click a step, when nothing of the one before moves a score any more."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.url, self.stack = stack.endpoints.serving, stack
+        self.took_s = 0.0
+        self._asked, self._probe = 0, _probe()
+
+    def step(self) -> None:
+        before = self._settled()
+        self._asked += 1
+        user = _USER + self._asked
+        ranked = _post(f"{self.url}/v1/rank", _body(user))
+        began_s = time.perf_counter()
+        click = {"request_id": ranked["request_id"], "user_id": user, "session_id": 1, "item_id": _ITEMS[0], "action": "click"}
+        _post(f"{self.url}/v1/engagements", click)
+        _post(f"{self.url}/v1/rank", _body(user))  # which closes the one before
+        _until("another score", lambda: self._scores() != before)
+        self.took_s = time.perf_counter() - began_s
+
+    def figures(self) -> dict[str, float]:
+        """Means so far, of the stages, as the programs tell them."""
+        urls = {name: url for name, url in self.stack.endpoints.metrics.items() if name.partition("-")[0] in _TELLERS}
+        told = scrape.fetch_all(urls).values()
+        found = {}
+        for stage in STAGES:
+            sums, counts = ([s.by(f"roostream_freshness_seconds_{what}", "stage").get(stage) for s in told] for what in _PARTS)
+            total, count = (sum(v for v in values if v is not None) for values in (sums, counts))
+            if count:
+                found[f"{stage}, s"] = total / count
+        return found
+
+    def _scores(self) -> Any:
+        """Asked for without being logged."""
+        return [candidate["scores"] for candidate in _post(f"{self.url}/v1/explain", self._probe)["candidates"]]
+
+    def _settled(self) -> Any:
+        scores, since_s = self._scores(), time.perf_counter()
+        while time.perf_counter() < since_s + _QUIET_S:
+            time.sleep(0.2)
+            if (now := self._scores()) != scores:
+                scores, since_s = now, time.perf_counter()
+        return scores
+
+
+_PARTS = ("sum", "count")
+_TELLERS = ("worker", "serving", "joiner", "shard")
+
+
+def _probe() -> dict[str, Any]:
+    """With all that would be filled in, so that no score moves by time alone."""
+    schema, body = data.demo_schema(), _body(_USER)
+    for candidate in body["candidates"]:
+        candidate["nro"] = {f.name: 1.0 for f in schema.floats("nro")}
+    return {**body, "ro": {f.name: 1.0 for f in schema.floats("ro")}}
+
+
+def _body(user: int) -> dict[str, Any]:
+    return {"user_id": user, "session_id": 1, "candidates": [{"item_id": i} for i in _ITEMS]}
+
+
+def _until(what: str, is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _PATIENCE_S
+    while not is_so():
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"not within {_PATIENCE_S:.0f} s: {what}")
+        time.sleep(_LOOK_S)
+
+
+def _told(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+def _post(url: str, body: object) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
