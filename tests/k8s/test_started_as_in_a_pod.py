@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.serving.access.certificates import Authority
 
 from infra.kinds import kind_of
 from infra.ports import Ports
