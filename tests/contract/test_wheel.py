@@ -10,13 +10,15 @@ import sys
 import sysconfig
 import tomllib
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TOPS = {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}
+OUTSIDE = ("infra/k8s/", "infra/image/", "infra/systemd/", "infra/compose.yaml", "infra/promtool.sh", "infra/setup.sh")
+"""Of a deployment, not of a program: taken from a checkout or a release's archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"
 PARTS = """
 import json
@@ -37,23 +39,24 @@ SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "it
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel in it, built of what the project lists. Other packages are those
-    of this environment, so that nothing is fetched."""
+    """The interpreter of a fresh environment with the wheel in it, built of what the project lists and installed by pip. Other
+    packages are those of this environment, so that nothing is fetched: that they resolve is not shown here."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     skip = shutil.ignore_patterns("__pycache__")
-    for name in {package.partition(".")[0] for package in PROJECT["tool"]["setuptools"]["packages"]}:
+    for name in TOPS:
         shutil.copytree(ROOT / name, source / name, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
-    venv.create(folder / "env", with_pip=False, symlinks=True)
+    venv.create(folder / "env", with_pip=True, symlinks=True)
+    python, wheel = folder / "env" / "bin" / "python", next(folder.glob("*.whl"))
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel))
+    subprocess.run([python, *install], check=True, capture_output=True, env={"PATH": os.environ["PATH"]})
     packages = next((folder / "env").glob("lib/python*/site-packages"))
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        wheel.extractall(packages)
-    return folder / "env" / "bin" / "python"
+    return python
 
 
 def ran(python: Path, place: Path, *arguments: str) -> str:
@@ -62,6 +65,33 @@ def ran(python: Path, place: Path, *arguments: str) -> str:
     done = subprocess.run([python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_pip_brings_the_command(python: Path, tmp_path: Path) -> None:
+    script = python.with_name("roostream")
+    assert script.read_text().startswith("#!" + str(python))
+    told = ran(python, tmp_path, str(script), "plan", "--requests-per-s", "1000")
+    assert "bottleneck: " in told
+
+
+def test_every_file_beside_the_code_is_in_the_wheel_or_not_read_by_programs(python: Path) -> None:
+    """A new web page, schema or table that `package-data` forgets would be missed by users alone."""
+    tracked = subprocess.run(("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True)
+    beside = {
+        name
+        for name in tracked.stdout.splitlines()
+        if not name.endswith((".py", ".md")) and not name.startswith(OUTSIDE) and "kustomization" not in name
+    }
+    packages = next((python.parents[1]).glob("lib/python*/site-packages"))
+    assert {name for name in beside if not (packages / name).is_file()} == set()
+    assert len(beside) > 15
+
+
+def test_extras_that_go_by_what_they_bring_name_extras_that_there_are() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {"flink", "gpu", "bench"} <= set(extras)
+    for requirement in (one for needs in extras.values() for one in needs if one.startswith("roostream[")):
+        assert set(requirement.removeprefix("roostream[").removesuffix("]").split(",")) <= set(extras)
 
 
 def test_the_command_tells_its_version(python: Path, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""infra/compose.yaml: by Compose's own schema, and every program in it with settings that it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from infra.kinds import KINDS
+from roo.config import load
+from runtime.program import STOP_S
+
+INFRA = Path(__file__).resolve().parents[2] / "infra"
+COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
+SCHEMA = json.loads((Path(__file__).with_name("schemas") / "compose-spec.json").read_text(encoding="utf-8"))
+PROGRAMS = {kind.name: kind for kind in KINDS}
+
+
+def program_of(service: dict[str, Any]) -> str:
+    words = [word for word in service.get("command", []) if word != "roostream"]
+    return words[0] if words and words[0] in PROGRAMS else ""
+
+
+OURS = {name: service for name, service in COMPOSE["services"].items() if program_of(service)}
+
+
+def test_it_is_a_compose_file() -> None:
+    jsonschema.Draft7Validator(SCHEMA).validate(COMPOSE)
+
+
+def test_a_word_that_compose_does_not_know_would_be_found() -> None:
+    wrong = {**COMPOSE, "services": {**COMPOSE["services"], "worker": {**COMPOSE["services"]["worker"], "comand": []}}}
+    with pytest.raises(jsonschema.ValidationError, match="comand"):
+        jsonschema.Draft7Validator(SCHEMA).validate(wrong)
+
+
+def test_the_loop_is_whole() -> None:
+    assert {program_of(service) for service in OURS.values()} == {
+        "controller",
+        "shard",
+        "worker",
+        "features",
+        "serving",
+        "joiner",
+    }
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_program_takes_the_settings_that_are_mounted(name: str, tmp_path: Path) -> None:
+    service, program = OURS[name], program_of(OURS[name])
+    mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
+    file = tmp_path / f"{program}.toml"
+    file.write_text(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
+    settings = load(PROGRAMS[program].settings(), file, program=program, environ=service.get("environment", {}))
+    assert getattr(settings, "schema", "") in mounted
+    places = [volume.split(":")[1] for volume in service.get("volumes", [])]
+    for key in ("home", "store"):
+        if (place := str(getattr(settings, key, ""))) and program not in ("features", "joiner"):
+            assert place in places, key
+    hosts = [getattr(settings, "controller", ""), *getattr(settings, "shards", ())]
+    assert {host.partition(":")[0] for host in hosts if isinstance(host, str) and host} <= set(COMPOSE["services"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_program_has_the_time_to_end_and_no_rights(name: str) -> None:
+    service = OURS[name]
+    assert float(service["stop_grace_period"].removesuffix("s")) > STOP_S
+    assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"] != "0"
+
+
+def test_nothing_is_published_but_serving_on_loopback() -> None:
+    assert {name: service["ports"] for name, service in COMPOSE["services"].items() if "ports" in service} == {
+        "serving": ["127.0.0.1:8080:8080"]
+    }
+
+
+def test_every_image_has_a_version() -> None:
+    for service in COMPOSE["services"].values():
+        assert re.search(r":\d[\w.]*\}?$", service["image"]), service["image"]

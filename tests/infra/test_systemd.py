@@ -1,0 +1,83 @@
+"""Units for machines without an orchestrator: one a program, as systemd reads them, with the limits that programs keep."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.kinds import KINDS, SIMULATE
+from roo.config import _Environment  # what a variable has to be called
+from runtime.program import HELD_CODE, STOP_S
+
+UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
+SERVICES = sorted(UNITS.glob("*.service"))
+PROGRAMS = {kind.name: kind for kind in KINDS if kind.name != SIMULATE}
+
+
+def read(unit: Path) -> dict[str, list[str]]:
+    """Key → values, in the order of lines; keys of all sections, which differ."""
+    found: dict[str, list[str]] = {}
+    for line in unit.read_text().splitlines():
+        if line and not line.startswith(("#", "[")):
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def program_of(unit: Path) -> str:
+    return unit.stem.removeprefix("roostream-").removesuffix("@")
+
+
+def test_every_program_has_a_unit_and_every_unit_a_program() -> None:
+    assert sorted(program_of(unit) for unit in SERVICES) == sorted(PROGRAMS)
+
+
+@pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
+def test_a_unit_starts_its_program_and_gives_it_the_time_to_end(unit: Path) -> None:
+    its = read(unit)
+    program = program_of(unit)
+    assert its["ExecStart"] == [f"/opt/roostream/bin/roostream {program} --config /etc/roostream/{program}.toml"]
+    assert STOP_S < float(its["TimeoutStopSec"][0].removesuffix("s")) <= STOP_S + 10
+    assert its["RestartPreventExitStatus"] == [str(HELD_CODE)] and its["Restart"] == ["always"]
+    assert its["User"] == ["roostream"] and its["NoNewPrivileges"] == ["true"] and its["ProtectSystem"] == ["strict"]
+    assert its["WantedBy"] == ["roostream.target"] and its["PartOf"] == ["roostream.target"]
+
+
+@pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
+def test_the_variables_that_a_unit_sets_are_settings_and_its_folders_its_own(unit: Path) -> None:
+    its, program = read(unit), program_of(unit)
+    words = [word.partition("=") for line in its["Environment"] for word in line.split()]
+    own = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
+    known = _Environment(PROGRAMS[program].settings(), f"ROOSTREAM_{program}".upper(), own)
+    assert set(known.found.values()) == set(own)
+    for name, value in own.items():
+        if name.endswith("_HOME"):
+            assert value.removeprefix("/var/lib/") in its["StateDirectory"]
+
+
+def test_units_wait_for_units_that_there_are() -> None:
+    names = {unit.name for unit in UNITS.iterdir()}
+    for unit in SERVICES:
+        assert set(re.findall(r"roostream[\w@.-]*", " ".join(read(unit)["After"]))) <= names
+
+
+def test_systemd_reads_them(tmp_path: Path) -> None:
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("no systemd here: units are parsed by the tests above alone")
+    for unit in UNITS.iterdir():
+        text = unit.read_text().replace("/opt/roostream/bin/roostream ", f"{sys.executable} -m command.main ")
+        (tmp_path / unit.name.replace("@.", "@.")).write_text(text.replace("User=roostream\nGroup=roostream\n", ""))
+    files = [str(tmp_path / unit.name.replace("@.", "@0.")) for unit in UNITS.iterdir()]
+    for unit in UNITS.glob("*@.service"):
+        (tmp_path / unit.name.replace("@.", "@0.")).symlink_to(tmp_path / unit.name)
+    done = subprocess.run(
+        (verify, "verify", "--man=no", "--recursive-errors=no", *files), capture_output=True, text=True, check=False, timeout=60
+    )
+    ours = [line for line in done.stderr.splitlines() if "roostream" in line]
+    assert not ours and done.returncode == 0, done.stderr
