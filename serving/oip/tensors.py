@@ -134,7 +134,7 @@ def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
     for kind in (kinds[0], kinds[-1]):
         try:
             data = msgspec.json.decode(given.data, type=kind)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             told = told or str(error)
             continue
         for _ in range(kinds.index(kind)):

@@ -60,6 +60,14 @@ def test_any_bytes_are_taken_or_refused() -> None:
         taken(bytes(body[: rng.randint(0, len(body))] if rng.random() < 0.5 else body), header)
 
 
+def test_data_that_is_no_utf_8_is_refused_with_its_place() -> None:
+    """What msgspec doesn't look at while it reads the request, it finds in a tensor's data."""
+    body = b'{"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["\xbe"]}]}'
+    with pytest.raises(RequestError, match="expected BYTES values") as refused:
+        parse_inference(body, None)
+    assert (refused.value.status, refused.value.path) == (400, "$.inputs[0].data")
+
+
 def test_more_inputs_than_any_schema_has_are_refused() -> None:
     one = {"name": "x", "shape": [0], "datatype": "FP32", "data": []}
     with pytest.raises(RequestError, match="at most 4096 inputs"):
