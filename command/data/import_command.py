@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from command.replay.cli import Duration
+
 
 @click.group("import")
 def import_group() -> None:
@@ -14,6 +16,7 @@ def import_group() -> None:
     \b
     Example:
       roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
+      roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
     """
 
 
@@ -56,3 +59,41 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
     click.echo(f"{out}: {told.rows:,} rows became {told.requests:,} requests with {told.engagements:,} engagements")
     if told.skipped:
         click.echo(f"{told.skipped:,} requests were left out; the first: {told.first_skipped}", err=True)
+
+
+@import_group.command("log")
+@click.argument("log", nargs=-1, required=True)
+@click.option("--schema", default="", help="schema TOML; default: the data set's own, where it has one")
+@click.option("--warehouse", required=True, help="where it goes: a directory, or s3://bucket/prefix")
+@click.option("--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window")
+def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> None:
+    """A log joined in this process, as a warehouse's samples, clustered by user: all of it in one commit, and each log once.
+
+    LOG is what `inspect dedupe` reads: files that end in .jsonl, .parquet or .csv, or EB-NeRD's folder.
+
+    \b
+    Example:
+      roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
+      roostream import log --warehouse warehouse/ ebnerd/
+    """
+    import dataclasses
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from command.data.log_archive import archive_log
+    from traffic.intake.which_log import files_of, replay_of
+
+    replay = dataclasses.replace(replay_of(log, schema), window_ms=window_ms)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=None)
+        told = archive_log(
+            replay, files_of(replay), warehouse, lambda done, of: bar.update(task, completed=done, total=of or None)
+        )
+    click.echo(f"{warehouse}: {told.samples:,} samples in {told.files:,} files, {told.bytes:,} bytes")
+    if told.late:
+        click.echo(
+            f"{told.late:,} engagements came behind the window and are in no sample; a longer --window takes them in", err=True
+        )

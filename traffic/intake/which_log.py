@@ -36,6 +36,12 @@ def replay_of(paths: Sequence[str], schema: str = "") -> ReplayConfig:
     return ReplayConfig(dataset=form, options=load_dataset(form).Options(**settings), schema=schema, engine="local")
 
 
+def files_of(replay: ReplayConfig) -> list[str]:
+    """The files that a replay reads, in a fixed order."""
+    named = (vars(replay.options).get(name, ()) for name in ("log", "impressions", "engagements", "behaviors", "history"))
+    return [path for paths in named for path in paths]
+
+
 def _ebnerd(folder: Path, schema: str) -> ReplayConfig:
     behaviors, history = folder / "behaviors.parquet", folder / "history.parquet"
     if not behaviors.is_file():
