@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from command.checkpoint.checkpoint_command import place_options
 from command.data.dedupe_command import dedupe
 from command.data.feature_command import feature
 from command.data.warehouse_command import inspect_file, inspect_table
 from roo.errors import ConfigError
 
 if TYPE_CHECKING:
+    from command.skew.logged_lists import LoggedList
     from command.status_table import Row
 
 
@@ -63,6 +66,78 @@ def batch_command(file: Path, as_json: bool) -> None:
         click.echo(json.dumps(told, indent=2))
     else:
         Console().print(render_rows(list(rows(told)), str(file)))
+
+
+@inspect.command("skew")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@place_options
+@click.option(
+    "--lists", type=click.IntRange(1, 100_000), default=200, show_default=True, help="newest lists that are scored again"
+)
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
+    """Score logged lists again with training's forward pass, by the version that served each: the newest samples of the stack in
+    --home, or those of FILES, segments of a feature log or saved batches. Exit code 1 if a list was scored by other features than
+    were logged.
+
+    \b
+    Example:
+      roostream inspect skew --lists 500
+      roostream inspect skew .roostream/serving/log/* --home .roostream
+    """
+    from rich.console import Console
+
+    from command.checkpoint.checkpoint_command import opened_store
+    from command.skew.commit_states import CommitStates
+    from command.skew.logged_lists import of_file
+    from command.skew.rescoring import rescored, summary
+    from command.status_table import render_rows
+
+    commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
+    found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
+    told = summary(rescored(commits, found))
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        Console().print(render_rows(list(skew_rows(told)), f"{told['lists']:,} lists scored again"))
+    sys.exit(1 if told["verdicts"].get("skew") else 0)
+
+
+def _newest(home: Path, lists: int) -> list[LoggedList]:
+    """Of the samples of the stack that runs in the home."""
+    from command.skew.logged_lists import of_topic
+    from infra.home import Home
+
+    stack = Home(home).read_stack()
+    if not stack or not stack.get("kafka"):
+        raise ConfigError(
+            f"expected a stack that runs in {home}, got none; name its --home, or segments of serving's log as FILES"
+        )
+    return of_topic(stack["kafka"], stack["prefix"], int(stack["partitions"]), lists)
+
+
+def skew_rows(told: Mapping[str, Any]) -> Iterator[Row]:
+    """Of `summary`, for people."""
+    if not told["scored_again"]:
+        yield "within", "no list could be scored again"
+    else:
+        share = f"{told['share_within']:.2%} of {told['scored_again']:,} lists"
+        yield f"within {told['tolerance']:g}", f"{share}, the largest difference {told['largest']:.3g}"
+    names = {"skew": "SKEW", "rows": "rows moved"}
+    for verdict, name in names.items():
+        if count := told["verdicts"].get(verdict):
+            yield name, f"{count:,} lists"
+    for why, count in told["not_scored"].items():
+        yield "not scored", f"{count:,}: {why}"
+    for version, its in told["versions"].items():
+        judged = ", ".join(f"{its[v]:,} {v}" for v in ("within", "rows", "skew") if its[v])
+        yield f"version {version or '(none)'}", f"{its['lists']:,} lists: {judged or 'none scored'}; largest {its['largest']:.3g}"
+    for one in told["differing"][:_MOST_TOLD]:
+        at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed beside it"
+        yield f"{one['verdict']} {one['request_id']}", f"{one['largest']:.3g}: {one['why']} ({at}; {one['where']})"
+
+
+_MOST_TOLD = 10
 
 
 def rows(told: Mapping[str, Any]) -> Iterator[Row]:

@@ -90,6 +90,19 @@ class RocksBlobs:
         self._in_use = True
         return self
 
+    def open_to_read(self) -> RocksBlobs:
+        """Open what is there beside the process that writes it, as it is now; self. Nothing may be written.
+
+        Raises:
+            SetupError: as `open`; also where there is nothing.
+        """
+        try:
+            self._db = rocksdict.Rdict(str(self.directory), self._options(), access_type=rocksdict.AccessType.read_only())
+        except Exception as error:
+            raise SetupError(f"segments in {self.directory} can't be read ({error}); {self._remedy(error)}") from None
+        self._in_use = True
+        return self
+
     def get(self, key: bytes) -> bytes | None:
         db = self._opened()
         try:

@@ -39,7 +39,8 @@ def place_options(command: Any) -> Any:
     return command
 
 
-def _opened(home: Path, store: str) -> CheckpointStore:
+def opened_store(home: Path, store: str) -> CheckpointStore:
+    """The store that was named, or the home's. SetupError: there is none."""
     if store:
         return open_store(store)
     place = home.expanduser().resolve() / "store"
@@ -73,7 +74,7 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
     from command.checkpoint import checkpoints
     from command.status_table import commit_rows, render_rows
 
-    told = checkpoints.found(_opened(home, store))
+    told = checkpoints.found(opened_store(home, store))
     if as_json:
         click.echo(json.dumps(told, indent=2))
     else:
@@ -93,7 +94,7 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     """
     from command.checkpoint import checkpoints
 
-    opened = _opened(home, store)
+    opened = opened_store(home, store)
     _number(opened, seq)
     wanted = manifests.numbers(opened) if seq is None else [seq]
     told = {n: list(checkpoints.verify(opened, n, home.expanduser().resolve())) for n in reversed(wanted)}
@@ -132,7 +133,7 @@ def export_command(home: Path, store: str, seq: int | None, to: Path, ids: Path 
     """
     from command.checkpoint import checkpoints
 
-    opened = _opened(home, store)
+    opened = opened_store(home, store)
     number, place = _number(opened, seq), home.expanduser().resolve()
     if to.suffix != ".safetensors":
         _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
@@ -218,7 +219,7 @@ def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
     from command.status_table import commit_rows
 
     place = Home(home)
-    opened = _opened(home, store)
+    opened = opened_store(home, store)
     _number(opened, seq)
     if not store and place.is_locked():
         raise SetupError(f"a stack runs in {place.root}; end it with `roostream down --home {place.root}`, then go back")

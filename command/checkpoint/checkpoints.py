@@ -135,9 +135,9 @@ def _shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) ->
 
 @contextlib.contextmanager
 def shard_segments(
-    manifest: Manifest, schema: Schema, index: int, home: Path | None
+    manifest: Manifest, schema: Schema, index: int, home: Path | None, *, to_read: bool = False
 ) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
-    """A shard's segments, and which of them are the commit.
+    """A shard's segments, and which of them are the commit; `to_read`: also of a shard that runs, as they are now.
 
     Raises:
         SetupError: they aren't in `home`, or the shard runs and has them open.
@@ -148,7 +148,7 @@ def shard_segments(
     buckets = range(index, manifest.num_buckets, manifest.num_shards)
     blobs = RocksBlobs(home / f"shard-{index}" / "segments")
     try:
-        blobs.open()
+        _ = blobs.open_to_read() if to_read else blobs.open()
         yield Segments(blobs, shapes_of(schema), manifest.num_buckets, buckets=buckets), commit_of(manifest, index).segments
     finally:
         blobs.close()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from command.skew.logged_lists import sample_of
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.batch import Batch
@@ -87,18 +88,7 @@ class AsServed:
         if id_ in self._shown:
             return
         self._shown[id_] = _ScoredList(message, len(self.tasks))
-        num_rows = len(message.item_ids)
-        sample = pb.Sample(
-            header=message.header,
-            sample_id=id_,
-            close_ms=record.timestamp_ms,
-            item_ids=message.item_ids,
-            parts=[pb.Part(nro=message.nro, num_rows=num_rows)] if num_rows else [],
-            labels=[0.0] * (num_rows * len(self.tasks)),
-            positions=message.positions,
-        )
-        if message.HasField("ro"):
-            sample.ro = message.ro
+        sample = sample_of(record, message, len(self.tasks))
         self._waiting.append(record._replace(topic=SAMPLES, value=wire.encode(wire.SAMPLE, sample)))
         if len(self._waiting) >= _AT_ONCE:
             self.score()

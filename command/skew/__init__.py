@@ -1,0 +1,1 @@
+"""Whether what was scored is what was logged: `roostream inspect skew`."""
