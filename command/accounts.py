@@ -229,8 +229,9 @@ class Accounts:
             new = True
         else:
             new = not self._is_out(self.requests, id_, message.time_ms) and self.requests.mark(id_, PREDICTED, now_ms)
-        self._count["predicted"] += new
-        self._dispositions[_disposition(message.disposition)] += new
+        if new:
+            self._count["predicted"] += 1
+            self._dispositions[_disposition(message.disposition)] += 1
 
     def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
         place = _place(message.topic, message.partition, message.offset)

@@ -55,8 +55,9 @@ def dead(source: Record, reason: str, event: int = 0) -> Record:
     return Record("dead_letters", 0, next(_offsets), T0 + 200, None, wire.encode(wire.DEAD_LETTER, message))
 
 
-def prediction(request: str) -> Record:
-    value = wire.encode(wire.PREDICTION, pb.Prediction(sample_id=sample_id(KEY, request), time_ms=T0))
+def prediction(request: str, disposition: pb.Disposition = pb.DISPOSITION_TRAINED) -> Record:
+    message = pb.Prediction(sample_id=sample_id(KEY, request), time_ms=T0, disposition=disposition)
+    value = wire.encode(wire.PREDICTION, message)
     return Record("predictions", 0, next(_offsets), T0, KEY, value)
 
 
@@ -79,6 +80,21 @@ def whole_story() -> list[Record]:
         *(dead(orphan, "no_request", 3), dead(rubbish, "undecodable"), dead(late, "after_close")),
         *(prediction("a"), prediction("b")),
     ]
+
+
+def test_what_became_of_requests_adds_up_to_those_predicted_however_often_they_come() -> None:
+    story = [record for name in "abc" for record in (impression(name), sample(name))]
+    said = [prediction("a"), prediction("b", pb.DISPOSITION_NEGATIVE), prediction("c", pb.DISPOSITION_FROZEN)]
+    accounts = accounts_of([*story, *said, prediction("b", pb.DISPOSITION_NEGATIVE)])
+    sums = accounts.sums()
+    assert sums.predicted_by == {"trained": 1, "negative": 1, "frozen": 1} and sums.predicted == 3
+    again = Accounts()
+    again.load(*accounts.dump())
+    assert again.sums().predicted_by == sums.predicted_by
+    numbers, arrays = accounts.dump()
+    del numbers["_dispositions"]
+    again.load(numbers, arrays)
+    assert again.sums().predicted_by == {"other": 3}, "a file of before didn't tell"
 
 
 def test_every_event_ends_in_one_place() -> None:

@@ -202,6 +202,20 @@ def test_what_is_in_no_sum_is_named() -> None:
     assert rows["audited"].startswith("events since 2023-11-14 22:13:20") and rows["beside"].startswith("5 records")
 
 
+@pytest.mark.parametrize(("missing", "said"), [(0, ""), (3, "; NO, 3 are missing")])
+def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str) -> None:
+    of = {"taken": 10 + missing, "trained": 6, "frozen": 0, "negative": 3, "random": 0, "stale": 0, "non_finite": 1}
+    reports = {"worker 0": {"step": 4, "outcomes": of}}
+    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
+
+
+def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
+    reports = {"worker 0": {"step": 4, "outcomes": {"taken": 5, "trained": 5}}}
+    assert "selection" not in dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    assert dict(table.book_rows(books(predicted_by={"trained": 5, "negative": 2})))["predicted"] == "negative 2, trained 5"
+
+
 @pytest.mark.parametrize("watch", [{}, {"watch": {"state": "unknown"}}])
 def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
     found = whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": {"worker 0": {"step": 40, **watch}}})

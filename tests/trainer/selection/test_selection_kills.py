@@ -65,3 +65,14 @@ def test_history_skips_and_the_stream_behind_it_does_not() -> None:
     skipped = {number for number, disposition in became.items() if disposition == STALE}
     assert skipped and sorted(became) == HISTORY
     assert max(skipped) <= 128, "the export point"
+
+
+def fleet(kills: list[Kill]) -> Run:
+    return ran(NUMBERS, kills, loop={"selection": NEGATIVES}, num_workers=2)
+
+
+@pytest.mark.parametrize("victim", [WORKER, "worker 1"])
+def test_g11_several_workers_skip_the_same_whoever_is_killed(victim: str) -> None:
+    bits, became = undisturbed(fleet)
+    assert (bits, became) == fleet([Kill((WORKER, "write", "after"), victim, 2)])
+    assert became == undisturbed(stream)[1], "by the id alone, as one worker would"
