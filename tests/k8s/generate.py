@@ -2,15 +2,21 @@
 writes the files; `test_generated_files.py` compares them with what it would write.
 
 `runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
+requirements.lock → infra/image/requirements.txt
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from joiner.envelope import OUTPUTS
 from runtime.flink_rest import JOB_NAME
@@ -120,7 +126,31 @@ def contents() -> dict[Path, str]:
         "kafka/users.yaml": kafka_users(),
         "monitoring/alerts.yaml": prometheus_rules(),
     }
-    return {K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in made.items()}
+    texts = {K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in made.items()}
+    return {**texts, ROOT / "infra/image/requirements.txt": locked_for_images()}
+
+
+def locked_for_images() -> str:
+    """The entries of requirements.lock that programs need: what the project lists with all of its extras, and what that needs in
+    this environment, which is the locked one. Its build's requirements too, since images install the project by them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    wanted += [line for extra in project["project"]["optional-dependencies"].values() for line in extra]
+    left_out = set(project["tool"]["uv"]["exclude-dependencies"])
+    waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
+    while waiting:
+        requirement = waiting.pop()
+        for extra in ("", *requirement.extras):
+            place = canonicalize_name(requirement.name), extra
+            if place in found or place[0] in left_out:
+                continue
+            found.add(place)
+            needed = map(Requirement, importlib.metadata.distribution(place[0]).requires or ())
+            waiting += [n for n in needed if n.marker is None or n.marker.evaluate({"extra": extra})]
+    names = {name for name, _ in found}
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text(encoding="utf-8").strip())
+    kept = [entry for entry in entries if canonicalize_name(entry.partition("==")[0]) in names]
+    return "# Made from requirements.lock by `python -m tests.k8s.generate`; don't edit.\n" + "\n".join(kept) + "\n"
 
 
 def _text(documents: list[dict[str, Any]]) -> str:

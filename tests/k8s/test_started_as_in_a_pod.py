@@ -90,8 +90,8 @@ class Running:
     """A container on drawn ports, whose peers are all away."""
 
     def __init__(self, program: str, folder: Path) -> None:
-        ports = Ports()
-        self.metrics, listen, away = ports.draw(), ports.draw(), ports.draw()
+        self.ports = Ports()
+        self.metrics, listen, away = self.ports.draw(), self.ports.draw(), self.ports.draw()
         instead = {"0.0.0.0:7000": f"127.0.0.1:{listen}", "0.0.0.0:8080": f"127.0.0.1:{listen}", "127.0.0.1:7100": "127.0.0.1:0"}
         instead |= {"9090\n": f"{self.metrics}\n", "[]\n": "[]\n"}
         names = (
@@ -118,6 +118,8 @@ class Running:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+        finally:
+            self.ports.release()
 
     def probe(self, name: str) -> tuple[int, str]:
         """Status and text of a probe; 0 while nobody answers."""

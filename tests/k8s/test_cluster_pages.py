@@ -1,0 +1,124 @@
+"""The pages of a cluster: every command names what exists, and `roostream` takes its own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+import click
+import pytest
+
+from command.main import cli
+from infra.kinds import KINDS
+from tests.contract.house import ROOT
+from tests.k8s.dockerfile import read
+from tests.k8s.generate import K8S
+from tests.k8s.manifests import built
+from tests.k8s.test_policies import MADE_BY_HAND
+
+PAGES = ("cluster.md", "day-two.md")
+KNOWN = {"kubectl", "docker", "helm", "curl", "roostream"}
+SHORT = {"hpa": "HorizontalPodAutoscaler", "kafkatopic": "KafkaTopic", "statefulset": "StatefulSet", "deployment": "Deployment"}
+SHORT |= {"kafka": "Kafka"}
+OPTIONAL = {"roostream-objects"}
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs/operations" / name).read_text(encoding="utf-8")
+
+
+def commands(*pages: str) -> list[str]:
+    """Lines of the pages' shell blocks, in order."""
+    blocks = [b for name in pages or PAGES for b in re.findall(r"```sh\n(.*?)```", page(name), re.DOTALL)]
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(re.sub(r"\$\(.*?\)", "made", command))
+
+
+def ours() -> list[list[str]]:
+    """Arguments of `roostream`, also of those that run in a pod."""
+    found = []
+    for command in commands():
+        parts = words(command)
+        if "roostream" in parts and (parts[0] == "roostream" or "--" in parts):
+            found.append(parts[parts.index("roostream", parts.index("--") if "--" in parts else 0) + 1 :])
+    return found
+
+
+def test_every_command_begins_with_a_tool_that_is_told() -> None:
+    assert commands()
+    assert {words(c)[0] for c in commands()} <= KNOWN
+
+
+def taken(arguments: Sequence[str]) -> click.Context:
+    """How `roostream` reads them; nothing is run."""
+    context = cli.make_context("roostream", list(arguments))
+    while isinstance(context.command, click.Group):
+        name, command, rest = context.command.resolve_command(context, [*context._protected_args, *context.args])
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+    return context
+
+
+@pytest.mark.parametrize("arguments", ours(), ids=" ".join)
+def test_roostream_takes_its_commands(arguments: list[str]) -> None:
+    assert taken(arguments).command.name != "roostream"
+
+
+def test_a_command_that_is_wrong_would_be_found() -> None:
+    with pytest.raises(click.UsageError):
+        taken(["checkpoint", "rollback", "120", "--stor", "x"])
+
+
+def test_what_kubectl_is_told_of_exists() -> None:
+    there = {(o["kind"], o["metadata"]["name"]) for overlay in ("dev", "prod") for o in built(overlay)}
+    for command in (c for c in commands() if c.startswith("kubectl")):
+        for kind, name in re.findall(r"\b(statefulset|deployment|kafka|hpa|kafkatopic)[/ ]([a-z][\w-]*)", command):
+            assert (SHORT[kind], name) in there, command
+        for folder in re.findall(r"-k (\S+)", command):
+            assert (ROOT / folder / "kustomization.yaml").exists(), command
+        for name in re.findall(r"secret generic (\S+)", command):
+            assert name in MADE_BY_HAND | OPTIONAL, command
+        for pod, number in re.findall(r"-n roostream (roostream-[\w-]+)-(\d+) --", command):
+            assert ("StatefulSet", pod) in there and number == "0", command
+
+
+def test_every_secret_that_nobody_makes_is_made_on_the_page() -> None:
+    assert {n for c in commands("cluster.md") for n in re.findall(r"secret generic (\S+)", c)} == MADE_BY_HAND | OPTIONAL
+
+
+def test_operators_come_in_the_versions_that_manifests_are_checked_against() -> None:
+    table = (ROOT / "tests/k8s/crds/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\| ([\w-]+)/[\w-]+ (?:release-|v)?([\d.]+),", table)
+    assert len(set(listed)) == 4
+    text = "\n".join(commands("cluster.md"))
+    for owner, version in set(listed):
+        line = next(c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "http" in c)
+        assert version in line, line
+
+
+def test_images_are_built_of_stages_that_there_are() -> None:
+    stages = {i.stage for i in read(ROOT / "infra/image/Dockerfile")}
+    tags = []
+    for command in (words(c) for c in commands() if c.startswith("docker build")):
+        assert (ROOT / command[command.index("-f") + 1]).exists()
+        assert command[command.index("--target") + 1] in stages
+        tags.append(command[command.index("-t") + 1])
+    values = (K8S / "overlays/dev/values.yaml").read_text(encoding="utf-8")
+    assert tags and all(f"IMAGE: {tag}\n" in values for tag in tags)
+
+
+def test_what_a_roll_out_does_is_told_of_every_program() -> None:
+    """But of those that others stand for: simulated users, and rows that belong to serving."""
+    table = re.findall(r"^\| ([\w, -]+) \|", page("day-two.md"), re.MULTILINE)
+    told = {name.strip() for cell in table for name in cell.split(",")}
+    assert {kind.name for kind in KINDS} - {"simulate", "serving-rows"} <= told
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for name in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)", page(name)):
+            assert (ROOT / "docs/operations" / link).exists(), f"{name}: {link}"

