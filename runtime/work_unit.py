@@ -93,10 +93,11 @@ class TableInput:
     ends: Progress  # of the stream: below them everything is in this session, or was before
     topics: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name → id of what `ends` are offsets of
     last_close_ms: int = 0  # of its samples
+    corrections: int = -1  # version of the log of its corrections, which its labels have; -1 = they have none
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        told = {name: getattr(self, name) for name in ("table", "version", "digest", "last_close_ms")}
+        told = {name: getattr(self, name) for name in ("table", "version", "digest", "last_close_ms", "corrections")}
         rows = {str(number): count for number, count in sorted(self.rows.items())}
         offsets = {name: _texts(getattr(self, name)) for name in ("begins", "ends")}
         return {**told, **offsets, "phase": "initial", "spec": dict(self.spec), "rows": rows, "topics": dict(self.topics)}
@@ -128,8 +129,7 @@ class TableInput:
         stream is known, its beginning."""
         if not self.topics:
             return dict.fromkeys(positions, 0)
-        latest = self.spec.get("labels") == "latest"
-        return {p: self.ends.get(p, 0) if p[0] != CORRECTIONS or latest else 0 for p in positions}
+        return {p: self.ends.get(p, 0) if p[0] != CORRECTIONS or self.corrections >= 0 else 0 for p in positions}
 
 
 def _texts(at: Progress) -> dict[str, dict[str, int]]:

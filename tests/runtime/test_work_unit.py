@@ -26,10 +26,10 @@ def test_it_is_trained_when_every_partition_is() -> None:
     assert not an_input().is_trained({**AT, ("samples", 1): 7}) and not an_input().is_trained({})
 
 
-@pytest.mark.parametrize(("labels", "corrections"), [("latest", 3), ("as_streamed", 0)])
-def test_the_stream_goes_on_where_the_version_ends(labels: str, corrections: int) -> None:
+@pytest.mark.parametrize(("version", "corrections"), [(4, 3), (-1, 0)])
+def test_the_stream_goes_on_where_the_version_ends(version: int, corrections: int) -> None:
     """Labels as they were at the close lack all corrections."""
-    behind = an_input(spec={"labels": labels}).stream_behind(AT)
+    behind = an_input(corrections=version).stream_behind(AT)
     assert behind == {("samples", 0): 105, ("samples", 1): 9, ("samples", 2): 0, ("corrections", 0): corrections}
 
 

@@ -5,28 +5,33 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from typing import TypeVar
 
 import numpy as np
 
 from roo.batch import Batch
 from roo.columnar import REQUEST, projected
 from roo.errors import CheckpointError, ConfigError
-from roo.schema import Registry, Schema
-from roo.schema_registry import open_registry
-from runtime.checkpoint_store import CheckpointStore, open_store
-from runtime.kafka.topics import SAMPLES, Progress
+from roo.schema import Schema
+from runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from runtime.work_unit import TableInput
 from warehouse.data_file import DataFile
-from warehouse.delta_table import TableSnapshot, WarehouseTable
+from warehouse.delta_table import TableSnapshot
 from warehouse.file_reader import SampleFile, writer_of
+from warehouse.latest_labels import Latest, of, overlay, read_latest
 from warehouse.layout import ROWS_OF_GROUP
 from warehouse.pins import Pin, pin
+from warehouse.place import Warehouse
 from warehouse.popularity import note_asked
 from warehouse.readers.reading import Marks, OpenSession
 from warehouse.readers.session import SessionSpec
 
 _OPEN_FILES = 32
+_GROUPS_KEPT = 8  # of which the corrections are known, at once
+K = TypeVar("K")
+V = TypeVar("V")
 _MARKS = ("sample_id", "offset", "close_ms")
 
 
@@ -36,8 +41,7 @@ class SampleTable:
     def __init__(self, place: str) -> None:
         """`place`: a directory, or s3://bucket/prefix."""
         self.place = place
-        self.store: CheckpointStore = open_store(place)
-        self._log = WarehouseTable(place, SAMPLES)
+        self.warehouse = Warehouse(place)
 
     def newest(self, wanted: SessionSpec, topics: Mapping[str, str], begins: Progress | None = None) -> TableInput | None:
         """What a session of the newest version would be: rows that `wanted` names, of `begins` on; None: the table is empty.
@@ -48,11 +52,13 @@ class SampleTable:
             UnavailableError: the table can't be read now. CheckpointError: there is none, or it is damaged.
             ConfigError: what is in it came from other topics, whose offsets mean nothing here.
         """
-        found, begins = self._log.snapshot(), dict(begins or {})
+        found, begins = self.warehouse.samples.snapshot(), dict(begins or {})
         from_offsets = {number: at for (topic, number), at in begins.items() if topic == SAMPLES}
         spec = dataclasses.replace(wanted, table=self.place, version=found.version, from_offsets=from_offsets)
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
-        ends = self._ends(found, topics)
+        ends, corrections = self._ends(found, topics), self._corrections() if wanted.labels == "latest" else None
+        if corrections is not None and topics:
+            ends |= _said(corrections, CORRECTIONS, topics, found)
         if not session.order.splits and not ends:
             return None
         return TableInput(
@@ -65,6 +71,7 @@ class SampleTable:
             ends=ends,
             topics=dict(topics),
             last_close_ms=max((file.last_close_ms for file in found.files if spec.has_day(file.day.isoformat())), default=0),
+            corrections=corrections.version if corrections is not None else -1,
         )
 
     def opened(self, told: TableInput, schema: Schema) -> tuple[OpenSession, TableFiles]:
@@ -74,7 +81,7 @@ class SampleTable:
             UnavailableError: the table can't be read now. CheckpointError: the version isn't there, or isn't what it was.
         """
         spec = SessionSpec.of(told.spec)
-        found = self._log.snapshot(told.version)
+        found = self.warehouse.samples.snapshot(told.version)
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
         if session.order.rows != dict(told.rows):
             raise CheckpointError(
@@ -82,13 +89,20 @@ class SampleTable:
                 f"{sum(session.order.rows.values())}: another table lies there; bring back the one that training began with"
             )
         if spec.features:
-            note_asked(self.store, schema, told.version, told.digest, spec.features)
+            note_asked(self.warehouse.store, schema, told.version, told.digest, spec.features)
             schema = projected(schema, frozenset(spec.features))
-        return session, TableFiles(self.store, found.files, schema, open_registry(self.store))
+        late = self.warehouse.corrections.snapshot(told.corrections).files if told.corrections >= 0 else ()
+        return session, TableFiles(self.warehouse, found.files, late, schema)
 
     def hold(self, told: TableInput, who: str, until_ms: int) -> None:
         """Keep the session's files where they are until then, whatever replaces them. UnavailableError: it can't be said now."""
-        pin(self.store, who, Pin(SAMPLES, told.version, until_ms))
+        pin(self.warehouse.store, who, Pin(SAMPLES, told.version, until_ms))
+        if told.corrections >= 0:
+            pin(self.warehouse.store, who, Pin(CORRECTIONS, told.corrections, until_ms))
+
+    def _corrections(self) -> TableSnapshot | None:
+        """None: nobody archives them."""
+        return self.warehouse.corrections.snapshot() if self.warehouse.corrections.exists() else None
 
     def _ends(self, found: TableSnapshot, topics: Mapping[str, str]) -> Progress:
         """Of the stream, as the archive's own progress says; where no stream follows, behind the last row of each partition."""
@@ -98,9 +112,7 @@ class SampleTable:
                 at = SAMPLES, file.partition
                 ends[at] = max(ends.get(at, 0), file.last_offset + 1)
             return ends
-        partitions = range(1 + max((file.partition for file in found.files), default=0))
-        said = {(SAMPLES, n): found.progress(f"{SAMPLES}/{topics[SAMPLES]}/{n}") for n in partitions}
-        known = {partition: at for partition, at in said.items() if at is not None}
+        known = _said(found, SAMPLES, topics, found)
         if found.files and not known:
             raise ConfigError(
                 f"{self.place}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of another topic: its "
@@ -109,23 +121,31 @@ class SampleTable:
         return known
 
 
-class TableFiles:
-    """See `TableRows`: the files of one version, the newest opened kept open."""
+def _said(table: TableSnapshot, name: str, topics: Mapping[str, str], samples: TableSnapshot) -> Progress:
+    """How far the archive says that it has this topic, of partitions that have samples."""
+    partitions = range(1 + max((file.partition for file in samples.files), default=0))
+    said = {(name, n): table.progress(f"{name}/{topics[name]}/{n}") for n in partitions} if name in topics else {}
+    return {partition: at for partition, at in said.items() if at is not None}
 
-    def __init__(
-        self, store: CheckpointStore, files: tuple[DataFile, ...], schema: Schema, registry: Registry, table: str = SAMPLES
-    ) -> None:
-        self.store, self.schema, self.registry, self.table = store, schema, registry, table
+
+class TableFiles:
+    """See `TableRows`: the files of one version, the newest opened kept open; labels as these corrections leave them."""
+
+    def __init__(self, warehouse: Warehouse, files: Sequence[DataFile], corrections: Sequence[DataFile], schema: Schema) -> None:
+        self.warehouse, self.schema, self.corrections = warehouse, schema, corrections
         self._files = {file.path: file for file in files}
         self._open: OrderedDict[str, SampleFile] = OrderedDict()
+        self._latest: OrderedDict[tuple[date, int], Latest] = OrderedDict()
         self._lock = threading.Lock()
 
     def batch(self, path: str, start: int, end: int) -> Batch:
         with self._lock:
             file = self._opened(path)
             first, last = start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP
-            writer = writer_of(file.file, self.registry)
+            writer = writer_of(file.file, self.warehouse.registry)
             batch = file.read(writer, self.schema, range(first, last + 1))
+            if self.corrections:
+                batch = overlay(batch, self._latest_of(file.file))
         from_row, to_row = start - first * ROWS_OF_GROUP, end - first * ROWS_OF_GROUP
         return batch if (from_row, to_row) == (0, batch.num_requests) else batch.take_requests(np.arange(from_row, to_row))
 
@@ -135,9 +155,21 @@ class TableFiles:
             return Marks(*(columns[name].values for name in _MARKS))
 
     def _opened(self, path: str) -> SampleFile:
-        if path not in self._open:
-            self._open[path] = SampleFile(self.store, self.table, self._files[path])
-            while len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(path)
-        return self._open[path]
+        return _kept(self._open, path, _OPEN_FILES, lambda: self.warehouse.open_file(SAMPLES, self._files[path]))
+
+    def _latest_of(self, file: DataFile) -> Latest:
+        """All corrections of its day and partition, also those that a seal has folded: what they say is the same."""
+        its = of(self.corrections, file.day, file.partition)
+        return _kept(
+            self._latest, (file.day, file.partition), _GROUPS_KEPT, lambda: read_latest(self.warehouse, its, self.schema.tasks)
+        )
+
+
+def _kept(there: OrderedDict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
+    """Of the newest `most` that were asked for."""
+    if key not in there:
+        there[key] = make()
+        while len(there) > most:
+            there.popitem(last=False)
+    there.move_to_end(key)
+    return there[key]

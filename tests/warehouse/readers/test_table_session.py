@@ -6,15 +6,17 @@ import dataclasses
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from roo.columnar import columns_of, forms
+from roo.columnar import FlatColumn, columns_of, forms
 from roo.decode import Decoder
 from roo.errors import CheckpointError, ConfigError
 from roo.schema_registry import register
 from roo.wire import Record
 from runtime.checkpoint_store import open_store
 from tests.trainer import samples
+from warehouse.archive import OF_SAMPLE, correction_rows
 from warehouse.delta_table import Step, WarehouseTable
 from warehouse.file_writer import FilePlace, FileRows, write_rows
 from warehouse.pins import held_versions
@@ -40,6 +42,20 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
         file = write_rows(store, rows, FilePlace(table="samples", day=day, partition=partition, fingerprint=schema.fingerprint))
         name = f"samples/{topic}/{partition}"
         table.commit([file], progress={name: Step(table.snapshot().progress(name), its[-1].offset + 1)})
+
+
+def archive_corrections(place: Path, records: list[Record]) -> None:
+    """Of one partition and day. These tests' samples have their numbers as ids."""
+    store, schema, table = open_store(str(place)), samples.schema(), WarehouseTable(str(place), "corrections")
+    table.create()
+    rows, dead = correction_rows(schema, records)
+    assert not dead
+    of_sample = FlatColumn(np.array([int.from_bytes(record.key or b"", "little") for record in records]))
+    rows = dataclasses.replace(rows, columns={**rows.columns, OF_SAMPLE: of_sample})
+    number, day = records[0].partition, datetime.fromtimestamp(samples.T0 // 1000, UTC).date()
+    table.widen(rows.forms)
+    file = write_rows(store, rows, FilePlace(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint))
+    table.commit([file], progress={f"corrections/topic-2/{number}": Step(None, records[-1].offset + 1)})
 
 
 def ids(place: Path, told: object) -> list[int]:
@@ -74,6 +90,28 @@ def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
     assert files.marks(path).offset_R.tolist() == list(range(10))
 
 
+def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_the_others(tmp_path: Path) -> None:
+    numbers = list(range(1, 12, 2))
+    plain, _ = Decoder(samples.schema(), {}.get).decode(samples.records(numbers))
+    first = next(r for r in range(len(numbers)) if len(set(plain.item_B[3 * r : 3 * r + 3])) == 3)  # of different items
+    archive(tmp_path, samples.records(numbers))
+    archive_corrections(tmp_path, [samples.corrected(numbers[first], 0, after=1.0, before=0.0)])
+    table, topics, found = SampleTable(str(tmp_path)), {**TOPICS, "corrections": "topic-2"}, {}
+    at = {("samples", 1): 0, ("corrections", 1): 0, ("corrections", 0): 0}
+    for labels, behind in (("latest", 1), ("as_streamed", 0)):
+        told = table.newest(dataclasses.replace(WANTED, labels=labels), topics)
+        assert told is not None
+        assert told.stream_behind(at) == {("samples", 1): 6, ("corrections", 1): behind, ("corrections", 0): 0}
+        session, files = table.opened(told, samples.schema())
+        found[labels] = files.batch(session.order.splits[0].path, 0, 6).label_BT[:, 0].tolist()
+        table.hold(told, f"session-{labels}", until_ms=1000)
+    assert found["as_streamed"] == plain.label_BT[:, 0].tolist()
+    corrected = plain.label_BT[:, 0].copy()
+    corrected[3 * first] = 1.0
+    assert found["latest"] == corrected.tolist()
+    assert len(held_versions(table.warehouse.store, "corrections", 999)) == 1, "of the one that has them"
+
+
 def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]), topic="deleted-since")
     with pytest.raises(ConfigError, match="expected an archive of topic samples with id topic-1, got one of another topic"):
@@ -103,5 +141,5 @@ def test_a_version_is_held_while_it_is_read(tmp_path: Path) -> None:
     told = table.newest(WANTED, TOPICS)
     assert told is not None
     table.hold(told, "session-a", until_ms=1000)
-    assert held_versions(table.store, "samples", 999) == {told.version}
-    assert held_versions(table.store, "samples", 1001) == set()
+    assert held_versions(table.warehouse.store, "samples", 999) == {told.version}
+    assert held_versions(table.warehouse.store, "samples", 1001) == set()
