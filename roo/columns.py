@@ -19,7 +19,9 @@ from roo.wire import MAX_WEIGHT
 from roo.wire_fields import BLOCK, BYTES
 
 Side = Literal["ro", "nro"]
-_DTYPES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")  # of `wire_fields.BLOCK`, whose numbers are 1 to 6
+_NAMES = ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")  # of `wire_fields.BLOCK`, whose numbers are 1 to 6
+_DTYPES = tuple(np.dtype(name) for name in _NAMES)
+_SIZES = tuple(dtype.itemsize for dtype in _DTYPES)
 
 
 class Columns(NamedTuple):
@@ -42,8 +44,8 @@ def columns_of(data: bytes) -> Columns:
     spans = _spans(data)
     if spans is None:
         return _columns_by_protobuf(data)
-    pairs = zip(_DTYPES, spans, strict=True)
-    return Columns._make(np.frombuffer(data, dtype, n // np.dtype(dtype).itemsize, at) for dtype, (at, n) in pairs)
+    parts = zip(_DTYPES, _SIZES, spans, NO_COLUMNS, strict=True)
+    return Columns._make([np.frombuffer(data, dtype, n // size, at) if n else none for dtype, size, (at, n), none in parts])
 
 
 def _spans(data: bytes) -> list[tuple[int, int]] | None:
@@ -55,7 +57,7 @@ def _spans(data: bytes) -> list[tuple[int, int]] | None:
             return None
         last = tag >> 3
         size, at = _varint(data, at + 1)
-        if not 0 <= size <= len(data) - at or size % np.dtype(_DTYPES[last - 1]).itemsize:
+        if not 0 <= size <= len(data) - at or size % _SIZES[last - 1]:
             return None
         spans[last - 1] = (at, size)
         at += size

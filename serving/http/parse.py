@@ -34,7 +34,7 @@ class JsonParser:
         self._types = build_types(schema)
         self._decoder = msgspec.json.Decoder(self._types.rank)
         self._nro = [(f"f{i}", f) for i, f in enumerate(schema.nro)]
-        self._ro = [(f"f{i}", f) for i, f in enumerate(schema.ro)]
+        self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
         """Raises RequestError 400 with the path of the field, 413 for more candidates or list entries than the schema takes."""
@@ -62,8 +62,13 @@ class JsonParser:
         return items
 
     def _request_values(self, ro: Any) -> dict[str, Any]:
-        values = {f.name: getattr(ro, name) for name, f in self._ro}
-        return {f.name: self._checked(f, values[f.name], f"$.ro.{f.name}") for _, f in self._ro if values[f.name] is not None}
+        out: dict[str, Any] = {}
+        for name, f, path in self._ro:
+            value = getattr(ro, name)
+            if value is not None:
+                plain = f.kind == "float" and -MAX_FLOAT <= value <= MAX_FLOAT
+                out[f.name] = value if plain else self._checked(f, value, path)
+        return out
 
     def _rows(self, candidates: list[Any]) -> dict[str, Any]:
         """Features beside `item_id`, in `nro`, or some here and some there."""

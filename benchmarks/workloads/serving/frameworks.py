@@ -132,7 +132,7 @@ def _asked(app: Application, body: bytes, media: bytes) -> Iterator[Work]:
         "raw_path": b"/v1/rank",
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", media), (b"content-length", str(len(body)).encode())],
+        "headers": [(b"content-type", media), (b"accept", media), (b"content-length", str(len(body)).encode())],
         "server": ("127.0.0.1", 80),
         "client": ("127.0.0.1", 1),
     }
@@ -150,8 +150,13 @@ def _asked(app: Application, body: bytes, media: bytes) -> Iterator[Work]:
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         loop.run_until_complete(one())
         said = b"".join(message.get("body", b"") for message in sent[1:])
-        assert sent[0]["status"] == 200 and len(msgspec.json.decode(said)["scores"]) == CANDIDATES, said[:200]
+        assert sent[0]["status"] == 200 and _num_scores(said, media) == CANDIDATES, said[:200]
         yield Work(lambda: loop.run_until_complete(one()))
+
+
+def _num_scores(said: bytes, media: bytes) -> int:
+    is_protobuf = media == MEDIA["protobuf"]
+    return len(pb.RankAnswer.FromString(said).scores if is_protobuf else msgspec.json.decode(said)["scores"])
 
 
 def schema_of() -> Schema:
