@@ -1,0 +1,121 @@
+"""A real API server on loopback, with etcd behind it; no container is started anywhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from infra.ports import HOST, Ports, responds
+from tests.k8s.binaries import SERVER, build
+from tests.k8s.manifests import CRDS
+
+TOKEN = "only-for-this-test"
+
+
+class ApiServer:
+    """`kubectl` speaks to it. Used as `with ApiServer(folder) as server`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._children = folder, list[subprocess.Popen[bytes]]()
+        self._ports = Ports()
+        self.port, self._etcd, self._peer = self._ports.draw(), self._ports.draw(), self._ports.draw()
+        self.config = folder / "kubeconfig"
+
+    def __enter__(self) -> Self:
+        self.programs = build((SERVER, "etcd"))
+        self._write_config()
+        self._start_etcd()
+        self._start_server()
+        self.until(lambda: self.kubectl("get", "--raw", "/readyz", check=False).stdout == "ok", "the API server is ready")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in reversed(self._children):
+            child.terminate()
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        self._ports.release()
+
+    def kubectl(
+        self, *arguments: str, stdin: str = "", check: bool = True, cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """One call. With `check`, an error of the server is the test's."""
+        command = (shutil.which("kubectl") or "kubectl", "--kubeconfig", str(self.config), *arguments)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=900, cwd=cwd)
+        assert not check or done.returncode == 0, f"{' '.join(arguments)}: {done.stderr}"
+        return done
+
+    def install_definitions(self) -> None:
+        """What operators would install before us."""
+        self.kubectl("apply", "--server-side", *(a for path in sorted(CRDS.glob("*.json")) for a in ("-f", str(path))))
+        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=300s")
+
+    def apply(self, objects: tuple[dict[str, Any], ...], *options: str) -> subprocess.CompletedProcess[str]:
+        """As a person would, refusing what the server doesn't know."""
+        return self.kubectl(
+            "apply", "--server-side", "--validate=strict", *options, "-f", "-", stdin=yaml.safe_dump_all(objects), check=False
+        )
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
+        """Wait for it; the logs' ends are in the error."""
+        end_s = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > end_s:
+                ends = {p.name: p.read_text(errors="replace")[-800:] for p in self.folder.glob("*.log")}
+                raise AssertionError(f"expected that {what}, got {ends}")
+            time.sleep(0.2)
+
+    def _start(self, program: str, *arguments: str) -> None:
+        with (self.folder / f"{program}.log").open("wb") as log:
+            command = (str(self.programs[program]), *arguments)
+            self._children.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder))
+
+    def _start_etcd(self) -> None:
+        url, peer = f"http://{HOST}:{self._etcd}", f"http://{HOST}:{self._peer}"
+        told = (f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}")
+        first = (f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}", "--unsafe-no-fsync")
+        self._start("etcd", f"--data-dir={self.folder / 'etcd'}", *told, *first, "--logger=zap", "--log-level=warn")
+        self.until(lambda: responds(f"{url}/health"), "etcd answers")
+
+    def _start_server(self) -> None:
+        key = self.folder / "accounts.key"
+        openssl = ("openssl", "genrsa", "-out", str(key), "2048")
+        subprocess.run(openssl, check=True, capture_output=True)
+        (self.folder / "tokens.csv").write_text(f"{TOKEN},admin,1,system:masters\n", encoding="utf-8")
+        accounts = (f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}")
+        self._start(
+            SERVER,
+            f"--etcd-servers=http://{HOST}:{self._etcd}",
+            *accounts,
+            f"--service-account-issuer=https://{HOST}",
+            f"--cert-dir={self.folder / 'certificates'}",
+            f"--secure-port={self.port}",
+            f"--bind-address={HOST}",
+            "--authorization-mode=RBAC",
+            f"--token-auth-file={self.folder / 'tokens.csv'}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--request-timeout=10m",  # a machine that is busy is slow, not wrong
+        )
+
+    def _write_config(self) -> None:
+        cluster = {"server": f"https://{HOST}:{self.port}", "insecure-skip-tls-verify": True}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "admin", "user": {"token": TOKEN}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+            "current-context": "test",
+        }
+        self.config.touch(mode=0o600)
+        self.config.write_text(yaml.safe_dump(config), encoding="utf-8")
