@@ -16,6 +16,8 @@ from roo.errors import RoostreamError
 from runtime.checkpoint_store import CheckpointStore
 
 MOST_OVER_READ = 0.08
+SMALL_BYTES = 4096
+"""So much may be read in vain whatever is needed: between columns lie some 70 bytes, in a tiny file more than 8 %."""
 
 
 class ByteRange(NamedTuple):
@@ -25,14 +27,15 @@ class ByteRange(NamedTuple):
     end: int
 
 
-def merged(needed: Iterable[ByteRange], over_read: float = MOST_OVER_READ) -> list[ByteRange]:
-    """The fewest ranges that hold all of `needed` and at most `over_read` times as many bytes that aren't needed.
+def merged(needed: Iterable[ByteRange], over_read: float = MOST_OVER_READ, small: int = SMALL_BYTES) -> list[ByteRange]:
+    """The fewest ranges that hold all of `needed` and at most `over_read` times as many bytes that aren't needed, or `small`
+    bytes, where that is more; with `over_read` 0 none.
 
     Holes are filled from the smallest on, of those alike the first, as long as the bound allows: columns of one width leave
     holes of one width, and a rule by width would have to fill all of these or none.
     """
     ranges = _joined(needed)
-    budget = over_read * sum(end - start for start, end in ranges)
+    budget = max(over_read * sum(end - start for start, end in ranges), small) if over_read else 0
     filled = set()
     for hole, n in sorted((b.start - a.end, n) for n, (a, b) in enumerate(itertools.pairwise(ranges))):
         budget -= hole

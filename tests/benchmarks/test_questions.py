@@ -12,6 +12,7 @@ import pytest
 from benchmarks import machine
 from benchmarks.peers import ROOT, PeerUnavailable, place_of
 from benchmarks.question import Subject
+from benchmarks.questions.data.warehouse_bytes import WAYS as WAYS_AT_REST
 from benchmarks.run import question_named, questions, with_before
 from benchmarks.workloads.sharing.architectures import ARCHITECTURES
 from benchmarks.workloads.sharing.finding import WAYS
@@ -93,6 +94,16 @@ ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
     "sharing.ladder": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
     "sharing.finding": [("found", [way, 3, 9, 16]) for way in WAYS],
     "sharing.log_batches": [("compressed", [key, 3, 9, 4]) for key in KEYS],
+    "warehouse.table_bytes": [
+        *(("written", ["EB-NeRD", 9, *how, 3]) for _, how in WAYS_AT_REST),
+        ("on_the_wire", ["EB-NeRD", 9, 3]),
+    ],
+    "warehouse.table_reads": [
+        *(("read", ["EB-NeRD", 9, rows, "user", share, 3]) for rows in ("requests", "impressions") for share in (1.0, 0.3, 0.1)),
+        ("decoded", ["EB-NeRD", 9, 3]),
+        *(("flattened", [how, 20, 50]) for how in ("columns", "map")),
+        *(("planned", [order, 0.08, 1.5]) for order in ("hash", "hit rate")),
+    ],
 }
 ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "commits": [("commits", [1000, 1, True]), ("commits", [1000, 1, False]), ("synced", [1000])],

@@ -87,9 +87,22 @@ def _time_ms(text: str) -> int:
 
 
 @functools.cache
+def mind_samples() -> tuple[Schema, list[Record]]:
+    """Samples of all of MIND's requests, in time order."""
+    edge = Edge(load_schema(Path(__file__).parent / "mind.toml"))
+    return edge.schema, list(_samples(edge, _mind_events(), 1 << 30, None))
+
+
 def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
     """All requests of EB-NeRD's first so many users, in time order, with histories of up to `history` clicks; and what serving
     would have logged of them."""
+    logged: list[Record] = []
+    schema, samples = ebnerd_samples(users, history, logged)
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged
+
+
+def ebnerd_samples(users: int, history: int, logged: list[Record] | None = None) -> tuple[Schema, list[Record]]:
+    """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     longer = [dataclasses.replace(f, max_len=history) if f.name == "history" else f for f in schema.ro]
     online = dataclasses.replace(schema.online, history_len=history)
@@ -98,9 +111,8 @@ def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
     seed(edge.counters, *ebnerd.histories([clicks]))
     chosen = sorted({hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items())[:users]
     theirs = {user for _, user in chosen}
-    logged: list[Record] = []
-    batch = _batch(edge, (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in theirs), 1 << 30, logged)
-    return batch, logged
+    events = (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in theirs)
+    return edge.schema, list(_samples(edge, events, 1 << 30, logged))
 
 
 def _batch(edge: Edge, events: Iterable[Event], most: int = _MOST_REQUESTS, logged: list[Record] | None = None) -> Batch:

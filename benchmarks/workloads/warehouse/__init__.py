@@ -1,0 +1,1 @@
+"""What benchmarks of the warehouse read and write."""

@@ -1,0 +1,99 @@
+"""A log's samples as rows of a file: requests or impressions, in one order or another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.workloads.sharing.logs import ebnerd_samples, mind_samples
+from roo.batch import Batch
+from roo.columnar import columns_of, forms, whole
+from roo.decode import Decoder
+from roo.schema import Schema
+from roo.wire import Record
+from warehouse import layout
+from warehouse.file_writer import FOOTER_KEY, FORMAT
+
+_HOUR_MS = 3_600_000
+_ALL = 1 << 30
+COUNTERS = ("clicks", "views", "expected", "ctr")
+
+
+class Log(NamedTuple):
+    """All of it as one batch, and as the records that it came from."""
+
+    schema: Schema
+    records: list[Record]
+    batch: Batch
+
+
+@functools.cache
+def log(name: str, history: int, users: int = _ALL) -> Log:
+    """`name`: EB-NeRD or MIND; MIND's histories are what its lines have."""
+    schema, records = ebnerd_samples(users, history) if name == "EB-NeRD" else mind_samples()
+    batch, rejects = Decoder(whole(schema), {schema.fingerprint: schema}.get).decode(records)
+    assert not rejects, rejects[0]
+    return Log(schema, records, batch)
+
+
+def without_counters(its: Log) -> Log:
+    """Of a candidate's floats those that count are left out: noise that hides what rows share."""
+    kept = tuple(f for f in its.schema.nro if not f.name.startswith(COUNTERS))
+    schema = dataclasses.replace(its.schema, nro=kept, transforms=())
+    batch, _ = Decoder(whole(schema), {its.schema.fingerprint: its.schema}.get).decode(its.records)
+    return Log(schema, its.records, batch)
+
+
+def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
+    """Row group by row group. `rows`: requests or impressions. `order`: time, user, or mixed: shuffled within each hour, as dense
+    traffic interleaves what users do."""
+    batch = its.batch
+    user_R = batch.ro_lists.values_of("user")
+    time_R = batch.time_ms_R
+    keys_R = [time_R] if order == "time" else [time_R, user_R]
+    if rows == "requests":
+        at_R = np.lexsort(keys_R)
+        for piece in _pieces(at_R, layout.ROWS_OF_GROUP):
+            yield batch.take_requests(piece)
+        return
+    index_B = batch.request_index_B
+    place_B = np.arange(len(index_B))
+    keys = [key[index_B] for key in keys_R]
+    if order == "mixed":
+        keys = [np.random.default_rng(0).random(len(index_B)), time_R[index_B] // _HOUR_MS]
+    for at_B in _pieces(np.lexsort([place_B, *keys]), layout.ROWS_OF_GROUP * 11):
+        yield batch.take(index_B[at_B], at_B, np.arange(len(at_B)), np.ones(len(at_B), dtype=np.int32))
+
+
+def _pieces(at: np.ndarray, size: int) -> list[np.ndarray]:
+    return [at[n : n + size] for n in range(0, len(at), size)]
+
+
+def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> bytes:
+    """The file: a row group a piece. `encoding`: ours, or what pyarrow takes by itself (dictionaries for all)."""
+    chosen = forms(schema)
+    names = layout.ordered(chosen)
+    options: dict[str, Any] = layout.writer_options(chosen)
+    if encoding == "pyarrow":
+        options = {"compression": "zstd", "compression_level": 3}
+    out, said = pa.BufferOutputStream(), {FOOTER_KEY: b'{"format": %d}' % FORMAT}
+    with pq.ParquetWriter(out, layout.arrow_schema(chosen, names).with_metadata(said), **options) as writer:
+        for piece in pieces:
+            table = layout.to_arrow(columns_of(piece), chosen, names, piece.num_candidates_R)
+            writer.write_table(table.replace_schema_metadata(said), row_group_size=len(table))
+    return out.getvalue().to_pybytes()
+
+
+def sampled(schema: Schema, share: float) -> frozenset[str]:
+    """So many of the features, the same for the same share; at a tenth without lists of requests, which are most of the bytes."""
+    features = [f.name for f in (*schema.ro, *schema.nro) if share > 0.15 or not (f.is_list and f in schema.ro)]
+    count = max(round(share * len((*schema.ro, *schema.nro))), 1)
+    chosen = np.random.default_rng(1).choice(len(features), size=min(count, len(features)), replace=False)
+    found = {features[n] for n in chosen}
+    return frozenset(found | {"history"} if share > 0.15 else found)

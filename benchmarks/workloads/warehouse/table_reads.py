@@ -1,0 +1,171 @@
+"""A file of a log's samples to batches, and what features cost as columns or as a map."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.question import Work
+from benchmarks.workloads.warehouse import rows_at_rest
+from roo.columnar import projected
+from roo.decode import Decoder
+from runtime.checkpoint_store import FileStore
+from warehouse.byte_ranges import ByteRange, merged
+from warehouse.data_file import DataFile
+from warehouse.file_reader import SampleFile
+
+_POLL = 512
+
+
+@contextlib.contextmanager
+def read(name: str, history: int, rows: str, order: str, share: float = 1.0, users: int = 1 << 30) -> Iterator[Work]:
+    """File → batch, row group by row group, of this share of the features; units are impressions."""
+    its = rows_at_rest.log(name, history, users)
+    reader = its.schema if share == 1.0 else projected(its.schema, rows_at_rest.sampled(its.schema, share))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "samples" / "x.parquet"
+        path.parent.mkdir()
+        path.write_bytes(rows_at_rest.written(rows_at_rest.ordered(its, rows, order), its.schema))
+        count = its.batch.num_requests if rows == "requests" else its.batch.num_candidates
+        opened = SampleFile(FileStore(folder), "samples", _file(path, count, its.schema.fingerprint))
+
+        def step() -> None:
+            for group in range(len(opened.rows_of_groups)):
+                opened.read(its.schema, reader, [group])
+
+        def figures() -> dict[str, float]:
+            opened.source.num_requests = opened.source.num_bytes = 0
+            step()
+            return {
+                "reads a row group": opened.source.num_requests / len(opened.rows_of_groups),
+                "bytes read an impression": opened.source.num_bytes / its.batch.num_candidates,
+            }
+
+        told = figures()
+        yield Work(step, its.batch.num_candidates, lambda: told)
+
+
+def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
+    """What a log would say of it."""
+    return DataFile(
+        path=path.name,
+        bytes=path.stat().st_size,
+        rows=rows,
+        candidates=0,
+        day=date(1970, 1, 1),
+        partition=0,
+        fingerprint=fingerprint,
+        first_offset=0,
+        last_offset=0,
+        first_close_ms=0,
+        last_close_ms=0,
+    )
+
+
+@contextlib.contextmanager
+def decoded(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
+    """The wire's decoder on the same samples, in polls; units are impressions."""
+    its = rows_at_rest.log(name, history, users)
+    decoder = Decoder(its.schema, {its.schema.fingerprint: its.schema}.get)
+
+    def step() -> None:
+        for at in range(0, len(its.records), _POLL):
+            decoder.decode(its.records[at : at + _POLL])
+
+    yield Work(step, its.batch.num_candidates)
+
+
+_WIDE, _WANTED, _COVERAGE, _ROWS = 1000, 100, 0.45, 4096
+
+
+@contextlib.contextmanager
+def flattened(how: str, features: int = _WIDE, rows: int = _ROWS) -> Iterator[Work]:
+    """A tenth of many floats, which are there in 45 % of the rows, to a matrix: from a column each, or from one map column."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(rows, features)).astype(np.float32)
+    there = rng.random((rows, features)) < _COVERAGE
+    wanted = np.sort(rng.choice(features, max(features * _WANTED // _WIDE, 1), replace=False))
+    table = _columns(values, there) if how == "columns" else _map(values, there)
+    out = pa.BufferOutputStream()
+    split = {"column_encoding": dict.fromkeys(table.column_names, "BYTE_STREAM_SPLIT"), "use_dictionary": False}
+    pq.write_table(table, out, compression="zstd", compression_level=3, **(split if how == "columns" else {}))
+    data = out.getvalue()
+    read = _of_columns if how == "columns" else _of_map
+    expected = np.where(there, values, np.float32(np.nan))[:, wanted]
+    assert np.array_equal(read(data, wanted, features), expected, equal_nan=True)
+    yield Work(lambda: read(data, wanted, features), rows, lambda: {"bytes a row": len(data) / rows})
+
+
+def _columns(values: np.ndarray, there: np.ndarray) -> pa.Table:
+    nothing = np.float32(np.nan)
+    return pa.table({f"f{n}": np.where(there[:, n], values[:, n], nothing) for n in range(values.shape[1])})
+
+
+def _map(values: np.ndarray, there: np.ndarray) -> pa.Table:
+    offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
+    keys = np.nonzero(there)[1].astype(np.int32)
+    return pa.table({"features": pa.MapArray.from_arrays(pa.array(offsets), pa.array(keys), pa.array(values[there]))})
+
+
+def _of_columns(data: pa.Buffer, wanted: np.ndarray, features: int) -> np.ndarray:
+    table = pq.read_table(pa.BufferReader(data), columns=[f"f{n}" for n in wanted], use_threads=False)
+    return np.stack([column.to_numpy() for column in table.columns], axis=1)
+
+
+def _of_map(data: pa.Buffer, wanted: np.ndarray, features: int) -> np.ndarray:
+    column = pq.read_table(pa.BufferReader(data), use_threads=False)["features"].combine_chunks()
+    array = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    place = np.full(features, -1)
+    place[wanted] = np.arange(len(wanted))
+    to = place[array.keys.to_numpy()]
+    row = np.repeat(np.arange(len(array)), np.diff(array.offsets.to_numpy()))
+    out = np.full((len(array), len(wanted)), np.nan, dtype=np.float32)
+    out[row[to >= 0], to[to >= 0]] = array.items.to_numpy()[to >= 0]
+    return out
+
+
+_FLOAT_BYTES, _LIST_BYTES, _FLOATS, _JOBS = 2 << 10, 35 << 10, 700, 40
+
+
+@functools.cache
+def _odds(exponent: float) -> np.ndarray:
+    """How likely a job asks for each of a thousand features: by a power of its rank, a tenth on average, in no order."""
+    weights, low, high = np.arange(1, _WIDE + 1) ** -exponent, 0.0, 1e7
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(weights * middle, 0.98).mean() < 0.1 else (low, middle)
+    return np.random.default_rng(99).permutation(np.minimum(weights * low, 0.98))
+
+
+@functools.cache
+def _jobs(count: int, seed: int, exponent: float) -> list[np.ndarray]:
+    """What jobs ask for."""
+    rng = np.random.default_rng(seed)
+    return [np.flatnonzero(rng.random(_WIDE) < _odds(exponent)) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
+    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns; units are jobs."""
+    sizes = np.where(np.random.default_rng(3).permutation(_WIDE) < _FLOATS, _FLOAT_BYTES, _LIST_BYTES)
+    rates = np.bincount(np.concatenate(_jobs(_JOBS, 1, exponent)), minlength=_WIDE)
+    by = {"hash": np.random.default_rng(5).permutation(_WIDE), "hit rate": np.argsort(-rates, kind="stable")}[order]
+    starts = np.zeros(_WIDE, dtype=np.int64)
+    starts[by] = np.cumsum(sizes[by]) - sizes[by]
+    needed = [[ByteRange(int(starts[f]), int(starts[f] + sizes[f])) for f in job] for job in _jobs(_JOBS, 2, exponent)]
+    plans = [merged(ranges, over_read) for ranges in needed]
+    asked = sum(end - start for ranges in needed for start, end in ranges)
+    read = sum(end - start for plan in plans for start, end in plan)
+    told = {
+        "reads a row group": sum(map(len, plans)) / len(plans),
+        "bytes read of those needed": read / asked,
+    }
+    yield Work(lambda: [merged(ranges, over_read) for ranges in needed], len(needed), lambda: told)
