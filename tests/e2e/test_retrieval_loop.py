@@ -55,11 +55,9 @@ def sample_of(stack: Stack, request_id: str) -> Any:
     reader = KafkaReader.open(Broker(stack.endpoints.kafka), "test", reading)
     reader.seek(dict.fromkeys(reading.partitions, 0))
     try:
-        found, idle = [], 0
-        while idle < 3:
-            records = reader.poll(1000, 0.5)
-            idle = 0 if records else idle + 1
-            for record in records:
+        found = []
+        for _ in range(20):  # others' samples never end
+            for record in reader.poll(5000, 0.25):
                 kind, message = wire.decode(record.value)
                 if kind == wire.SAMPLE and message.header.request_id == request_id:
                     found.append(message)
