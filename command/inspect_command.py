@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 @click.group()
 def inspect() -> None:
-    """Look at what a program has saved, or at data.
+    """Look at what a program has saved, at data, or whether what was scored is what was logged.
 
     \b
     Example:
       roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
       roostream inspect dedupe --schema my_site.toml monday.jsonl
       roostream inspect feature warehouse/ history
+      roostream inspect skew --lists 500
     """
 
 

@@ -1,0 +1,65 @@
+"""A declared cross counter: read for the page that the client names, scored, and logged as scored."""
+
+from __future__ import annotations
+
+import numpy as np
+from serving_fakes import FakeHydrator, FakeRows
+
+from models.config import RankerConfig
+from roo import roo_pb2 as pb
+from roo.block import decode_block
+from roo.online.counters import Counters
+from roo.online.entity_fields import FieldReader
+from serving.http.engage import EngagementParser
+from serving.http.parse import JsonParser
+from serving.rank import Hydration, RankService
+from serving.scorer import first_version
+from serving.versions.held import Versions
+from tests.roo.online.counter_oracle import T0, schema_with
+
+SCHEMA = schema_with(
+    [
+        {"name": "here", "entity": ["page", "item"], "event": "order"},
+        {"name": "orders", "entity": "user", "event": "order", "aggregation": "history"},
+    ]
+)
+BODY = b'{"user_id": 7, "session_id": 1, "ro": {"page": ["home"]}, "candidates": [{"item_id": 5}, {"item_id": 6}]}'
+MODEL = RankerConfig(request_layers=(4,), history_attention=False)
+
+
+def ranked(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool]:
+    service = RankService(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA), hydrator)
+    done = service.rank(JsonParser(SCHEMA).parse(body), T0 + 1000)
+    return pb.Impression.FromString(done.record.value[2:]), done.answer.degraded
+
+
+def counted() -> Counters:
+    """An order of item 6 on the page."""
+    counters, reader, header = Counters(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
+    counters.apply_impression(7, [6], T0, reader.of_values(header, {"page": ["home"]}, {}, 1))
+    counters.apply_engagement(7, 6, "order", 1.0, T0 + 1, reader.of_header(header))
+    return counters
+
+
+def test_what_was_counted_here_is_scored_and_logged() -> None:
+    impression, degraded = ranked(counted())
+    nro = decode_block(SCHEMA, "nro", impression.nro, 2)
+    assert nro["here"].tolist() == [0.0, 1.0] and not degraded
+    assert decode_block(SCHEMA, "ro", impression.ro, 1)["orders"] == [6]
+    elsewhere, _ = ranked(counted(), BODY.replace(b"home", b"cart"))
+    assert decode_block(SCHEMA, "nro", elsewhere.nro, 2)["here"].tolist() == [0.0, 0.0]
+    nowhere, _ = ranked(counted(), BODY.replace(b'"page": ["home"]', b""))
+    assert np.isnan(decode_block(SCHEMA, "nro", nowhere.nro, 2)["here"]).all(), "an unknown page is missing, as it is scored"
+
+
+def test_without_redis_it_is_missing_and_the_answer_says_so() -> None:
+    away = FakeHydrator()
+    away.away = True
+    impression, degraded = ranked(away)
+    assert degraded and np.isnan(decode_block(SCHEMA, "nro", impression.nro, 2)["here"]).all()
+    assert "orders" not in decode_block(SCHEMA, "ro", impression.ro, 1)
+
+
+def test_an_action_that_a_counter_names_is_used_by_engagements() -> None:
+    parser = EngagementParser(SCHEMA, strict=True)
+    assert parser.unused(["order", "click", "like"]) == ["like"]
