@@ -157,7 +157,7 @@ def _shown(name: str, value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, Path):
         return str(value.relative_to(ROOT) if value.is_absolute() else value)
-    return "none" if value in ("", None) else str(value)
+    return "none" if value in ("", None) else str(value).replace(f"{ROOT}/", "")
 
 
 _HEAD = ("| option | default | meaning |", "|---|---|---|")
