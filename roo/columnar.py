@@ -196,7 +196,7 @@ def batch_of(reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.nda
     """
     r, b = len(counts_R), int(counts_R.sum(dtype=np.int64))
     index_B = np.repeat(np.arange(r), counts_R)
-    arrays: dict[str, np.ndarray] = {f"{name}_R": columns[name].values for name in REQUEST if name != "weight"}
+    arrays: dict[str, Any] = {f"{name}_R": columns[name].values for name in REQUEST if name != "weight"}
     arrays |= {f"{name}_B": columns[name].values for name in CANDIDATE}
     return Batch(
         schema=reader,
@@ -211,7 +211,7 @@ def batch_of(reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.nda
     )
 
 
-def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], index_B: np.ndarray) -> dict[str, np.ndarray]:
+def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], index_B: np.ndarray) -> dict[str, Any]:
     shape = (len(index_B), len(labels))
     absent = {"label": 0.0, "score": np.nan}
     out = {array: np.full(shape, absent[what], dtype=np.float32) for what, array in _BY_LABEL.items()}

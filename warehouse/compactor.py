@@ -28,7 +28,6 @@ from warehouse.file_writer import FilePlace, FileRows, write_rows
 from warehouse.latest_labels import read_latest
 from warehouse.pins import held_versions
 from warehouse.place import Warehouse
-from warehouse.popularity import asked, column_order, hit_rates
 
 log = logging.getLogger("roostream.compactor")
 _RETIRED = "compact/retired"
@@ -129,7 +128,7 @@ class Compactor:
     def _written(self, seal: Seal) -> tuple[list[DataFile], int]:
         """New files, and behind which offset of corrections they hold all."""
         made: list[DataFile] = []
-        rates, folded = hit_rates(asked(self.warehouse.store)), 0
+        order, folded = self.warehouse.column_order(), 0
         for fingerprint in sorted({file.fingerprint for file in seal.files}):
             files = [file for file in seal.files if file.fingerprint == fingerprint]
             writer = writer_of(files[0], self.warehouse.registry)
@@ -138,7 +137,6 @@ class Compactor:
             rows = with_latest(merged_rows([self._rows(file) for file in files]), writer, latest)
             self.warehouse.samples.widen(rows.forms)
             place = FilePlace(table=SAMPLES, day=seal.day, partition=seal.partition, fingerprint=fingerprint, sealed=True)
-            order = column_order(writer, rates)
             made += [write_rows(self.warehouse.store, piece, place, order) for piece in cut(rows, self.config.most_rows)]
         return made, folded
 

@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from roo.columnar import Form
+from roo.errors import CheckpointError
 from roo.schema import Registry
 from roo.schema_registry import open_registry
 from runtime.checkpoint_store import CheckpointStore, open_store
@@ -18,6 +21,9 @@ from warehouse.archive import CORRECTIONS, SAMPLES
 from warehouse.data_file import DataFile
 from warehouse.delta_table import WarehouseTable
 from warehouse.file_reader import SampleFile
+
+COLUMN_ORDER = "popularity/columns"
+"""A JSON list of names of columns, those that are asked for most first; absent = as declared."""
 
 
 class Warehouse:
@@ -50,3 +56,16 @@ class Warehouse:
     def open_file(self, table: str, file: DataFile) -> SampleFile:
         """Raises as `SampleFile`."""
         return SampleFile(self.store, table, file)
+
+    def column_order(self) -> list[str]:
+        """Names of columns, those that are asked for most first; [] where nobody has told. UnavailableError: not now."""
+        try:
+            return [str(name) for name in json.loads(self.store.get(COLUMN_ORDER))]
+        except (CheckpointError, ValueError):
+            return []
+
+
+def forms_of(file: SampleFile, known: dict[str, Form]) -> dict[str, Form]:
+    """Those of `known` that the file has."""
+    there = set(file.footer.schema.to_arrow_schema().names)
+    return {name: form for name, form in known.items() if name in there}

@@ -29,8 +29,7 @@ from warehouse.compactor import Compactor, folded_name
 from warehouse.compactor_program import Rounds
 from warehouse.config import CompactorConfig
 from warehouse.latest_labels import Latest, of, overlay, read_latest
-from warehouse.place import Warehouse
-from warehouse.popularity import note_asked
+from warehouse.place import COLUMN_ORDER, Warehouse
 from warehouse.rebuild import rebuilt
 
 SCHEMA = rich_schema()
@@ -185,15 +184,16 @@ def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Pat
     assert latest.label_BT[latest.request_index_B == row][1].tolist() == [1.0, 0.0], "those folded before are folded still"
 
 
-def test_features_that_sessions_ask_for_most_lie_in_front(tmp_path: Path) -> None:
+def test_columns_that_are_asked_for_most_come_first(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
-    for n, features in enumerate(({"age", "tags"}, {"age"})):
-        note_asked(Warehouse(tmp_path).store, f"s{n}", features, n)
+    Warehouse(tmp_path).store.put(COLUMN_ORDER, b'["nro__age", "gone__feature", "ro__tags"]')
     seal_all(a_compactor(tmp_path))
     warehouse = Warehouse(tmp_path)
     (file,) = [f for f in warehouse.samples.snapshot().files if f.sealed]
-    names = [n for n in warehouse.open_file("samples", file).footer.schema.to_arrow_schema().names if "ro__" in n]
-    assert names[:3] == ["nro__age", "ro__tags", "ro__tags__weights"]
+    names = warehouse.open_file("samples", file).footer.schema.to_arrow_schema().names
+    assert names[:4] == ["offset", "close_ms", "nro__age", "ro__tags"]
+    warehouse.store.put(COLUMN_ORDER, b"no list")
+    assert warehouse.column_order() == []
 
 
 def test_of_two_compactors_one_seals_and_nothing_is_twice(tmp_path: Path) -> None:
