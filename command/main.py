@@ -24,7 +24,7 @@ from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
-from command.placement_command import placement
+from command.plan.placement_command import placement
 from command.plan.plan_command import plan_command
 from command.replay.cli import Duration, check, replay
 from command.train.train_command import train

@@ -1,1 +1,1 @@
-"""`roostream plan`: how much of everything a deployment needs, from what benchmarks have measured."""
+"""How much of everything a deployment needs, and which owner its rows would have: `roostream plan`, `roostream placement`."""
