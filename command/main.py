@@ -238,7 +238,7 @@ def audit(home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, 
       roostream audit --home .roostream
       roostream audit --kafka kafka:9092 --prefix site. --partitions 16 --window 30m
     """
-    from command.audit_command import Topics, run
+    from command.audit.audit_command import Topics, run
     from infra.options import settle_ms
 
     topics = Topics(kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms))

@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException
 
-from command import sums
+from command.audit import sums
 from infra.logs import last_lines
 from roo.errors import RoostreamError, UnavailableError
 from runtime import scrape

@@ -253,7 +253,7 @@ KINDS = (  # in order of starting
         name="auditor",
         help="Add up the topics, so that every event is accounted for.",
         config="command.config:AuditorConfig",
-        run="command.auditor_program:run",
+        run="command.audit.auditor_program:run",
         own=_auditor,
         stop_rank=StopRank.FEATURES,
     ),

@@ -15,8 +15,8 @@ from pathlib import Path
 LEAST_OF_ALL, LEAST_OF_A_FILE = 90.0, 70.0
 
 REASONS: dict[str, str] = {
-    "command/audit_command.py": "starts or asks a real broker; tests/e2e. What it counts with is accounts.py",
-    "command/auditor_program.py": "imports and runs a program; tests/e2e",
+    "command/audit/audit_command.py": "starts or asks a real broker; tests/e2e. What it counts with is accounts.py",
+    "command/audit/auditor_program.py": "imports and runs a program; tests/e2e",
     "command/control.py": "starts and stops a whole stack in the background; tests/e2e",
     "command/demo.py": "a whole stack with a live table; tests/e2e and `make demo`",
     "command/replay/through_stack.py": "a replay through a whole stack; tests/e2e",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.workloads import data
-from command.auditor import Auditor
+from command.audit.auditor import Auditor
 from infra.child import Child
 from infra.options import StackOptions
 from infra.restart import RestartPolicy

@@ -65,7 +65,7 @@ def archive_log(
     known = warehouse.samples.snapshot()
     if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(_partitions(replay))):
         raise _there_already(place)
-    files = _Files(warehouse, schema, told)
+    files = _Landing(warehouse, schema, told)
     log, topics = open_log(replay, schema), LocalTopics(schema)
     engine = LocalEngine(JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get)
     for record in log.records:
@@ -93,7 +93,7 @@ def digest_of(paths: Sequence[str], schema: Schema) -> str:
     return f"log-{its.hexdigest()}"
 
 
-class _Files:
+class _Landing:
     """Samples by partition, and the files that were made of them; nobody names these yet."""
 
     def __init__(self, warehouse: Warehouse, schema: Schema, told: Archived) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from command.accounts import Accounts
+from command.audit.accounts import Accounts
 from command.replay.findings import Findings
 from roo.schema import Schema
 from roo.wire import Record

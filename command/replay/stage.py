@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from command.accounts import Accounts
+from command.audit.accounts import Accounts
 from command.replay.findings import Findings
 from roo import wire
 from roo.schema import Schema

@@ -24,8 +24,8 @@ from typing import Any
 import tomli_w
 from confluent_kafka import KafkaException
 
-from command.accounts import Accounts
-from command.auditor import Auditor
+from command.audit.accounts import Accounts
+from command.audit.auditor import Auditor
 from command.replay.choices import choices_of, joiner_settings
 from command.replay.findings import Findings
 from command.replay.stage import Outcome, Stage, Training

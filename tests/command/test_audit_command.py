@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from command import audit_command
-from command.audit_command import Topics
+from command.audit import audit_command
+from command.audit.audit_command import Topics
 from infra.broker_alone import broker_alone
 from infra.home import Home
 from infra.options import StackOptions

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from command import audit_file
-from command.auditor import AUDITED, Auditor
+from command.audit import audit_file
+from command.audit.auditor import AUDITED, Auditor
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import UnavailableError

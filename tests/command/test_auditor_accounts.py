@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from command.accounts import Accounts, features_hash
-from command.ledger import DEAD, FOLDED, SEEN, Ledger
+from command.audit.accounts import Accounts, features_hash
+from command.audit.ledger import DEAD, FOLDED, SEEN, Ledger
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.ids import key_bytes, sample_id
@@ -462,7 +462,7 @@ def test_a_trainer_that_is_behind_a_horizon_still_predicts() -> None:
 
 
 def test_samples_that_wait_for_training_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("command.accounts._MOST_UNPREDICTED", 10)
+    monkeypatch.setattr("command.audit.accounts._MOST_UNPREDICTED", 10)
     accounts = accounts_of([sample(f"r{n}") for n in range(25)])
     assert accounts.sums().unpredicted == 25 and 5 <= len(accounts.untrained) == len(accounts._untrained_at) <= 10
 

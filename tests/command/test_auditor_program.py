@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from command import audit_file
-from command.auditor import Auditor
-from command.auditor_program import Books
+from command.audit import audit_file
+from command.audit.auditor import Auditor
+from command.audit.auditor_program import Books
 from command.config import AuditorConfig
 from infra.kinds import BY_NAME
 from infra.options import StackOptions, demo

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from command import status, sums
+from command import status
+from command.audit import sums
 from command.demo import ConsoleHandler, Show
 from infra.home import Home
 from infra.stack import Stack

@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
-from command import status, sums
+from command import status
 from command import status_table as table
-from command.accounts import Accounts
+from command.audit import sums
+from command.audit.accounts import Accounts
 from runtime import scrape
 from runtime.exports import Exports
 from runtime.scrape import Scraped

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from command.auditor import Auditor
+from command.audit.auditor import Auditor
 from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roo.errors import UnavailableError

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from command.sums import Sums
+from command.audit.sums import Sums
 from features.updater import FeatureMetrics
 from joiner.meters import Meters
 from param_server.main import _HELPS as SHARD

@@ -13,9 +13,9 @@ import click
 from rich.console import Console
 
 from command import status_table as table
-from command.auditor import Auditor
+from command.audit.auditor import Auditor
+from command.audit.sums import Sums, state_of
 from command.config import HORIZON_MS
-from command.sums import Sums, state_of
 from infra.broker_alone import broker_alone
 from infra.home import Home
 from roo.errors import SetupError, UnavailableError

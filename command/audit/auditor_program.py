@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from command import audit_file, sums
-from command.auditor import AUDITED, Auditor
+from command.audit import audit_file, sums
+from command.audit.auditor import AUDITED, Auditor
 from command.config import AuditorConfig
 from roo.errors import UnavailableError
 from runtime import metrics, program

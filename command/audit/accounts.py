@@ -1,4 +1,4 @@
-"""G1 and G2 as sums over the topics themselves. Pure: records in, numbers out; `command.auditor` reads them from Kafka.
+"""G1 and G2 as sums over the topics themselves. Pure: records in, numbers out; `command.audit.auditor` reads them from Kafka.
 
     distinct engagements = folded + corrected + only in a repeated sample + dead-lettered + pending
     distinct requests    = sampled + only dead-lettered + pending
@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import xxhash
 
-from command.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
-from command.sums import Sums
+from command.audit.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
+from command.audit.sums import Sums
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import WireError

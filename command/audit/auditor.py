@@ -1,4 +1,4 @@
-"""The auditor: reads the topics, oldest record first, and keeps the sums of `command.accounts` current.
+"""The auditor: reads the topics, oldest record first, and keeps the sums of `command.audit.accounts` current.
 
 1 go on from what was saved, or from the oldest records
 2 where retention has deleted records, leave out all events of before them: their counterparts may be gone
@@ -12,9 +12,9 @@ import logging
 import uuid
 from collections.abc import Callable
 
-from command.accounts import Accounts
-from command.audit_file import Saved
-from command.sums import Sums
+from command.audit.accounts import Accounts
+from command.audit.audit_file import Saved
+from command.audit.sums import Sums
 from roo.errors import UnavailableError
 from roo.wire import Record
 from runtime.clock import Clock, SystemClock
