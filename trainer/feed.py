@@ -169,6 +169,10 @@ class Feed(Protocol):
             UnavailableError: a push failed: there can be no cut.
         """
 
+    def pause(self) -> None:
+        """When it returns nothing is being read, so whoever asks the source is answered; what was read stays, and `claimed` reads
+        on."""
+
     def forget(self) -> None:
         """The loop is being restored: what is on its way is void, and none of it will be given. The loop seeks behind this,
         so no thread may touch source or loop when it returns, until `claimed` is called again."""
@@ -200,6 +204,9 @@ class SerialFeed:
 
     def drain(self) -> None:
         """Nothing is on its way."""
+
+    def pause(self) -> None:
+        """Nothing is read but in a call."""
 
     def forget(self) -> None:
         self._num_ahead = 0

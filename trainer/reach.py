@@ -60,6 +60,9 @@ class Reach:
         if self.is_trained:
             trained = self.loop.own.progress
             trained.update({p: max(trained[p], end) for p, end in self._ends.items() if p in trained})
+        if not self.is_initial:
+            return
+        self.loop.feed.pause()
         for partition, newest in self.loop.source.newest_ids(self.loop.own.progress).items():
             self.loop.own.know(partition, *newest)
 

@@ -134,3 +134,18 @@ def test_ahead_of_training_nothing_is_read_that_a_serial_loop_would_not(ends: tu
     with pipelined(records, exact=exact) as piped:
         assert run(piped.built) == serial
     assert [offsets for _, offsets, _ in serial[0]] == [[*ends], [24, 24]]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("told", [None, epoch(1, 12, 12)])
+def test_a_cut_waits_for_no_record_where_nothing_comes(told: dict[str, Any] | None) -> None:
+    """Reading ahead waits for more, in the source's thread, which is asked nothing then."""
+    with pipelined(samples.records(list(range(1, 25)))) as piped:
+        reach, loop = Reach(piped.built.loop), piped.built.loop
+        reach.begin(told)
+        while piped.built.offsets() != [12, 12]:
+            loop.step()
+        assert not loop.step() and piped.feed._asked, "a read is under way"
+        reach.settle()
+        loop.feed.drain()
+        assert piped.built.offsets() == [12, 12] and not loop.step()

@@ -122,6 +122,9 @@ class PipelinedFeed:
         self.rows.wait()
         self._void()
 
+    def pause(self) -> None:
+        self._stop_reading()
+
     def forget(self) -> None:
         self._stop_reading()
         self._void()
