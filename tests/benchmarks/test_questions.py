@@ -43,6 +43,12 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("dense", [4, 3, 2]),
         ("sparse", [4, 3]),
     ],
+    "placing.plans": [
+        *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
+        ("loaded", [5, 4, "row hash", 0]),
+        *((f, [0]) for f in ("foretold", "drawn")),
+        ("profiled", [4]),
+    ],
     "poll_decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
     "rpc_ours": [
         ("send", [4096]),
@@ -54,6 +60,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
+    "selecting.rotations": [("rotations", [{}, 0, 1, 600])],
     "serving.one_request": [
         ("endpoint", [3]),
         *(

@@ -29,7 +29,10 @@ QUESTION = Question(
                 unit="comparisons",
                 shows="cost",
                 clock="cpu",
-                subjects=(Subject("expected against drawn", f"{_HERE}:foretold", (seed,)),),
+                subjects=(
+                    Subject("expected", f"{_HERE}:foretold", (seed,)),
+                    Subject("drawn 20 times", f"{_HERE}:drawn", (seed,), "peer"),
+                ),
             )
             for seed in range(3)
         ),
@@ -41,7 +44,7 @@ QUESTION = Question(
 Rows dealt out cyclically, each table from another owner on, are even to 1.05 or better, for nothing; whole tables are not.
 Expected unique rows are to be within 2 % of drawn ones.
 
-What a row takes is the simulator's own time, and of no interest; its figures are the answer. `imbalance` is owners · most / sum
+What a mix takes is the simulator's own time, and of no interest; its figures are the answer. `imbalance` is owners · most / sum
 of bytes. `step_s` follows from assumed constants and is not a measurement: on two real processes such a model was wrong by 29 %
 in the median.""",
 )

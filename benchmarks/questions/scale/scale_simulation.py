@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from benchmarks.question import Question, Row, Subject
+from benchmarks.question import Question, Role, Row, Subject
 
 _AT = "benchmarks.workloads.sizes.simulated:training"
 _STEPS = 20
 
 
-def _subject(workers: int, shards: int, batch: int, named: str = "", **scene: Any) -> Subject:
+def _subject(workers: int, shards: int, batch: int, named: str = "", role: Role = "ours", **scene: Any) -> Subject:
     words = (
         f"{workers} worker{'s' * (workers > 1)}, {shards:,} shard{'s' * (shards > 1)}, steps of {batch:,}",
         named,
     )
-    return Subject("; ".join(filter(None, words)), _AT, (workers, shards, batch, {"steps": _STEPS, **scene}))
+    return Subject("; ".join(filter(None, words)), _AT, (workers, shards, batch, {"steps": _STEPS, **scene}), role)
 
 
 QUESTION = Question(
@@ -25,7 +25,7 @@ QUESTION = Question(
             unit="requests",
             subjects=(
                 _subject(100, 1000, 65_536),
-                _subject(1, 2, 512),
+                _subject(1, 2, 512, "as measured", "peer"),
                 _subject(4, 4, 4096),
                 _subject(16, 16, 4096),
                 _subject(64, 16, 4096),
@@ -40,8 +40,8 @@ QUESTION = Question(
             unit="requests",
             subjects=(
                 _subject(100, 1000, 65_536),
-                _subject(100, 1000, 65_536, "no stragglers", straggles=0.0),
-                _subject(100, 1000, 65_536, "no machine is lost", lost_after_s=1e12),
+                _subject(100, 1000, 65_536, "no stragglers", "limit", straggles=0.0),
+                _subject(100, 1000, 65_536, "no machine is lost", "limit", lost_after_s=1e12),
                 _subject(100, 1000, 65_536, "a machine is lost a day after it was started", lost_after_s=86_400.0),
                 _subject(100, 1000, 65_536, "a lost machine takes 5 minutes", replaced_s=300.0),
             ),

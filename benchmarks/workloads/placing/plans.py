@@ -16,7 +16,7 @@ from placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, u
 from roo.decode import Decoder
 from roo.lookup import build_lookup
 
-_DRAWS = 20
+_DRAWS, _IDS = 20, 4096
 
 
 @contextlib.contextmanager
@@ -60,19 +60,34 @@ def loaded(num_tables: int, owners: int, way: Strategy, seed: int) -> Iterator[W
 
 @contextlib.contextmanager
 def foretold(seed: int) -> Iterator[Work]:
-    """Expected unique rows against draws, over tables within the ranges that can be drawn."""
+    """Expected unique rows, over tables within the ranges that can be drawn. Figures: beside draws of them."""
+    tables = _tables(seed)
+    expected: list[float] = []
+
+    def step() -> None:
+        expected[:] = [uniques(t, _IDS) for t in tables]
+
+    def figures() -> dict[str, float]:
+        random = np.random.default_rng(seed)
+        ratios = [rows / _drawn(t, _IDS, random) for rows, t in zip(expected, tables, strict=True)]
+        return {"least predicted / drawn": min(ratios), "most predicted / drawn": max(ratios)}
+
+    yield Work(step, 1.0, figures)
+
+
+@contextlib.contextmanager
+def drawn(seed: int) -> Iterator[Work]:
+    """The same by drawing ids, as often as what is expected is held against."""
+    tables, random = _tables(seed), np.random.default_rng(seed)
+    yield Work(lambda: [_drawn(t, _IDS, random) for t in tables], 1.0)
+
+
+def _tables(seed: int) -> list[DrawnTable]:
     random = np.random.default_rng(seed)
-    tables = [
+    return [
         DrawnTable(name=f"t{n}", rows=int(rows), dim=8, valency=1.0, exponent=float(exponent))
         for n, (rows, exponent) in enumerate(zip(10 ** random.uniform(2, 6, 14), random.uniform(0.6, 1.2, 14), strict=True))
     ]
-    figures: dict[str, float] = {}
-
-    def step() -> None:
-        ratios = [uniques(t, 4096) / _drawn(t, 4096, random) for t in tables]
-        figures.update({"least predicted / drawn": min(ratios), "most predicted / drawn": max(ratios)})
-
-    yield Work(step, 1.0, lambda: dict(figures))
 
 
 def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:

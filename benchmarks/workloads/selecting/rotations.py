@@ -37,12 +37,13 @@ _AT = (("samples", 0),)
 
 
 @contextlib.contextmanager
-def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all rotations; its figures are means over them."""
+def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS, most_inputs: int | None = None) -> Iterator[Work]:
+    """`settings`: of the loop, as in a worker's TOML. A step is all rotations; its figures are means over them. `most_inputs`: of
+    what is trained, and of what is predicted."""
     figures: dict[str, float] = {}
 
     def step() -> None:
-        told = [_rotation(settings, seed, test) for test in range(most_parts)]
+        told = [_rotation(settings, seed, test, most_inputs) for test in range(most_parts)]
         figures.clear()
         figures.update({name: float(np.mean([one[name] for one in told])) for name in told[0]})
         figures.update({f"log loss {test}": one["log loss"] for test, one in enumerate(told)})
@@ -53,16 +54,16 @@ def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS) -
     yield Work(step, lambda: figures["inputs"] * most_parts, lambda: dict(figures), took_s)
 
 
-def _rotation(settings: Mapping[str, Any], seed: int, test: int) -> dict[str, float]:
+def _rotation(settings: Mapping[str, Any], seed: int, test: int, most: int | None) -> dict[str, float]:
     criteo = has_criteo()
-    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo)]
+    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo)][:most]
     with tempfile.TemporaryDirectory() as folder:
         loop = _loop(_renumbered(train), settings, seed, folder)
         began_s = time.process_time()
         while loop.step() or loop.finish():
             pass
         cpu_s = time.process_time() - began_s
-        found = _judge(loop, list(part(test, criteo=criteo)))
+        found = _judge(loop, list(part(test, criteo=criteo))[:most])
     total = loop.outcomes.total
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
