@@ -24,7 +24,21 @@ from roo.errors import ConfigError, RoostreamError
 from roo.schema import Schema
 
 OUR_NAMES = frozenset(
-    {"command", "features", "infra", "joiner", "models", "param_server", "roo", "runtime", "serving", "traffic", "trainer"}
+    {
+        "command",
+        "features",
+        "infra",
+        "joiner",
+        "models",
+        "param_server",
+        "placement",
+        "roo",
+        "runtime",
+        "serving",
+        "traffic",
+        "trainer",
+        "warehouse",
+    }
 )
 _FORM = "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
 _SHOWN = 12  # hex digits of a digest
