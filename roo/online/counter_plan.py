@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+from roo.online.column_ops import FIRST, NEWEST, SHARE
 from roo.online.counter_declaration import SHOWN, CounterDeclaration, built_in
 from roo.online.entity_state import StateForm
-from roo.online.event_rows import FIRST, NEWEST, SHARE, Column, RowLayout, total, value, window
+from roo.online.event_rows import Column, RowLayout, total, value, window
 from roo.schema import Schema
 
 OWN_OF_REQUEST = ("user", "session", "surface", "hour", "weekday")

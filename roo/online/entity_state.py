@@ -15,8 +15,9 @@ import numpy as np
 
 from roo.errors import CheckpointError
 from roo.ids import table_id
+from roo.online.column_ops import NEWEST, SUM
 from roo.online.counter_declaration import SHOWN
-from roo.online.event_rows import NEWEST, REFERENCE, SUM, Column, RowLayout
+from roo.online.event_rows import REFERENCE, Column, RowLayout
 
 MAX_TABLE_ROWS = 512
 _ROW = 0
