@@ -60,7 +60,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
-    "selecting.rotations": [("rotations", [{}, 0, 1, 600])],
+    "selecting.rotations": [("rotations", [{}, 0, 1, 200])],
     "serving.one_request": [
         ("endpoint", [3]),
         *(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.question import Question, Row, Subject, Told
-from benchmarks.workloads.selecting.logs import has_criteo
+from benchmarks.workloads.sharing.shared_data import CRITEO, absent
 
 _HERE = "benchmarks.workloads.selecting.rotations:rotations"
-_WITHOUT = "" if has_criteo() else "Criteo's sample is not on this machine (ROOSTREAM_BENCH_DATA names the folder above it)"
+_WITHOUT = absent(CRITEO)
 OFF = "every push"
 
 

@@ -6,12 +6,12 @@ Criteo: 6 parts of 10,000 impressions, 13 floats, 26 ids, a click in 3.2 %. Each
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
+import itertools
 from typing import Any
 
 import numpy as np
 
+from benchmarks.workloads.sharing.shared_data import CRITEO
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.block import encode_nro, encode_ro
@@ -20,7 +20,6 @@ from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from roo.wire import Record
 
-CRITEO = Path(os.environ.get("ROOSTREAM_BENCH_DATA", "/work/shared/data")) / "criteo"
 PARTS, NUM_FLOATS, NUM_TABLES = 6, 13, 26
 _T0_MS = 1_700_000_000_000
 _DRAWN_ROWS = 2_000  # of a part of the drawn log
@@ -41,13 +40,12 @@ def schema() -> Schema:
 
 
 @functools.cache
-def part(number: int, *, criteo: bool) -> tuple[Record, ...]:
-    """A part's impressions as samples, each its own request; ids are drawn by their place, so every run has the same."""
-    labels, floats, ids = _criteo(number) if criteo else _drawn(number)
-    first = number * 1_000_000
-    return tuple(
-        _record(first + n, label, float_F, id_K) for n, (label, float_F, id_K) in enumerate(zip(labels, floats, ids, strict=True))
-    )
+def part(number: int, *, criteo: bool, most: int | None = None) -> tuple[Record, ...]:
+    """A part's first `most` impressions (None: all) as samples, each its own request; ids are drawn by their place, so every run
+    has the same."""
+    labels, floats, ids = _criteo(number, most) if criteo else _drawn(number)
+    first, rows = number * 1_000_000, itertools.islice(zip(labels, floats, ids, strict=True), most)
+    return tuple(_record(first + n, label, float_F, id_K) for n, (label, float_F, id_K) in enumerate(rows))
 
 
 def _record(number: int, label: float, floats: list[float | None], ids: list[int | None]) -> Record:
@@ -71,10 +69,10 @@ def _record(number: int, label: float, floats: list[float | None], ids: list[int
     return Record("samples", 0, number, time_ms, sample_id.to_bytes(8, "little"), wire.encode(wire.SAMPLE, message))
 
 
-def _criteo(number: int) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
+def _criteo(number: int, most: int | None) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
     from pyarrow import orc
 
-    table = orc.read_table(CRITEO / f"part-{number}.orc").to_pydict()
+    table = orc.read_table(CRITEO / f"part-{number}.orc").slice(0, most).to_pydict()
 
     def column(name: str) -> list[Any]:
         return [x[0] if x else None for x in table[name]]

@@ -39,7 +39,7 @@ _AT = (("samples", 0),)
 @contextlib.contextmanager
 def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS, most_inputs: int | None = None) -> Iterator[Work]:
     """`settings`: of the loop, as in a worker's TOML. A step is all rotations; its figures are means over them. `most_inputs`: of
-    what is trained, and of what is predicted."""
+    each part."""
     figures: dict[str, float] = {}
 
     def step() -> None:
@@ -56,14 +56,14 @@ def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS, m
 
 def _rotation(settings: Mapping[str, Any], seed: int, test: int, most: int | None) -> dict[str, float]:
     criteo = has_criteo()
-    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo)][:most]
+    train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo, most=most)]
     with tempfile.TemporaryDirectory() as folder:
         loop = _loop(_renumbered(train), settings, seed, folder)
         began_s = time.process_time()
         while loop.step() or loop.finish():
             pass
         cpu_s = time.process_time() - began_s
-        found = _judge(loop, list(part(test, criteo=criteo))[:most])
+        found = _judge(loop, list(part(test, criteo=criteo, most=most)))
     total = loop.outcomes.total
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}

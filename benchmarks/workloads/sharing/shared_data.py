@@ -6,6 +6,7 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data"
 EBNERD, MIND = _FOLDER / "ebnerd_week1", _FOLDER / "mind"
+CRITEO = _FOLDER / "criteo"
 
 
 def absent(folder: Path) -> str:
