@@ -124,11 +124,21 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
+STARTS_PROGRAMS = {"serving.end_to_end", "serving.restart", "serving.swap", "training_workers"}
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 
+def small() -> list[Any]:
+    """Those that start programs are for `make e2e`."""
+    return [
+        pytest.param(module, *case, marks=[pytest.mark.slow] * (module in STARTS_PROGRAMS))
+        for module, cases in SMALL.items()
+        for case in cases
+    ]
+
+
 @pytest.mark.timeout(400)  # peers that are programs of several processes start slowly on a busy machine
-@pytest.mark.parametrize(("module", "function", "arguments"), [(m, *case) for m, cases in SMALL.items() for case in cases])
+@pytest.mark.parametrize(("module", "function", "arguments"), small())
 def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: list[Any]) -> None:
     with getattr(importlib.import_module(f"benchmarks.workloads.{module}"), function)(*arguments) as work:
         work.step()

@@ -17,7 +17,7 @@ from runtime.kafka.reading import Reading
 from runtime.kafka.topics import SAMPLES, all_partitions
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_ITEMS, SHOWN = 200, 5
 CASCADE = 'kind = "cascade"\n[retrieval]\nwidth = 8\n'
