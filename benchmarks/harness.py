@@ -127,6 +127,8 @@ def _run_row(row: Row, question: Question, stands: _Stands) -> _Turns:
 
 def _row(row: Row, runs: Sequence[_Turns]) -> dict[str, Any]:
     out: dict[str, Any] = {"name": row.name, "unit": row.unit, "shows": row.shows, "clock": row.clock}
+    if row.time:
+        out["time"] = row.time
     if row.skipped:
         return out | {"skipped": row.skipped, "subjects": [], "ratios": []}
     if row.derives is not None:

@@ -51,6 +51,7 @@ class Row:
     subjects: tuple[Subject, ...]  # the first is the one that the others are compared with
     shows: Shows = "rate"  # units a second, or microseconds a unit
     clock: Clock = "wall"  # cpu: time of the subject's process, where one thread does all of the work
+    time: str = ""  # what the subjects' own time is, where they tell it (`Work.took_s`) and it is no clock on the wall
     derives: Callable[[Mapping[str, Told]], Mapping[str, float]] | None = None  # figures of the row, from its subjects in one run
     skipped: str = ""  # why it can't be asked here; "" = it can
 

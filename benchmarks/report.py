@@ -77,7 +77,7 @@ def table(row: Mapping[str, Any]) -> str:
     if "skipped" in row:
         return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"
-    clock = "CPU time" if row["clock"] == "cpu" else "wall time"
+    clock = row.get("time") or ("CPU time" if row["clock"] == "cpu" else "wall time")
     figure = f"{unit}/s" if rate else f"µs a {unit.removesuffix('es') if unit.endswith('ches') else unit.removesuffix('s')}"
     lines = [f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"]
     lines.append("|---|---:|---|---:|---|")

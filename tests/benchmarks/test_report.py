@@ -106,6 +106,10 @@ def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
     assert "| b (limit) | 5 | 4 .. 8 | 0.5 | 0.4 .. 0.6 |" in table(row(shows="cost"))
 
 
+def test_time_that_is_no_clocks_is_called_by_its_name() -> None:
+    assert "things/s (simulated time)" in table(row(time="simulated time"))
+
+
 def test_a_peer_that_was_not_there_is_a_line_without_figures() -> None:
     gone = {"name": "p", "role": "peer", "unavailable": "no network"}
     assert "| p (peer) | peer unavailable: no network |" in table(row(subjects=[row()["subjects"][0], gone], ratios=[]))

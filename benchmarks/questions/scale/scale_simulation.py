@@ -23,6 +23,7 @@ QUESTION = Question(
         Row(
             name="requests trained, simulated",
             unit="requests",
+            time="simulated time",
             subjects=(
                 _subject(100, 1000, 65_536),
                 _subject(1, 2, 512, "as measured", "peer"),
@@ -38,6 +39,7 @@ QUESTION = Question(
         Row(
             name="the same with one thing left out, or worse, simulated",
             unit="requests",
+            time="simulated time",
             subjects=(
                 _subject(100, 1000, 65_536),
                 _subject(100, 1000, 65_536, "no stragglers", "limit", straggles=0.0),

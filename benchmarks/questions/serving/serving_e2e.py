@@ -14,6 +14,7 @@ def _at(times: float, name: str) -> Row:
     return Row(
         name=f"requests a second of CPU time, {_CANDIDATES} candidates, {name}",
         unit="requests",
+        time="CPU time of its programs",
         subjects=(
             _with("ours, JSON", "ours", "json", "ours", times),
             _with("FastAPI + Pydantic, JSON", "fastapi", "json", "peer", times),
