@@ -26,6 +26,8 @@ class Answered(NamedTuple):
     took_s: float
     late_s: float
     says_when: bool  # has a Retry-After
+    number: int = 0  # of the request, in their order
+    body: bytes = b""  # where clients keep it
 
 
 @dataclass(slots=True)
@@ -35,15 +37,16 @@ class _Line:
     socket: socket.socket
     due_s: float = 0.0
     late_s: float = 0.0
+    number: int = 0
     received: bytearray = field(default_factory=bytearray)
 
 
 class Clients:
     """Connections are kept and used again until an answer says that it is their last; more are opened when all are busy, up to
-    `most`. Nothing is tried twice. Close it to close them."""
+    `most`. Nothing is tried twice. With `keeps_bodies` answers have what they said. Close it to close them."""
 
-    def __init__(self, address: tuple[str, int], requests: Sequence[bytes], most: int) -> None:
-        self.address, self.requests, self.most = address, requests, most
+    def __init__(self, address: tuple[str, int], requests: Sequence[bytes], most: int, keeps_bodies: bool = False) -> None:
+        self.address, self.requests, self.most, self.keeps_bodies = address, requests, most, keeps_bodies
         self._idle: list[_Line] = []
         self._busy: dict[int, _Line] = {}
         self._poll = select.epoll()
@@ -76,6 +79,13 @@ class Clients:
                 self._send(time.perf_counter())
         return out + self._give_up()
 
+    def begin_anew(self) -> None:
+        """Without the connections of before: who was asked may have closed them in the meantime."""
+        for line in self._idle:
+            self._poll.unregister(line.socket.fileno())
+            line.socket.close()
+        self._idle.clear()
+
     def close(self) -> None:
         for line in (*self._idle, *self._busy.values()):
             line.socket.close()
@@ -88,9 +98,10 @@ class Clients:
         if line is None:
             return False
         line.due_s, line.late_s = due_s, time.perf_counter() - due_s
+        line.number = self._sent % len(self.requests)
         self._busy[line.socket.fileno()] = line
         try:
-            line.socket.sendall(self.requests[self._sent % len(self.requests)])
+            line.socket.sendall(self.requests[line.number])
         except ConnectionError:
             self._drop(line.socket.fileno())
             return False
@@ -116,7 +127,7 @@ class Clients:
                 out += [Answered(0, 0.0, 0.0, False)] if line is not None else []
                 continue
             line.received += came
-            if answered := _whole(line):
+            if answered := _whole(line, self.keeps_bodies):
                 out.append(answered)
                 is_last = _LAST in line.received
                 line.received.clear()
@@ -151,7 +162,7 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-def _whole(line: _Line) -> Answered | None:
+def _whole(line: _Line, keeps_body: bool) -> Answered | None:
     """The answer, once its head and as many bytes as it says are here."""
     end = line.received.find(_END)
     if end < 0:
@@ -160,7 +171,9 @@ def _whole(line: _Line) -> Answered | None:
     size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
     if len(line.received) < end + len(_END) + size:
         return None
-    return Answered(int(head[9:12]), time.perf_counter() - line.due_s, line.late_s, b"\nretry-after: " in head)
+    body = bytes(line.received[end + len(_END) :]) if keeps_body else b""
+    took_s = time.perf_counter() - line.due_s
+    return Answered(int(head[9:12]), took_s, line.late_s, b"\nretry-after: " in head, line.number, body)
 
 
 def rank_request(body: bytes, media: str = "application/json") -> bytes:

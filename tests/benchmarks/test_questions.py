@@ -63,6 +63,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "selecting.rotations": [("rotations", [{}, 0, 1, 200])],
     "serving.one_request": [
         ("endpoint", [3]),
+        ("endpoint", [3, "protobuf"]),
         *(
             ("stage", [name, 3])
             for name in ("whole", "parse", "parse_and_encode", "to_batch", "look_up", "gather", "forward", "modules")

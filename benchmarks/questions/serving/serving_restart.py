@@ -3,11 +3,11 @@
 from benchmarks.question import Question, Role, Row, Subject
 
 _ROLLED = "benchmarks.workloads.serving.restart:rolled"
-_RESTARTS, _CLIENTS, _CANDIDATES = 10, 16, 20
+_RESTARTS, _FEW_RESTARTS, _CLIENTS, _CANDIDATES = 10, 3, 16, 20
 
 
-def _with(name: str, drain_ms: int, role: Role) -> Subject:
-    return Subject(name, _ROLLED, (_RESTARTS, _CLIENTS, drain_ms, _CANDIDATES), role)
+def _with(name: str, restarts: int, drain_ms: int, role: Role) -> Subject:
+    return Subject(name, _ROLLED, (restarts, _CLIENTS, drain_ms, _CANDIDATES), role)
 
 
 QUESTION = Question(
@@ -15,16 +15,17 @@ QUESTION = Question(
     asks="How many requests fail while serving is restarted?",
     rows=(
         Row(
-            name=f"rank requests of {_CLIENTS} clients over {_RESTARTS} rolling restarts, answered 200",
+            name=f"rank requests of {_CLIENTS} clients over rolling restarts, answered 200",
             unit="requests",
             subjects=(
-                _with("connections take leave", 1000, "ours"),
-                _with("connections are closed at once, as uvicorn does", 0, "limit"),
+                _with("connections take leave", _RESTARTS, 1000, "ours"),
+                _with("connections are closed at once, as uvicorn does", _FEW_RESTARTS, 0, "limit"),
             ),
         ),
     ),
     means="""\
-A serving program is started on the port of one that answers (`reuse_port`); once it listens, the old one gets SIGTERM; ten times.
+A serving program is started on the port of one that answers (`reuse_port`); once it listens, the old one gets SIGTERM; ten
+times (three, where connections are closed at once, which is soon seen).
 Sixteen clients of Python's standard library keep their connections and ask on each again 50 ms after an answer. Nothing is tried
 twice: whatever isn't a 200 counts as failed, also a connection that was closed under a request, which HTTP lets a client of an
 idempotent request try again. The target: none. A client that is told with an answer that it was the connection's last opens

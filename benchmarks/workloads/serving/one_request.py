@@ -27,10 +27,12 @@ from roo.online.entity_fields import NO_FIELDS, EntityFields
 from roo.schema import Schema
 from runtime.clock import FakeClock
 from serving.build import Parts
+from serving.client.said import impression_of
 from serving.config import ServingConfig
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.http.app import HttpInterface
+from serving.http.body import JSON, PROTOBUF
 from serving.http.parse import JsonParser
 from serving.rank import RankService
 from serving.request import RequestBlocks
@@ -129,8 +131,9 @@ def stage(name: str, candidates: int) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def endpoint(candidates: int) -> Iterator[Work]:
-    """What the server calls for a request, without its socket: admission, the whole, the feature log, the answer's body."""
+def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
+    """What the server calls for a request, without its socket: admission, the whole, the feature log, the answer's body.
+    `form`: json, protobuf."""
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(asyncio.new_event_loop()) as loop:
         home, case = Path(folder), Case(candidates)
         settings = ServingConfig(
@@ -153,12 +156,14 @@ def endpoint(candidates: int) -> Iterator[Work]:
         )
         asked = HttpInterface(parts)
         try:
-            yield Work(lambda: loop.run_until_complete(_answer(asked, case.body)))
+            body = case.body if form == "json" else impression_of(msgspec.json.decode(case.body), case.schema)
+            media = PROTOBUF if form == "protobuf" else JSON
+            yield Work(lambda: loop.run_until_complete(_answer(asked, body, media.encode())))
         finally:
             parts.log.close()
 
 
-async def _answer(asked: HttpInterface, body: bytes) -> None:
+async def _answer(asked: HttpInterface, body: bytes, media: bytes) -> None:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -167,7 +172,7 @@ async def _answer(asked: HttpInterface, body: bytes) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", media), (b"accept", media)]
     await asked({"type": "http", "method": "POST", "path": "/v1/rank", "headers": headers, "query_string": b""}, receive, send)
     assert sent[0]["status"] == 200, sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from benchmarks.workloads.shared import Shared
 
 DEADLINE_MS = 1000
 _MOST_CONNECTIONS = 900
-_CAPACITY_S, _WARM_S = 3.0, 2.0
+_CAPACITY_S, _WARM_S, _FIRST_S = 3.0, 2.0, 0.5
 _LINES = 4  # in the closed loop that says the capacity: one is scored while others are parsed
 _BUSY = (429, 503)
 
@@ -22,30 +23,35 @@ _BUSY = (429, 503)
 class Served:
     """A running program and what it can answer a second, all of it within the deadline."""
 
-    def __init__(self, program: ServingProgram, requests: Sequence[bytes]) -> None:
-        self.cpu_s = program.cpu_s
-        self.clients = Clients(program.address, requests, _MOST_CONNECTIONS)
+    def __init__(self, program: ServingProgram, requests: Sequence[bytes], keeps_bodies: bool = False) -> None:
+        self.program = program
+        self.clients = Clients(program.address, requests, _MOST_CONNECTIONS, keeps_bodies)
         self.clients.closed_loop(_LINES, _WARM_S)
         self.capacity = len(in_time(self.clients.closed_loop(_LINES, _CAPACITY_S))) / _CAPACITY_S
 
 
 class Load:
-    """Requests at random times (Poisson), `times` the capacity, for `seconds` a step."""
+    """Requests at random times (Poisson), `times` the capacity, for `seconds` a step. The first step, which nobody counts, is
+    short: `Served` has warmed the program."""
 
     def __init__(self, served: Served, times: float, seconds: float) -> None:
         self.served, self.seconds, self.rate = served, seconds, times * served.capacity
         self.answered: list[Answered] = []
-        self._cpu_s = 1.0
+        self.cpu_s = 1.0  # that the program took for the last step
+        self._steps_s = itertools.chain([min(_FIRST_S, seconds)], itertools.repeat(seconds))
         self._random = random.Random(int(times * 100))
 
     def step(self) -> None:
+        seconds, before_s = next(self._steps_s), self.served.program.cpu_s()
+        self.answered = self.ask(seconds)
+        self.cpu_s = max(self.served.program.cpu_s() - before_s, 1e-3)
+
+    def ask(self, seconds: float) -> list[Answered]:
         due_s, at_s = [], self._random.expovariate(self.rate)
-        while at_s < self.seconds:
+        while at_s < seconds:
             due_s.append(at_s)
             at_s += self._random.expovariate(self.rate)
-        before_s = self.served.cpu_s()
-        self.answered = self.served.clients.open_loop(due_s)
-        self._cpu_s = max(self.served.cpu_s() - before_s, 1e-3)
+        return self.served.clients.open_loop(due_s)
 
     def units(self) -> float:
         """Of the last step."""
@@ -58,7 +64,7 @@ class Load:
         refused = [a for a in self.answered if a.status in _BUSY]
         return {
             "asked a second": asked / self.seconds,
-            "in time for a CPU second of serving": self.units() / self._cpu_s,
+            "in time for a CPU second of serving": self.units() / self.cpu_s,
             "refused %": 100 * len(refused) / asked,
             "refused without Retry-After %": 100 * sum(not a.says_when for a in refused) / asked,
             "late or failed %": 100 * (asked - len(in_time(self.answered)) - len(refused)) / asked,

@@ -32,8 +32,25 @@ class ServingProgram(NamedTuple):
 
     address: tuple[str, int]
     store: Path  # that it follows
-    cpu_s: Callable[[], float]  # its own so far
+    pid: int
     stop: Callable[[], int]  # as a supervisor does; its exit code
+
+    def cpu_s(self) -> float:
+        """Its own so far, with that of the processes that it started."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes())
+
+    def pause(self) -> None:
+        """Until `go_on` it takes no time from anybody."""
+        for process in self._processes():
+            process.suspend()
+
+    def go_on(self) -> None:
+        for process in reversed(self._processes()):
+            process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        own = psutil.Process(self.pid)
+        return [own, *own.children(recursive=True)]
 
 
 @contextlib.contextmanager
@@ -50,10 +67,9 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
                 os.sched_setaffinity(0, CORES[-1:])
                 try:
-                    process = psutil.Process(child.pid)
-                    cpu_s: Callable[[], float] = lambda: sum(process.cpu_times()[:2])
                     said: list[str] = []
-                    yield ServingProgram(_address(child, said), Path(folder) / "store", cpu_s, lambda: _stopped(child, said))
+                    address = _address(child, said)
+                    yield ServingProgram(address, Path(folder) / "store", child.pid, lambda: _stopped(child, said))
                 finally:
                     child.kill()
         finally:

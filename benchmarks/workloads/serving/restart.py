@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import socket
 import threading
 import time
@@ -47,10 +48,11 @@ class KeptClient(threading.Thread):
 
 
 class Rolling:
-    """So many restarts a step, with so many clients."""
+    """So many restarts a step, with so many clients; in the first step, which nobody counts, none."""
 
     def __init__(self, restarts: int, num_clients: int, drain_ms: int, candidates: int) -> None:
         self.restarts, self.num_clients, self.drain_ms = restarts, num_clients, drain_ms
+        self._steps = itertools.chain([0], itertools.repeat(restarts))
         self._bodies = bodies_of(candidates)[:num_clients]
         self._clients: list[KeptClient] = []
         self._unclean = 0
@@ -64,7 +66,7 @@ class Rolling:
             for client in self._clients:
                 client.start()
             try:
-                for _ in range(self.restarts):
+                for _ in range(next(self._steps)):
                     new, new_ended = self._started(port, all_)
                     self._unclean += old.stop() != 0
                     ended.close()

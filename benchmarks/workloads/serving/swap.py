@@ -8,38 +8,55 @@ import re
 import statistics
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
+from benchmarks.workloads.open_load import Answered, rank_request
 from benchmarks.workloads.serving.overload import DEADLINE_MS, Load, Served
-from benchmarks.workloads.serving.program import requests_of, serving_program
+from benchmarks.workloads.serving.program import bodies_of, serving_program
 from benchmarks.workloads.shared import Shared
 from models.build import build_model, load_model_config
+from param_server.replica.replica import Replica
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from runtime.manifest import Manifest
+from serving.http.parse import JsonParser
+from serving.rank import RankService
+from serving.scorer import build_version
+from serving.versions.held import Versions
 
 EVERY_S = 1.05  # a little longer than serving takes to look again
 _KEPT = 3
+_TOLERANCE = 1e-5
 
 
 class Commits:
-    """Commits of a model as a trainer makes them, with two sets of weights in turns."""
+    """Commits of a model as a trainer makes them, with two sets of weights in turns. Both give other scores than the initial
+    weights, and than each other."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.seq = FileStore(folder), 0
         self.schema, self.model = data.demo_schema(), load_model_config("")
-        weights = build_model(self.schema, self.model, 0).state_dict()
-        scaled = ({f"model.{name}": (t * scale).numpy() for name, t in weights.items()} for scale in (1.0, 1.01))
-        self._files = [tensor_file.encode(tensors, {}) for tensors in scaled]
+        initial, rng = build_model(self.schema, self.model, 0).state_dict(), torch.Generator().manual_seed(0)
+        self.weights = [{name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in initial.items()} for _ in range(2)]
+        files = ({f"model.{name}": t.numpy() for name, t in weights.items()} for weights in self.weights)
+        self._files = [tensor_file.encode(tensors, {}) for tensors in files]
+
+    def weights_of(self, version: str) -> int:
+        """Which of `weights`."""
+        return int(version.rpartition("-")[2]) % len(self.weights)
 
     def commit(self) -> None:
         self.seq += 1
-        file = manifests.store_file(self.store, manifests.dense_name(self.seq, 1), self._files[self.seq % 2])
+        file = manifests.store_file(self.store, manifests.dense_name(self.seq, 1), self._files[self.seq % len(self._files)])
         manifest = Manifest(
             seq=self.seq,
             incarnation=1,
@@ -70,16 +87,42 @@ class Commits:
 
 
 class Loaded:
-    """A serving program under load, and the store that it follows."""
+    """A serving program under load, the store that it follows, and what it should answer."""
 
-    def __init__(self, served: Served, commits: Commits, address: tuple[str, int]) -> None:
+    def __init__(self, served: Served, commits: Commits, expected_2RnT: list[np.ndarray]) -> None:
         self.served, self.commits = served, commits
-        self._url = "http://{}:{}/metrics".format(*address)
+        self._expected_2RnT = expected_2RnT
+        self._url = "http://{}:{}/metrics".format(*served.program.address)
 
     def num_swaps(self) -> int:
         with urllib.request.urlopen(self._url, timeout=30) as answer:
             found = re.search(rb"^roostream_serving_version_swaps (\S+)", answer.read(), re.MULTILINE)
         return int(float(found[1])) if found else 0
+
+    def is_right(self, answered: Answered) -> bool:
+        """Whether its scores are those of the version that it names, for the request that it answers."""
+        told = msgspec.json.decode(answered.body)
+        expected_nT = self._expected_2RnT[self.commits.weights_of(told["model_version"])][answered.number]
+        return bool(np.allclose([list(row.values()) for row in told["scores"]], expected_nT, rtol=0, atol=_TOLERANCE))
+
+
+def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
+    """Scores [requests, n, T] by either set of weights. AssertionError: a request has the same scores by both."""
+    schema, replica, parser = commits.schema, Replica(commits.schema, 0), JsonParser(commits.schema)
+    both = []
+    for weights in commits.weights:
+        service = RankService(schema, Versions(build_version("1-1", schema, commits.model, 0, weights)), replica)
+        scored = (service.rank(parser.parse(body), data.T0_MS).answer for body in bodies)
+        both.append(np.stack([answer.scores_nT for answer in scored]))
+    assert (np.abs(both[0] - both[1]).max((1, 2)) > 10 * _TOLERANCE).all()
+    return both
+
+
+def timeless(body: bytes) -> bytes:
+    """With the hour of the day given, so that its scores don't depend on when it is asked."""
+    asked = msgspec.json.decode(body)
+    asked["ro"]["hour_of_day"] = 12.0
+    return msgspec.json.encode(asked)
 
 
 class SwappedLoad(Load):
@@ -108,6 +151,7 @@ class SwappedLoad(Load):
             "swaps": self._num_swaps,
             "asked": len(self.answered),
             "failed": sum(a.status != 200 for a in self.answered),
+            "other scores than its version's": sum(a.status == 200 and not self._loaded.is_right(a) for a in self.answered),
             "p50, ms": statistics.median(took_ms),
             "p99, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
             "most that a request was sent late, ms": 1e3 * max((a.late_s for a in self.answered), default=0.0),
@@ -127,9 +171,10 @@ def _open(candidates: int) -> Iterator[Loaded]:
     with serving_program(deadline_ms=DEADLINE_MS) as program:
         commits = Commits(program.store)
         commits.commit()
-        served = Served(program, requests_of(candidates))
+        bodies = [timeless(body) for body in bodies_of(candidates)]
+        served = Served(program, [rank_request(body) for body in bodies], keeps_bodies=True)
         try:
-            yield Loaded(served, commits, program.address)
+            yield Loaded(served, commits, expected(commits, bodies))
         finally:
             served.clients.close()
 
