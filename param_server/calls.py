@@ -29,7 +29,7 @@ class Calls:
         """One call.
 
         Raises:
-            FencedError: `incarnation` is not the shard's.
+            FencedError: `incarnation` is not the shard's, or a key's bucket isn't.
             UnavailableError: RESTORE has not come, or not worked, yet; or other workers' pushes of this step didn't come.
             SchemaError, WireError: what was sent doesn't fit; nothing of it was applied.
         """
@@ -44,9 +44,12 @@ class Calls:
                 return {"applied": self._push(header, arrays)}, ()
             case "scan":
                 return self._scan(header)
+            case "owners":
+                (incarnation, _), owners = self.shard.read([]), self.shard.owners
+                return {"incarnation": incarnation, "version": owners.version, "num_owners": owners.num_owners}, [owners.owner_B]
             case "stats":
                 return self.shard.stats(), ()
-        raise RoostreamError(f"expected a call of pull, push, read, scan or stats, got {method!r}")
+        raise RoostreamError(f"expected a call of owners, pull, push, read, scan or stats, got {method!r}")
 
     def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
         asked = self._asked(header, arrays, 3)
@@ -73,9 +76,7 @@ class Calls:
         says [bucket, incarnation, sequence, settles at], see `server.BucketPage`."""
         table = self._table(header.get("stack", ""))
         cursor, limit = integer(header, "cursor"), min(integer(header, "limit"), MAX_SCAN_ROWS)
-        left = [bucket for bucket in self.shard.identity.buckets if bucket >= cursor]
-        pages = self.shard.scan(table, left, limit)
-        left = left[len(pages) :]
+        pages, left = self.shard.scan(table, cursor, limit)
         answer = {
             "cursor": left[0] if left else -1,
             "incarnation": max((p.incarnation for p in pages), default=0),

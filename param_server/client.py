@@ -23,6 +23,7 @@ from roo.schema import Schema
 from runtime.backoff import Backoff
 from runtime.clock import Clock, SystemClock
 from runtime.kafka.topics import DEFAULT_BUCKETS
+from runtime.layout.bucket_map import BucketMap
 from runtime.transport import Answer, Arrays, Header, Transport
 
 _TIMEOUT_S = 30.0  # of one call
@@ -54,6 +55,7 @@ class Client:
         self.schema, self.transports, self.worker, self.num_buckets = schema, transports, worker, num_buckets
         self.resend_for_s, self.clock, self.stop = resend_for_s, clock or SystemClock(), stop
         self.incarnation, self.workers = 0, 1
+        self.owners = BucketMap.modulo(num_buckets, len(transports))
         self._width = {name: tables[0].dim for name, tables in schema.stacks.items()}
         self._sequence_S = [0] * len(transports)
         self._lost = ""
@@ -61,12 +63,20 @@ class Client:
         self._splits: WeakKeyDictionary[Lookup, list[list[_Share]]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
-        """The shards were restored: pushes begin anew, each step's by so many workers. No push may be under way."""
-        with self._push_lock:
-            self.incarnation, self.workers = incarnation, workers
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        """The shards were restored: pushes begin anew, each step's by so many workers, and buckets lie as `owners` says (None =
+        bucket mod shards). No push may be under way.
+
+        Raises:
+            ConfigError: the map is of other buckets or shards than this client's; nothing was changed.
+        """
+        owners = owners or BucketMap.modulo(self.num_buckets, len(self.transports))
+        owners.check(self.num_buckets, len(self.transports))
+        with self._push_lock, self._split_lock:
+            self.incarnation, self.workers, self.owners = incarnation, workers, owners
             self._sequence_S = [0] * len(self.transports)
             self._lost = ""
+            self._splits.clear()
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
@@ -177,7 +187,7 @@ class Client:
                 shares[0].append(_Share(stack, slice(None), found.table_U, found.id_U))
                 continue
             order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(len(self.transports) + 1, np.int64)
-            kernels.split_by_shard(found.table_U, found.id_U, self.num_buckets, len(self.transports), order_U, starts_S1)
+            kernels.split_by_shard(found.table_U, found.id_U, self.owners.owner_B, len(self.transports), order_U, starts_S1)
             for shard in range(len(self.transports)):
                 at_M = order_U[starts_S1[shard] : starts_S1[shard + 1]]
                 if len(at_M):

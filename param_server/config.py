@@ -10,6 +10,7 @@ from roo.schema import Schema
 from runtime.address import LINK_ASKS, check_addresses, check_listen
 from runtime.deployment import Deployment
 from runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from runtime.layout.bucket_map import BucketMap
 
 MAX_PUBLISH_NORM = 100.0
 """Longest row that shards publish and readers take, unless settings say otherwise."""
@@ -49,7 +50,7 @@ class ShardConfig(Deployment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardIdentity:
-    """Which rows are this shard's, and what they begin with; the same as long as its data live."""
+    """Which shard this is, and what its rows begin with; the same as long as its data live. Its buckets are the manifest's."""
 
     schema: Schema
     index: int = 0
@@ -61,8 +62,9 @@ class ShardIdentity:
     max_publish_norm: float = MAX_PUBLISH_NORM
 
     @property
-    def buckets(self) -> range:
-        return range(self.index, self.num_buckets, self.num_shards)
+    def first_owners(self) -> BucketMap:
+        """Where buckets lie at the beginning, and as long as nobody has moved any."""
+        return BucketMap.modulo(self.num_buckets, self.num_shards)
 
     def partition_of(self, bucket: int) -> int:
         """The partition of `rows` that a bucket's deltas are in."""

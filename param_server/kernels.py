@@ -242,14 +242,15 @@ def buckets(table_U: np.ndarray, id_U: np.ndarray, num_buckets: int) -> np.ndarr
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def split_by_shard(
-    table_U: np.ndarray, id_U: np.ndarray, num_buckets: int, num_shards: int, order_U: np.ndarray, starts_S1: np.ndarray
+    table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, num_shards: int, order_U: np.ndarray, starts_S1: np.ndarray
 ) -> None:
-    """Keys grouped by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U."""
+    """Keys grouped by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U. `owner_B` int32: the
+    shard of each bucket."""
     shard_U = np.empty(id_U.shape[0], dtype=np.int32)
     starts_S1[:] = 0
     for u in range(id_U.shape[0]):
-        bucket = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(num_buckets)
-        shard_U[u] = np.int32(bucket % np.uint64(num_shards))
+        bucket = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(owner_B.shape[0])
+        shard_U[u] = owner_B[bucket]
         starts_S1[shard_U[u] + 1] += 1
     for s in range(num_shards):
         starts_S1[s + 1] += starts_S1[s]
@@ -257,3 +258,13 @@ def split_by_shard(
     for u in range(id_U.shape[0]):
         order_U[at_S[shard_U[u]]] = u
         at_S[shard_U[u]] += 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def first_foreign(table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, owner: int) -> int:
+    """Position of the first key that isn't in a bucket of `owner`; -1 = all are."""
+    for u in range(id_U.shape[0]):
+        bucket = splitmix64(np.uint64(id_U[u]) ^ np.uint64(table_U[u])) % np.uint64(owner_B.shape[0])
+        if owner_B[bucket] != owner:
+            return u
+    return -1

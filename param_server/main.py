@@ -135,7 +135,6 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
         blobs,
         shapes_of(identity.schema),
         identity.num_buckets,
-        buckets=identity.buckets,
         accepted=config.accept_lost_rows,
         keep=config.keep_commits,
     )

@@ -47,6 +47,7 @@ class Rollback(NamedTuple):
 
     incarnation: int
     rows_end: dict[int, int]
+    buckets: frozenset[int]  # the shard's
 
 
 class BucketPage(NamedTuple):
@@ -98,6 +99,13 @@ class Outbox:
         )
         sequence = int(self.sequence_B[bucket])
         return sequence + 1 if waiting else sequence if self.acknowledged_B[bucket] < sequence else 0
+
+    def page(self, bucket: int, place_M: np.ndarray, max_norm: float, incarnation: int) -> BucketPage:
+        """`bucket`, whose rows are at these places, as far as they may be published."""
+        rows_MD = kernels.take_rows(self.held.rows_ND, place_M)
+        good_M = kernels.publishable(rows_MD, max_norm)
+        keys, settles_at = self.held.index.keys_at(place_M[good_M]), self.settles_at(bucket, place_M)
+        return BucketPage(bucket, int(self.sequence_B[bucket]), settles_at, incarnation, keys, rows_MD[good_M])
 
     def take(self, max_norm: float) -> list[Delta]:
         """Deltas of everything unpublished, numbered; they are in flight until `settle`. Rows that are not finite, or larger

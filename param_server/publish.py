@@ -146,7 +146,7 @@ class Publisher:
         chosen = set(partitions)
         return [
             self._message(bucket, encode_barrier(stack, bucket, rollback.incarnation, partition in rebootstrap))
-            for bucket in self.shard.identity.buckets
+            for bucket in sorted(rollback.buckets)
             if (partition := self.shard.identity.partition_of(bucket)) in chosen
             for stack in self.shard.tables
         ]
@@ -159,7 +159,7 @@ class Publisher:
         seen: dict[str, list[Keys]] = defaultdict(list)
         for value in values:
             delta = _delta_of(value)
-            if delta is None or delta.bucket not in self.shard.identity.buckets:
+            if delta is None or delta.bucket not in rollback.buckets:
                 continue
             seen[delta.stack].append(keys_of(delta))
             if sum(map(len, seen[delta.stack])) >= _REPUBLISH_KEYS:

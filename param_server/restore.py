@@ -25,6 +25,7 @@ from roo.ids import buckets_of
 from roo.rules import RULES
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
+from runtime.layout.bucket_map import BucketMap
 
 log = logging.getLogger("roostream.shard")
 
@@ -53,6 +54,7 @@ class Target(NamedTuple):
 
     commit: Commit
     rows_end: Mapping[int, int]  # `rows` partition → first offset after the commit
+    owners: BucketMap
 
 
 def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Target:
@@ -63,7 +65,7 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Tar
         ConfigError: it was committed with other shards, buckets, partitions or another seed.
     """
     if not name:
-        return Target(BEGINNING, {})
+        return Target(BEGINNING, {}, identity.first_owners)
     manifest = manifests.load(store, name).manifest
     manifests.check_shape(
         manifest,
@@ -72,7 +74,7 @@ def target_of(identity: ShardIdentity, store: CheckpointStore, name: str) -> Tar
         num_partitions=identity.num_partitions,
         seed=identity.seed,
     )
-    return Target(commit_of(manifest, identity.index), manifest.rows_end)
+    return Target(commit_of(manifest, identity.index), manifest.rows_end, manifest.owners)
 
 
 def linked(store: CheckpointStore) -> set[int] | None:

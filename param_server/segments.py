@@ -175,9 +175,10 @@ class Segments:
     # Reading
 
     def read(self, segments: Sequence[Segment], buckets: Mapping[str, Collection[int]] | None = None) -> Iterator[SegmentBucket]:
-        """Every part of a state (of the given stacks' buckets), verified as it is read. Marks of what is unpublished are those
-        of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now come first, unless
-        `buckets` are given. Accepted parts that can't be read are passed over; `lost` and `damaged` then have them.
+        """Every part of a state (of this shard's buckets, or of the given stacks'), verified as it is read. Marks of what is
+        unpublished are those of the newest segment: older ones mean nothing any more. Stacks that the schema doesn't have now
+        come first, unless `buckets` are given. Accepted parts that can't be read are passed over; `lost` and `damaged` then
+        have them.
 
         Raises:
             CheckpointError: a segment, or a part of it, is absent or damaged.
@@ -186,7 +187,7 @@ class Segments:
         stacks = {stack for directory in directories for stack in directory.blocks}
         former = sorted(stacks - set(self.shapes)) if buckets is None else []
         for stack in (*former, *self.shapes):
-            for bucket in range(self.num_buckets) if buckets is None else sorted(buckets.get(stack, ())):
+            for bucket in self.buckets if buckets is None else sorted(buckets.get(stack, ())):
                 part = list(self._blocks(directories, stack, bucket))
                 if part:
                     yield SegmentBucket(stack, bucket, [b if n == segments[-1].name else blocks.published(b) for n, b in part])
@@ -285,7 +286,7 @@ class Segments:
 
     def _live(self, state: Sequence[Segment]) -> list[frozenset[int]]:
         """Buckets of each segment whose blocks are not over; all of this shard's that could be where its directory is damaged."""
-        over: set[int] = set()
+        own, over = frozenset(self.buckets), set[int]()
         out: list[frozenset[int]] = []
         for segment in reversed(state):
             try:
@@ -294,7 +295,7 @@ class Segments:
             except CheckpointError:
                 self._found({segment.name: Damage(frozenset(self.buckets), segment.rows)})
                 held, whole = list(self.buckets), _NONE
-            out.append(frozenset(held) - over)
+            out.append(own.intersection(held) - over)
             over |= whole
         return out[::-1]
 

@@ -1,6 +1,6 @@
 """One parameter server shard: rows that workers pull and push, and the commands by which the controller commits and restores.
 
-    calls      pull push read scan stats            from any thread, by param_server/calls.py
+    calls      pull push read scan owners stats     from any thread, by param_server/calls.py
     commands   restore freeze write commit abort    from the member's one thread, docs/protocols.md "Controller"
     rounds     what the publisher takes and settles from its one thread
 
@@ -25,13 +25,12 @@ import numpy as np
 
 from param_server.config import ShardIdentity
 from param_server.index import Keys
-from param_server.kernels import publishable, take_rows
 from param_server.outbox import BucketPage, Rollback, Round
 from param_server.residency import Expiry, Policy
 from param_server.restore import Frozen, Target, linked, reload, roll_back, target_of
 from param_server.segments import BEGINNING, Commit, Segments
 from param_server.step_sum import StepSums, added
-from param_server.table import ReadRows, StackTable, Update, build_tables
+from param_server.table import ReadRows, StackTable, Update, build_tables, check_owned
 from roo.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock
@@ -55,6 +54,8 @@ class Shard:
     ) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
         self.tables = build_tables(identity, residency)
+        self.owners = identity.first_owners
+        self.buckets = self.owners.buckets_of(identity.index)
         self.incarnation = 0
         self.ready = False
         self.committed = BEGINNING
@@ -77,11 +78,12 @@ class Shard:
         """float32 [U, D] a stack; keys without a row read as their initial value. Incarnation 0 reads outside training.
 
         Raises:
-            FencedError: `incarnation` is not this shard's.
+            FencedError: `incarnation` is not this shard's, or a key's bucket isn't.
             UnavailableError: RESTORE has not come, or not worked, yet.
         """
         with self._lock:
             self._check(incarnation, reading=True)
+            check_owned(self.identity.index, self.owners, [keys for _, keys in asked])
             self.num_pulls += 1
             return [table.pull(keys) for table, keys in asked]
 
@@ -89,6 +91,7 @@ class Shard:
         """(incarnation, each stack's rows as far as they may be published), for readers outside training. Raises as `pull`."""
         with self._lock:
             self._check(0, reading=True)
+            check_owned(self.identity.index, self.owners, [keys for _, keys in asked])
             return self.incarnation, [table.read(keys, self.identity.max_publish_norm) for table, keys in asked]
 
     def push(self, incarnation: int, update: Update) -> bool:
@@ -100,6 +103,7 @@ class Shard:
         """
         with self._lock:
             self._check(incarnation)
+            check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
             if not self._is_next(update.worker, update.sequence):
                 self.num_repeats += 1
                 return False
@@ -127,26 +131,20 @@ class Shard:
         with self._lock:
             self.sums.end("the shard stops")
 
-    def scan(self, table: StackTable, buckets: Sequence[int], limit: int) -> list[BucketPage]:
-        """The first of these buckets, whole, as far as their rows may be published, at one moment: one or more, until about
-        `limit` rows are reached. Raises as `pull`."""
+    def scan(self, table: StackTable, cursor: int, limit: int) -> tuple[list[BucketPage], list[int]]:
+        """Of this shard's buckets from number `cursor` on the first, whole, as far as their rows may be published, at one moment:
+        one or more, until about `limit` rows are reached; and the buckets left. Raises as `pull`."""
         pages: list[BucketPage] = []
         with self._lock:
             self._check(0, reading=True)
-            each = max(table.num_rows // len(self.identity.buckets), 1)
-            asked = buckets[: max(-(-limit // each), 1)]
+            left = [bucket for bucket in self.buckets if bucket >= cursor]
+            each = max(table.num_rows // max(len(self.buckets), 1), 1)
+            asked = left[: max(-(-limit // each), 1)]
             for bucket, place_M in zip(asked, table.held.places(asked), strict=True):
                 if sum(len(page.keys) for page in pages) >= max(limit, 1):
                     break
-                pages.append(self._page(table, bucket, place_M))
-        return pages
-
-    def _page(self, table: StackTable, bucket: int, place_M: np.ndarray) -> BucketPage:
-        rows_MD = take_rows(table.held.rows_ND, place_M)
-        good_M = publishable(rows_MD, self.identity.max_publish_norm)
-        keys = table.index.keys_at(place_M[good_M])
-        settles_at = table.outbox.settles_at(bucket, place_M)
-        return BucketPage(bucket, int(table.outbox.sequence_B[bucket]), settles_at, self.incarnation, keys, rows_MD[good_M])
+                pages.append(table.outbox.page(bucket, place_M, self.identity.max_publish_norm, self.incarnation))
+        return pages, left[len(pages) :]
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers for reports and metrics."""
@@ -329,7 +327,10 @@ class Shard:
         known, self._known = self._known, False
         self.segments.lost.clear()
         try:
-            if known and not self.segments.moved and target.commit.segments in states:
+            same = known and not self.segments.moved and target.owners == self.owners
+            self.owners, self.buckets = target.owners, target.owners.buckets_of(self.identity.index)
+            self.segments.buckets = tuple(self.buckets)
+            if same and target.commit.segments in states:
                 frozen = self._frozen.changed if self._frozen else {}
                 roll_back(self.tables, frozen, self.segments, target.commit.segments)
             else:
@@ -352,10 +353,10 @@ class Shard:
         self._settled_late = None
         self._frozen, self._known, self.committed = None, True, target.commit
         self._aborted, self._broken = 0, ""
-        partitions = {self.identity.partition_of(b) for b in self.identity.buckets} if self.identity.publishing else ()
+        partitions = {self.identity.partition_of(b) for b in self.buckets} if self.identity.publishing else ()
         known = {} if self.segments.lost else target.rows_end  # of lost rows nobody knows what readers have
         self._rows_end = {p: known.get(p, _BEFORE_ALL if self.segments.lost else 0) for p in partitions}
-        self._rollback = Rollback(self.incarnation, dict(self._rows_end)) if self.identity.publishing else None
+        self._rollback = Rollback(self.incarnation, dict(self._rows_end), frozenset(self.buckets)) if partitions else None
         self.ready = True
 
     # Rounds

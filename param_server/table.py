@@ -23,8 +23,10 @@ from param_server.outbox import Outbox
 from param_server.residency import NEVER, Policy
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
-from roo.errors import SchemaError, WireError
+from roo.errors import FencedError, SchemaError, WireError
+from roo.ids import bucket_of
 from roo.schema import Schema, Table
+from runtime.layout.bucket_map import BucketMap
 
 
 class Generation(NamedTuple):
@@ -279,6 +281,17 @@ class Update(NamedTuple):
     step: int = 0
     workers: int = 1  # whose pushes of this step are one update (param_server/step_sum.py)
     clip_row_norm: float = 0.0  # of each row of their sum, at most; 0 = any
+
+
+def check_owned(index: int, owners: BucketMap, asked: Sequence[Keys]) -> None:
+    """Raises FencedError: a key is in a bucket that another shard than `index` has."""
+    for keys in asked if owners.num_owners > 1 else ():
+        if (at := kernels.first_foreign(keys.table_U, keys.id_U, owners.owner_B, index)) >= 0:
+            bucket = bucket_of(int(keys.id_U[at]), int(keys.table_U[at]), len(owners.owner_B))
+            raise FencedError(
+                f"shard {index}: expected keys of its own buckets by map {owners.version}, got one of {bucket}, which shard "
+                f"{owners.owner_B[bucket]} has; take the owners from the newest manifest, and check the order of `shards`"
+            )
 
 
 def build_tables(identity: ShardIdentity, residency: Policy) -> dict[str, StackTable]:

@@ -12,6 +12,7 @@ from param_server.step_sum import added
 from param_server.table import StackTable, Update
 from roo.rules import RULES
 from roo.schema import Table
+from runtime.layout.bucket_map import BucketMap
 
 
 def warm() -> None:
@@ -23,7 +24,9 @@ def warm() -> None:
             )
         )
     keys = _keys(3)
-    kernels.split_by_shard(keys.table_U, keys.id_U, 4, 2, np.empty(3, np.int64), np.empty(3, np.int64))
+    owner_B = BucketMap.modulo(4, 2).owner_B
+    kernels.split_by_shard(keys.table_U, keys.id_U, owner_B, 2, np.empty(3, np.int64), np.empty(3, np.int64))
+    kernels.first_foreign(keys.table_U, keys.id_U, owner_B, 0)
     kernels.buckets(keys.table_U, keys.id_U, 4)
     initial_rows(1, keys.table_U, keys.id_U, 2, 0.1)
 

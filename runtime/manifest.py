@@ -18,15 +18,17 @@ import xxhash
 from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime.checkpoint_store import CheckpointStore
 from runtime.kafka.topics import Progress, flat, nested
+from runtime.layout.bucket_map import BucketMap
 from runtime.work_unit import TableInput
 
 log = logging.getLogger("roostream.manifest")
 
-FORMAT = 3
+FORMAT = 4
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
 DISCARDED = "discarded"  # manifests that somebody went back behind
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
 _PARTITIONS_1 = 4  # what every topic of format 1 had
+_SINCE = {"input": 3, "bucket_map": 4}  # keys that an older format had not, and that were null then
 
 
 def checksum_of(data: bytes) -> str:
@@ -109,6 +111,7 @@ class Manifest:
     model: dict[str, Any]  # the model's configuration
     workers: dict[int, WorkerPart]  # index → what it alone knew
     input: TableInput | None = None  # the session of the warehouse that is trained; None = the stream
+    bucket_map: BucketMap | None = None  # which shard has which bucket; None = bucket mod num_shards
     time_ms: int = 0
 
     @property
@@ -119,6 +122,11 @@ class Manifest:
     def version(self) -> str:
         """Model version as impressions and answers carry it."""
         return f"{self.incarnation}-{self.seq}"
+
+    @property
+    def owners(self) -> BucketMap:
+        """Which shard has which bucket of rows."""
+        return self.bucket_map or BucketMap.modulo(self.num_buckets, self.num_shards)
 
     @property
     def offsets(self) -> Progress:
@@ -140,8 +148,9 @@ class Manifest:
         return _canonical({"checksum": checksum_of(_canonical(body)), "body": body})
 
     def _body(self) -> dict[str, Any]:
-        body = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(self, input=None))}
+        body = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(self, input=None, bucket_map=None))}
         body["input"] = self.input.plain() if self.input else None
+        body["bucket_map"] = self.bucket_map.plain() if self.bucket_map else None
         for part in body["workers"].values():
             part["offsets"] = nested(part["offsets"])
         return json.loads(json.dumps(body))  # keys become text here, so that sorting is the same when it is read back
@@ -159,7 +168,7 @@ class Restorable(NamedTuple):
 
 
 def decode(data: bytes) -> Restorable:
-    """Verified inverse of `Manifest.encode`; formats 1 and 2 are read too.
+    """Verified inverse of `Manifest.encode`; older formats are read too.
 
     Raises:
         CheckpointError: not JSON, a checksum that isn't the body's, another format, or a missing or unknown key.
@@ -173,12 +182,13 @@ def decode(data: bytes) -> Restorable:
     if actual != stated:
         raise CheckpointError(f"expected checksum {stated}, got {actual}: the manifest is damaged")
     version = body.pop("format", None)
-    if version not in (1, 2, FORMAT):
+    if version not in range(1, FORMAT + 1):
         raise CheckpointError(f"expected manifest format 1 to {FORMAT}, got {version!r}; use the Roostream that wrote it")
     try:
         body = _from_format_1(body) if version == 1 else body
-        return Restorable(_manifest(body if version == FORMAT else {**body, "input": None}), stated)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        later = {key: None for key, since in _SINCE.items() if version < since}
+        return Restorable(_manifest({**body, **later}), stated)
+    except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"expected the keys of manifest format {version}: {error!r}") from None
 
 
@@ -194,8 +204,11 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         "dense": StoredFile(**body["dense"]),
         "workers": workers,
         "input": TableInput.of(body["input"]),
+        "bucket_map": BucketMap.of_plain(body["bucket_map"]) if body["bucket_map"] else None,
     }
-    return Manifest(**{**body, **numbered})
+    manifest = Manifest(**{**body, **numbered})
+    manifest.owners.check(manifest.num_buckets, manifest.num_shards)
+    return manifest
 
 
 def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:

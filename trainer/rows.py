@@ -13,6 +13,7 @@ from param_server.client import Client
 from roo.batch import Batch
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
+from runtime.layout.bucket_map import BucketMap
 from trainer.corrections import due_ms_of
 
 
@@ -41,8 +42,9 @@ def push_times(batch: Batch, *, step: int, time_ms: int, clip_row_norm: float = 
 class Rows(Protocol):
     """Rows of all stacks: the parameter servers, a cache before them, or modules that hold them on the device."""
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
-        """The rows were restored, and so many workers push at each step, all of them. No push may be under way."""
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        """The rows were restored, so many workers push at each step, all of them, and buckets lie as `owners` says (None = bucket
+        mod shards). No push may be under way."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         """Stack → float32 [U, D], aligned with `lookup`, on any device. The loop doesn't write to them. May run beside `push`.
@@ -89,8 +91,8 @@ class ShardRows:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
-        self.client.set_incarnation(incarnation, workers)
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        self.client.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         return {stack: torch.from_numpy(rows_UD) for stack, rows_UD in self.client.pull(lookup).items()}

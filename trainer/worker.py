@@ -237,7 +237,7 @@ class Worker:
         self._or_refuse(lambda: self.loop.selection.check(workers=workers))
         self.reduction = self.team.join(Meeting(self.incarnation, self.index, workers, str(command.get("meet", ""))))
         self.lockstep = LockStep(self.loop, self.reduction, self.reach) if workers > 1 else None
-        self.loop.rows.set_incarnation(self.incarnation, workers)
+        self.loop.rows.set_incarnation(self.incarnation, workers, manifest.owners if manifest else None)
         self.broken = ""
         log.info("restored %s, step %d", name or "to the beginning", self.loop.num_steps)
         return {}

@@ -20,6 +20,7 @@ from roo.decode import Decoder
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
 from runtime.clock import SystemClock
+from runtime.layout.bucket_map import BucketMap
 from runtime.rpc_client import SocketTransport
 from trainer.config import LoopConfig
 from trainer.loop import TrainLoop, Wiring
@@ -37,7 +38,7 @@ class ReadyRows:
     def __init__(self, schema: Schema) -> None:
         self.width = {stack: tables[0].dim for stack, tables in schema.stacks.items()}
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         """Nothing is kept."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:

@@ -145,7 +145,7 @@ def shard_segments(
     """
     if home is None or not (home / f"shard-{index}" / "segments").is_dir():
         raise SetupError(f"expected the segments in shard-{index}/segments of a home, got none; say where with --home")
-    buckets = range(index, manifest.num_buckets, manifest.num_shards)
+    buckets = manifest.owners.buckets_of(index)
     blobs = RocksBlobs(home / f"shard-{index}" / "segments")
     try:
         _ = blobs.open_to_read() if to_read else blobs.open()

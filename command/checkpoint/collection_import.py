@@ -34,6 +34,7 @@ from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import SystemClock
+from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest
 from trainer import dense
 from trainer.adam import DenseAdam
@@ -147,16 +148,16 @@ def _block(keys: Keys, rows_LD: np.ndarray, state_LA: np.ndarray, time_ms: int) 
 
 def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beginning) -> dict[str, object]:
     """The rows of the shard's buckets as a segment; what the manifest says of it."""
-    num_buckets, num_shards = of.options.buckets, of.options.num_shards
+    owners = BucketMap.modulo(of.options.buckets, of.options.num_shards)
     mine = {
-        stack: block.take(buckets_of(block.keys.id_U, block.keys.table_U, num_buckets) % num_shards == index)
+        stack: block.take(owners.owner_B[buckets_of(block.keys.id_U, block.keys.table_U, len(owners.owner_B))] == index)
         for stack, block in blocks.items()
     }
     place = home / f"shard-{index}" / "segments"
     place.parent.mkdir(parents=True, exist_ok=True)
     blobs = RocksBlobs(place).open()
     try:
-        segments = Segments(blobs, shapes_of(of.schema), num_buckets, buckets=range(index, num_buckets, num_shards))
+        segments = Segments(blobs, shapes_of(of.schema), of.options.buckets, buckets=owners.buckets_of(index))
         written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
     finally:
         blobs.close()

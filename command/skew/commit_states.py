@@ -141,7 +141,7 @@ class CommitStates:
         ids_N = np.array([id_ for _, id_ in keys], dtype=np.int64)
         tables_N = np.array([table for table, _ in keys], dtype=np.uint32)
         buckets = np.unique(buckets_of(ids_N, tables_N, manifest.num_buckets)).tolist() if keys else []
-        return [bucket for bucket in buckets if bucket % manifest.num_shards == index]
+        return sorted({*buckets} & {*manifest.owners.buckets_of(index)})
 
 
 def _take(block: RowBlock, wanted: set[tuple[int, int]], into: dict[tuple[int, int], np.ndarray]) -> None:

@@ -23,6 +23,7 @@ from param_server import kernels
 from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
 from param_server.index import Keys
+from param_server.replica.shard_owners import asked_owners
 from param_server.replica.stores import PrivateRows, RowStore
 from roo import roo_pb2 as pb
 from roo.errors import SchemaError, UnavailableError
@@ -145,13 +146,17 @@ class Replica:
             self.needs_bootstrap = True
 
     def mend(self, transports: Sequence[Transport], *, timeout_s: float = 30.0) -> None:
-        """Take the stale buckets from their shards (all of them, in order), whole and at least as new as what is here.
+        """Take the stale buckets from their shards (`transports`, all of them, in order), whole and at least as new as what is
+        here.
 
         **If it fails** (UnavailableError, TransportError): those that came are up to date, the others stale; call again.
         """
+        if not self.stale:
+            return
+        owners = asked_owners(transports, self.num_buckets, timeout_s=timeout_s)
         for stack, bucket in sorted(self.stale):
             if (stack, bucket) in self.stale:  # a page may have brought several
-                self._scan(transports[bucket % len(transports)], stack, bucket, 1, timeout_s)
+                self._scan(transports[owners.owner_B[bucket]], stack, bucket, 1, timeout_s)
 
     def _scan(self, transport: Transport, stack: str, cursor: int, limit: int, timeout_s: float) -> int:
         header = {"stack": stack, "cursor": cursor, "limit": limit}

@@ -115,8 +115,9 @@ class RowCache:
         return out
 
     def run(self, stop: threading.Event) -> None:
-        """Read beside what gathers didn't wait for, until `stop`."""
+        """Read beside what gathers didn't wait for, and who has which bucket, until `stop`."""
         while not stop.is_set():
+            self.reads.learn()
             if self._asked.wait(0.2):
                 self.read_waiting()
 
@@ -150,6 +151,7 @@ class RowCache:
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
         """The topic's ends were noted: what comes from now on is followed."""
+        self.reads.learn()
         with self._lock:
             for name, stack in self._stacks.items():
                 stack.clear()

@@ -1,6 +1,7 @@
 """Rows asked of the shards while a request waits: one call a shard, all at once, none for longer than they may take.
 
-A shard that didn't answer is not asked again for a while, so that it costs the wait once, and not with every request.
+A shard that didn't answer is not asked again for a while, so that it costs the wait once, and not with every request. Who has
+which bucket is asked once beside (`learn`), and again where a shard says that it hasn't what it was asked for.
 
 Letters: U keys asked for, D width, S shards.
 """
@@ -16,8 +17,10 @@ import numpy as np
 
 from param_server import kernels
 from param_server.index import Keys
-from roo.errors import RoostreamError
+from param_server.replica.shard_owners import asked_owners
+from roo.errors import FencedError, RoostreamError
 from runtime.clock import Clock
+from runtime.layout.bucket_map import BucketMap
 from runtime.transport import Transport
 
 log = logging.getLogger("roostream.rows")
@@ -41,13 +44,15 @@ class ShardReads:
     def __init__(self, shards: Sequence[Transport], num_buckets: int, timeout_s: float, clock: Clock) -> None:
         self.shards, self.num_buckets, self.timeout_s, self.clock = shards, num_buckets, timeout_s, clock
         self.num_failed = 0
+        self.owners = BucketMap.modulo(num_buckets, max(len(shards), 1))
+        self._learns_at_s: float | None = 0.0  # None: the map is known
         self._ask_at_s = [0.0] * len(shards)
         self._pool = ThreadPoolExecutor(2 * len(shards), "row-reads") if len(shards) > 1 else None
 
     def read(self, wanted: Mapping[str, Keys]) -> dict[str, list[Fetched]]:
         """Stack → what came in time, a part a shard; keys of a shard that is away are in none."""
         out: dict[str, list[Fetched]] = {stack: [] for stack in wanted}
-        parts = [self._share(wanted, shard) for shard in range(len(self.shards))]
+        parts = self._shares(wanted)
         busy = [(shard, part) for shard, part in enumerate(parts) if part]
         if self._pool is None or len(busy) < 2:
             answers = [self._ask(shard, part) for shard, part in busy]
@@ -64,13 +69,27 @@ class ShardReads:
         for shard in self.shards:
             shard.close()
 
-    def _share(self, wanted: Mapping[str, Keys], shard: int) -> dict[str, tuple[np.ndarray, Keys]]:
-        found = {}
+    def learn(self) -> None:
+        """Ask who has which bucket, where that isn't known: beside requests, which go by what was believed before."""
+        now_s = self.clock.monotonic_s()
+        if self._learns_at_s is None or now_s < self._learns_at_s:
+            return
+        try:
+            self.owners, self._learns_at_s = asked_owners(self.shards, self.num_buckets, timeout_s=self.timeout_s), None
+        except RoostreamError as error:
+            self._learns_at_s = now_s + AGAIN_S
+            log.debug("rows are asked for by the map that was known: %s", error)
+
+    def _shares(self, wanted: Mapping[str, Keys]) -> list[dict[str, tuple[np.ndarray, Keys]]]:
+        """Of each shard: stack → which of the keys, and the keys there."""
+        shares: list[dict[str, tuple[np.ndarray, Keys]]] = [{} for _ in self.shards]
+        owners = self.owners
         for stack, keys in wanted.items():
-            at_M = np.flatnonzero(kernels.buckets(keys.table_U, keys.id_U, self.num_buckets) % len(self.shards) == shard)
-            if len(at_M):
-                found[stack] = (at_M, keys.take(at_M))
-        return found
+            owner_U = owners.owner_B[kernels.buckets(keys.table_U, keys.id_U, self.num_buckets)]
+            for shard, share in enumerate(shares):
+                if len(at_M := np.flatnonzero(owner_U == shard)):
+                    share[stack] = (at_M, keys.take(at_M))
+        return shares
 
     def _ask(self, shard: int, part: Mapping[str, tuple[np.ndarray, Keys]]) -> dict[str, Fetched]:
         if self.clock.monotonic_s() < self._ask_at_s[shard]:
@@ -80,7 +99,10 @@ class ShardReads:
             header, got = self.shards[shard].call("read", {"stacks": list(part)}, arrays, timeout_s=self.timeout_s)
         except RoostreamError as error:
             self.num_failed += 1
-            self._ask_at_s[shard] = self.clock.monotonic_s() + AGAIN_S
+            if isinstance(error, FencedError):
+                self._learns_at_s = 0.0  # it was told by a map that is over; the shard is in order
+            else:
+                self._ask_at_s[shard] = self.clock.monotonic_s() + AGAIN_S
             log.debug("shard %d gave no rows: %s", shard, error)
             return {}
         incarnation = int(header["incarnation"])

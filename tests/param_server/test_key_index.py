@@ -114,8 +114,9 @@ def test_splitting_by_shard_is_stable_and_agrees_with_buckets(num_shards: int) -
     rng = np.random.default_rng(0)
     tables, ids = rng.integers(0, 5, 500).astype(np.uint32), rng.integers(-(2**62), 2**62, 500)
     order_U, starts_S1 = np.empty(500, np.int64), np.empty(num_shards + 1, np.int64)
-    kernels.split_by_shard(tables, ids, 64, num_shards, order_U, starts_S1)
-    shard_U = buckets_of(ids, tables, 64) % num_shards
+    owner_B = rng.permutation(np.arange(64) % num_shards).astype(np.int32)
+    kernels.split_by_shard(tables, ids, owner_B, num_shards, order_U, starts_S1)
+    shard_U = owner_B[buckets_of(ids, tables, 64)]
     assert (order_U == np.argsort(shard_U, kind="stable")).all()
     assert (np.diff(starts_S1) == np.bincount(shard_U, minlength=num_shards)).all()
     assert (kernels.buckets(tables, ids, 64) == buckets_of(ids, tables, 64)).all()

@@ -204,7 +204,7 @@ def test_a_pull_that_doesn_t_fit_is_refused(
 
 def test_an_unknown_call_or_command_names_the_known_ones() -> None:
     shard = begun()
-    with pytest.raises(RoostreamError, match="expected a call of pull, push, read, scan or stats, got 'drop'"):
+    with pytest.raises(RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'drop'"):
         Calls(shard).handle("drop", {}, [])
     with pytest.raises(RoostreamError, match="expected a command of freeze"):
         shard.execute({"kind": "drop", "incarnation": 1})

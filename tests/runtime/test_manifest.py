@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +16,16 @@ from hypothesis import strategies as st
 from roo.errors import CheckpointError, ConfigError, FencedError
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
+from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest
 from tests.runtime.manifest_cases import a_manifest, a_part, an_input, encoded
 from tests.trainer.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_1"
+
+
+def body_of_4() -> dict[str, Any]:
+    return dict(json.loads(a_manifest().encode())["body"])
 
 
 def commit(store: MemoryStore, manifest: Manifest) -> None:
@@ -79,12 +86,20 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (b"", "expected a manifest in JSON"),
         (b"[]", "expected a manifest in JSON"),
         (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
-        (encoded({"format": 4}), "expected manifest format 1 to 3, got 4; use the Roostream that wrote it"),
+        (encoded({"format": 5}), "expected manifest format 1 to 4, got 5; use the Roostream that wrote it"),
         (encoded({"format": 1}), "the keys of manifest format 1"),
         (encoded({"format": 2}), "the keys of manifest format 2"),
         (encoded({"format": 3}), "the keys of manifest format 3"),
-        (encoded({**json.loads(a_manifest().encode())["body"], "input": {"phase": "initial"}}), "the keys of manifest format 3"),
-        (encoded({**json.loads(a_manifest().encode())["body"], "samplers": {}}), "unexpected keyword argument 'samplers'"),
+        (encoded({**body_of_4(), "input": {"phase": "initial"}}), "the keys of manifest format 4"),
+        (encoded({**body_of_4(), "samplers": {}}), "unexpected keyword argument 'samplers'"),
+        (
+            encoded({**body_of_4(), "bucket_map": BucketMap.modulo(32, 2).plain()}),
+            "a map of 64 buckets to 2 owners, got one of 32",
+        ),
+        (
+            encoded({**body_of_4(), "bucket_map": BucketMap.modulo(64, 3).plain()}),
+            "of 64 buckets to 2 owners, got one of 64 to 3",
+        ),
     ],
 )
 def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
@@ -93,9 +108,21 @@ def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
 
 
 def test_a_manifest_of_format_2_is_one_of_the_stream() -> None:
-    body = json.loads(a_manifest().encode())["body"]
-    del body["input"]
+    body = {key: value for key, value in body_of_4().items() if key not in ("input", "bucket_map")}
     assert manifests.decode(encoded({**body, "format": 2})).manifest == a_manifest()
+
+
+def test_a_manifest_of_format_3_has_its_buckets_at_bucket_mod_shards() -> None:
+    body = {key: value for key, value in body_of_4().items() if key != "bucket_map"}
+    found = manifests.decode(encoded({**body, "format": 3})).manifest
+    assert found == a_manifest() and found.owners == BucketMap.modulo(64, 2)
+
+
+def test_a_map_of_buckets_is_part_of_what_is_committed() -> None:
+    manifest = a_manifest(bucket_map=BucketMap(np.arange(64, dtype=np.int32)[::-1] % 2, 2, 7))
+    again = manifests.decode(manifest.encode()).manifest
+    assert again == manifest and again.owners.version == 7 and again.owners.buckets_of(0)[:2] == [1, 3]
+    assert manifest.checksum != a_manifest().checksum
 
 
 def test_while_a_session_of_the_warehouse_is_trained_offsets_are_where_the_stream_was_before_it() -> None:

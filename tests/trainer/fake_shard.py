@@ -13,6 +13,7 @@ from roo.schema import Schema
 from runtime import manifest as manifests
 from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import Clock, FakeClock
+from runtime.layout.bucket_map import BucketMap
 from runtime.transport import Header, Transport
 from tests.trainer.actors import wait_until
 
@@ -171,10 +172,11 @@ class FakeRows:
         self.schema, self.transports, self.worker = schema, transports, worker
         self.incarnation = 0
         self.sequence, self.workers = 0, 1
+        self.owners: BucketMap | None = None  # as told; rows lie by this double's own rule
         self.before_push: Callable[[], None] = lambda: None
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
-        self.incarnation, self.workers, self.sequence = incarnation, workers, 0
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        self.incarnation, self.workers, self.sequence, self.owners = incarnation, workers, 0, owners
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
         out = {s: np.zeros((len(at.id_U), self.schema.stacks[s][0].dim), np.float32) for s, at in lookup.stacks.items()}

@@ -13,6 +13,7 @@ from roo.lookup import Lookup
 from roo.wire import Record
 from runtime.clock import Clock, FakeClock
 from runtime.kafka.topics import Partition
+from runtime.layout.bucket_map import BucketMap
 from runtime.transport import InMemoryTransport
 from tests.trainer import samples
 from tests.trainer.actors import Actor, Hall, HallTeam, wait_until
@@ -154,7 +155,7 @@ class DoubleRows:
         self.squares: dict[tuple[int, int], Tensor] = {}
         self._held: list[dict[tuple[int, int], Tensor]] = []
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         self.workers = workers
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from roo.schema_file import schema_from_dict
 from runtime import manifest as manifests
 from runtime import tensor_file
 from runtime.kafka.topics import Partition, flat
+from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest, StoredFile, WorkerPart
 from runtime.member import refusal_of
 from tests.golden.test_golden_commit import golden_store
@@ -116,6 +117,15 @@ def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
         },
         **{k: cut[k] for k in ("watermark_ms", "step", "model", "time_ms")},
     )
+
+
+def test_a_restore_tells_who_has_which_bucket_as_the_manifest_says() -> None:
+    stage = Stage()
+    manifest = dataclasses.replace(stage.committed(), bucket_map=BucketMap(BucketMap.modulo(64, 1).owner_B, 1, 4))
+    stage.put(manifest)
+    again = Stage(stage.store)
+    assert again.do("restore", manifest=manifest.name)["ok"]
+    assert again.built.loop.rows.client.owners == manifest.owners and manifest.owners.version == 4
 
 
 def test_a_worker_trains_only_between_start_and_cut() -> None:

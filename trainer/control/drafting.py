@@ -37,6 +37,7 @@ def draft(
         shards={i: {k: v for k, v in shard.items() if k != "rows_end"} for i, shard in enumerate(shards)},
         dense=StoredFile(**workers[0]["dense"]),
         model=dict(commit.cuts[0]["model"]),
+        bucket_map=last.manifest.bucket_map if last else None,
         workers={i: _part(cut, written) for i, (cut, written) in enumerate(zip(commit.cuts, workers, strict=True))},
         time_ms=max(int(c["time_ms"]) for c in commit.cuts),
     )

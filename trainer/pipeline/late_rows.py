@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from roo.lookup import Lookup
+from runtime.layout.bucket_map import BucketMap
 from trainer.pipeline.stages import Stages
 from trainer.rows import PushTimes, Rows
 
@@ -29,9 +30,9 @@ class LateRows:
         self._under_way: deque[Lookup] = deque()
         self._error: BaseException | None = None
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         self.forget()
-        self.beside.set_incarnation(incarnation, workers)
+        self.beside.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         self.wait()

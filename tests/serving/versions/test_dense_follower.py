@@ -148,7 +148,7 @@ def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> Non
 def test_a_manifest_of_another_format_is_told(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
     commits.store.create("manifests/00000001", encoded({"format": 9}))
     assert not commits.follower.poll()
-    assert "expected manifest format 1 to 3, got 9" in caplog.text
+    assert "expected manifest format 1 to 4, got 9" in caplog.text
 
 
 def test_a_dense_file_that_is_no_safetensors_is_passed_over(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from roo.errors import ConfigError
+from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
 from trainer.control.protocol import Claim, Facts, Key, Link, Retire, State, Wish
@@ -110,6 +112,20 @@ class Group:
         self.to(State.RUNNING)
         self.it.take_effects()
         return self
+
+
+def test_a_commit_keeps_the_map_of_buckets_that_everyone_was_restored_to() -> None:
+    group = Group().committed()
+    assert group.it.last and group.it.last.manifest.bucket_map is None
+    turned = BucketMap(1 - BucketMap.modulo(64, 2).owner_B, 2, 5)
+    moved = dataclasses.replace(group.it.last.manifest, bucket_map=turned)
+    group.it.last = Restorable(moved, moved.checksum)
+    group.reports[WORKER] = {"step": 9}
+    for _ in range(11):
+        group.now_s += 1
+        group.round_without_answers()
+    group.to(State.LINKING)
+    assert group.link().owners == turned
 
 
 def test_nothing_starts_before_every_member_is_there() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from roo.errors import UnavailableError
 from roo.lookup import Lookup
 from runtime.kafka.topics import Partition
+from runtime.layout.bucket_map import BucketMap
 from trainer.batches import Chunk
 from trainer.record_batches import RecordBatches
 from trainer.rows import PushTimes, Rows
@@ -79,8 +80,8 @@ class PacedRows:
         self.staleness: list[int] = []
         self._pulled_at: dict[int, tuple[int, Lookup]] = {}
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
-        self.rows.set_incarnation(incarnation, workers)
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        self.rows.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         self.pace.here("pull")

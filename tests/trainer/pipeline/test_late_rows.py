@@ -13,6 +13,7 @@ from torch import Tensor
 from roo.errors import UnavailableError
 from roo.lookup import Lookup, StackLookup
 from runtime.clock import FakeClock
+from runtime.layout.bucket_map import BucketMap
 from trainer.pipeline.late_rows import LateRows
 from trainer.pipeline.pipelined_feed import num_shared
 from trainer.pipeline.stages import Stages
@@ -28,7 +29,7 @@ class Held:
         self.refuses: set[int] = set()
         self.incarnation = 0
 
-    def set_incarnation(self, incarnation: int, workers: int = 1) -> None:
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         self.incarnation = incarnation
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Which owner has which bucket. Total by construction: every bucket has one owner, so no row is anywhere twice or nowhere.
+"""Which owner has which bucket of rows. Total by construction: every bucket has one owner, so no row is twice or nowhere.
+
+A manifest has the map by which its rows lie (`Manifest.owners`); everyone who routes takes the owner from it. It changes with a
+commit, and never within an incarnation.
 
 Letters: B buckets, N owners.
 """
@@ -16,7 +19,7 @@ from roo.errors import CheckpointError, ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BucketMap:
-    """`owner_B[b]` has bucket b; `version` goes up with each change, 0 = `modulo`."""
+    """`owner_B[b]` has bucket b; `version` goes up with each change, 0 = `modulo`. Equal where all three are."""
 
     owner_B: np.ndarray  # int32
     num_owners: int
@@ -34,9 +37,23 @@ class BucketMap:
         """Bucket b at owner b mod N: what manifests without a map mean."""
         return cls(np.arange(num_buckets, dtype=np.int32) % np.int32(num_owners), num_owners)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BucketMap) and self.plain() == other.plain()
+
+    def __hash__(self) -> int:
+        return hash((self.owner_B.tobytes(), self.num_owners, self.version))
+
     @property
     def is_modulo(self) -> bool:
         return bool((self.owner_B == np.arange(len(self.owner_B)) % self.num_owners).all())
+
+    def check(self, num_buckets: int, num_owners: int) -> None:
+        """Raises ConfigError: it is of others."""
+        if (len(self.owner_B), self.num_owners) != (num_buckets, num_owners):
+            raise ConfigError(
+                f"expected a map of {num_buckets} buckets to {num_owners} owners, got one of {len(self.owner_B)} to "
+                f"{self.num_owners}; use the committed numbers, or `roostream placement apply`"
+            )
 
     def buckets_of(self, owner: int) -> list[int]:
         """Ascending."""
@@ -55,7 +72,7 @@ class BucketMap:
         """
         try:
             return cls(np.array(plain["owners"], np.int32), int(plain["num_owners"]), int(plain["version"]))
-        except (KeyError, TypeError, ValueError, ConfigError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
             raise CheckpointError(f"expected a map of buckets to owners, got another thing: {error}") from None
 
 
@@ -68,26 +85,3 @@ def moved(before: BucketMap, after: BucketMap) -> np.ndarray:
     if len(before.owner_B) != len(after.owner_B):
         raise ConfigError(f"expected {len(before.owner_B)} buckets, got {len(after.owner_B)}; the number of buckets can't change")
     return np.flatnonzero(before.owner_B != after.owner_B)
-
-
-def towards(before: BucketMap, goal: BucketMap, load_B: np.ndarray, most_moved: float) -> BucketMap:
-    """A step from `before` to `goal` that moves a share of `most_moved` of the buckets at most: those first that take the most
-    from owners which have too much of `load_B` (float64). Buckets whose owner is gone in `goal` move all the same."""
-    must_B = before.owner_B >= goal.num_owners
-    wanted = [b for b in moved(before, goal).tolist() if not must_B[b]]
-    owned_N = np.bincount(before.owner_B, load_B, max(before.num_owners, goal.num_owners))
-    mean = load_B.sum() / goal.num_owners
-    wanted.sort(key=lambda b: (-(min(owned_N[before.owner_B[b]] - mean, load_B[b])), b))
-    room = max(int(most_moved * len(load_B)) - int(must_B.sum()), 0)
-    owner_B = np.where(must_B, goal.owner_B, before.owner_B).astype(np.int32)
-    owner_B[wanted[:room]] = goal.owner_B[wanted[:room]]
-    return BucketMap(owner_B, goal.num_owners, before.version + 1)
-
-
-def balanced(load_B: np.ndarray, num_owners: int, version: int = 1) -> BucketMap:
-    """The heaviest bucket first, each to the owner that has the least so far; the same for equal loads."""
-    owner_B, total_N = np.zeros(len(load_B), np.int32), np.zeros(num_owners)
-    for b in np.argsort(-load_B, kind="stable").tolist():
-        owner_B[b] = int(np.argmin(total_N))
-        total_N[owner_B[b]] += load_B[b]
-    return BucketMap(owner_B, num_owners, version)

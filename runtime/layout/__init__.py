@@ -1,0 +1,1 @@
+"""How rows lie: what everyone who routes them reads in a manifest."""

@@ -1,0 +1,248 @@
+"""Who routes takes the owner of a bucket from the map, shards refuse what isn't theirs, and readers learn of another map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.calls import Calls
+from param_server.client import Client
+from param_server.index import Keys
+from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_owners import asked_owners
+from param_server.replica.shard_reads import ShardReads
+from param_server.server import Shard
+from roo.errors import ConfigError, FencedError, RoostreamError, UnavailableError
+from roo.ids import bucket_of, table_id
+from runtime.clock import FakeClock
+from runtime.layout.bucket_map import BucketMap
+from runtime.transport import Answer, Arrays, Header, InMemoryTransport
+from tests.param_server.shard_support import (
+    ADAGRAD,
+    ITEM,
+    TOPIC,
+    USER,
+    begun,
+    commit,
+    gradients_of,
+    link_manifest,
+    lookup_of,
+    make_shard,
+    push_to,
+    small_schema,
+    state_of,
+    transport_to,
+)
+from tests.trainer.memory_store import MemoryStore
+
+IDS = range(60)
+LOOKUP = {ITEM: IDS, USER: range(5), TOPIC: range(40)}
+TURNED = BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % 2, 2, 3)
+"""Nothing of modulo in it."""
+
+
+def placed(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
+    """Shards at commit 1, without rows, whose buckets lie as `owners` says; incarnation 2."""
+    store = store or MemoryStore()
+    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}] * owners.num_owners, bucket_map=owners)
+    shards = [make_shard(store=store, index=i, num_shards=owners.num_owners) for i in range(owners.num_owners)]
+    for shard in shards:
+        shard.restore(2, name)
+    return shards
+
+
+class Weighed:
+    """A transport that counts calls and bytes of arrays, both ways."""
+
+    def __init__(self, inner: InMemoryTransport) -> None:
+        self.inner, self.calls, self.bytes = inner, list[tuple[str, Header]](), 0
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        self.calls.append((method, header))
+        answer = self.inner.call(method, header, arrays, timeout_s=timeout_s)
+        self.bytes += sum(a.nbytes for a in (*arrays, *answer[1]))
+        return answer
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def trained(shards: list[Shard], owners: BucketMap | None, incarnation: int) -> tuple[bytes, list[Weighed]]:
+    """Three steps; rows as they are then."""
+    transports = [Weighed(transport_to(shard)) for shard in shards]
+    client = Client(small_schema(), transports, worker=0, clock=FakeClock())
+    client.set_incarnation(incarnation, 1, owners)
+    lookup = lookup_of(LOOKUP)
+    for step in range(3):
+        client.pull(lookup)
+        client.push(lookup, gradients_of(lookup, step + 0.25), step=step, time_ms=step)
+    rows = client.pull(lookup)
+    client.close()
+    return b"".join(rows[stack].tobytes() for stack in sorted(rows)), transports
+
+
+def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
+    return {key: bits for shard in shards for key, bits in state_of(shard).items()}
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_a_map_of_modulo_is_todays_placement_to_the_bit_the_call_and_the_byte(num_shards: int) -> None:
+    plain = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
+    mapped = placed(BucketMap.modulo(64, num_shards))
+    (rows, calls), (same, counted) = trained(plain, None, 1), trained(mapped, BucketMap.modulo(64, num_shards), 2)
+    assert rows == same and [state_of(s) for s in plain] == [state_of(s) for s in mapped]
+    assert [[method for method, _ in t.calls] for t in counted] == [[method for method, _ in t.calls] for t in calls]
+    assert [t.bytes for t in counted] == [t.bytes for t in calls] and all(t.bytes for t in calls)
+    assert [header | {"incarnation": 1} for _, header in counted[0].calls] == [header for _, header in calls[0].calls]
+
+
+def test_rows_are_the_same_wherever_buckets_lie() -> None:
+    one, turned = [begun()], placed(TURNED)
+    assert trained(one, None, 1)[0] == trained(turned, TURNED, 2)[0]
+    assert all_rows(turned) == state_of(one[0])
+    for index, shard in enumerate(turned):
+        assert {TURNED.owner_B[bucket_of(id_, table, 64)] for _, table, id_ in state_of(shard)} == {index}
+
+
+def test_a_shard_refuses_rows_of_buckets_that_are_not_its_own_and_changes_nothing() -> None:
+    shard = placed(TURNED)[0]
+    foreign = next(i for i in IDS if TURNED.owner_B[bucket_of(i, table_id(ITEM), 64)] == 1)
+    says = (
+        rf"shard 0: expected keys of its own buckets by map 3, got one of {bucket_of(foreign, table_id(ITEM), 64)}, which shard 1"
+    )
+    before, keys = state_of(shard), lookup_of({ITEM: [foreign]}).stacks[ADAGRAD]
+    with pytest.raises(FencedError, match=says):
+        push_to(shard, 1, ITEM, (foreign,))
+    for method in ("pull", "read"):
+        header = {"incarnation": 2, "stacks": [ADAGRAD]}
+        with pytest.raises(FencedError, match=says):
+            Calls(shard).handle(method, header, [keys.table_U, keys.id_U])
+    assert state_of(shard) == before and shard.stats()["pushes"] == 0
+
+
+def test_a_client_of_another_number_of_shards_or_buckets_refuses_the_map() -> None:
+    client = Client(small_schema(), [transport_to(s) for s in placed(TURNED)], worker=0)
+    for owners in (BucketMap.modulo(64, 3), BucketMap.modulo(32, 2)):
+        with pytest.raises(ConfigError, match="expected a map of 64 buckets to 2 owners, got one of"):
+            client.set_incarnation(2, 1, owners)
+    assert client.owners == BucketMap.modulo(64, 2) and client.incarnation == 0
+    client.close()
+
+
+def test_a_split_made_by_one_map_is_not_used_by_another() -> None:
+    store, lookup = MemoryStore(), lookup_of(LOOKUP)
+    shards = [begun(index=i, num_shards=2, store=store) for i in range(2)]
+    client = Client(small_schema(), [transport_to(s) for s in shards], worker=0, clock=FakeClock())
+    client.set_incarnation(1)
+    client.pull(lookup)
+    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}] * 2, bucket_map=TURNED)
+    for shard in shards:
+        shard.restore(2, name)
+    client.set_incarnation(2, 1, TURNED)
+    assert {stack: len(rows_UD) for stack, rows_UD in client.pull(lookup).items()} == {
+        stack: len(found.id_U) for stack, found in lookup.stacks.items()
+    }
+    client.close()
+
+
+def test_a_restore_to_the_same_segments_by_another_map_keeps_what_is_its_own() -> None:
+    store, shard = MemoryStore(), begun()
+    shard.store = store
+    push_to(shard, 1, ITEM, tuple(IDS))
+    name = commit(shard, store, 1)
+    rows, alone = state_of(shard), make_shard(shard.segments.store, store, index=0, num_shards=2)
+    segments = [{"segments": [s._asdict() for s in shard.committed.segments], "rows_end": {}}] * 2
+    alone.restore(2, link_manifest(store, 2, 1, segments, bucket_map=TURNED))
+    own = {key for key in rows if TURNED.owner_B[bucket_of(key[2], key[1], 64)] == 0}
+    assert state_of(alone) == {key: rows[key] for key in own} and own != rows.keys()
+    other = BucketMap(1 - TURNED.owner_B, 2, 4)
+    alone.restore(3, link_manifest(store, 3, 1, segments, bucket_map=other))
+    assert state_of(alone) == {key: bits for key, bits in rows.items() if key not in own}
+    shard.restore(2, name)
+    assert state_of(shard) == rows
+
+
+def test_readers_ask_the_shards_who_has_which_bucket_and_believe_the_newest_incarnation() -> None:
+    shards = placed(TURNED)
+    transports = [Weighed(transport_to(shard)) for shard in shards]
+    assert asked_owners(transports, 64, timeout_s=1.0) == TURNED
+    late = [begun(index=0, num_shards=2), shards[1]]
+    assert asked_owners([transport_to(s) for s in late], 64, timeout_s=1.0) == TURNED
+    waits = make_shard(index=0, num_shards=2)
+    assert asked_owners([transport_to(waits), transports[1]], 64, timeout_s=1.0) == TURNED
+    with pytest.raises(UnavailableError, match="none of 2 shards says which has which bucket"):
+        asked_owners([transport_to(waits), transport_to(waits)], 64, timeout_s=1.0)
+    with pytest.raises(ConfigError, match="expected a map of 32 buckets to 2 owners, got one of 64"):
+        asked_owners(transports, 32, timeout_s=1.0)
+    transports[0].calls.clear()
+    assert asked_owners(transports[:1], 64, timeout_s=1.0) == BucketMap.modulo(64, 1) and not transports[0].calls
+
+
+def test_a_replica_mends_a_bucket_at_the_shard_that_has_it() -> None:
+    shards = placed(TURNED)
+    trained(shards, TURNED, 2)
+    replica = Replica(small_schema(), 0)
+    transports = [transport_to(shard) for shard in shards]
+    replica.bootstrap(transports)
+    everything = replica.num_rows
+    for bucket in range(64):
+        replica.doubt(bucket)
+    replica.mend(transports)
+    assert not replica.stale and replica.num_rows == everything == sum(len(state_of(shard)) for shard in shards)
+    some = Replica(small_schema(), 0, buckets=range(20))
+    some.bootstrap(transports)
+    assert 0 < some.num_rows < everything
+
+
+def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> None:
+    shards = placed(TURNED)
+    trained(shards, TURNED, 2)
+    transports, clock = [Weighed(transport_to(shard)) for shard in shards], FakeClock()
+    reads = ShardReads(transports, 64, 0.05, clock)
+    cache = RowCache(small_schema(), 0, reads, CachePolicy(max_bytes=1 << 20))
+    found = lookup_of({ITEM: IDS}).stacks[ADAGRAD]
+    wanted = {ADAGRAD: Keys(found.table_U, found.id_U)}
+    assert not reads.read(wanted)[ADAGRAD] and reads.num_failed == 2, "by modulo, which is over"
+    reads.learn()
+    assert sum(len(part.at_M) for part in reads.read(wanted)[ADAGRAD]) == len(found.id_U), "nobody was away"
+    cache.bootstrap(transports)
+    for transport in transports:
+        transport.calls.clear()
+    cache.gather(lookup_of({ITEM: IDS}))
+    assert cache.complete and [[method for method, _ in t.calls] for t in transports] == [["read"], ["read"]]
+    reads.close()
+
+
+def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it_is_asked_again_later() -> None:
+    waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
+    transports = [Weighed(transport_to(shard)) for shard in waiting]
+    reads = ShardReads(transports, 64, 0.05, clock)
+    reads.learn()
+    reads.learn()
+    assert [len(t.calls) for t in transports] == [1, 1] and reads.owners == BucketMap.modulo(64, 2)
+    clock.advance(1.5)
+    reads.learn()
+    assert [len(t.calls) for t in transports] == [2, 2]
+    reads.close()
+
+
+def test_a_barrier_goes_to_the_buckets_of_the_restore_that_it_is_of() -> None:
+    shards = placed(TURNED)
+    assert [shard.rollback().buckets for shard in shards] == [frozenset(TURNED.buckets_of(i)) for i in range(2)]  # type: ignore[union-attr]
+    scanned: set[int] = set()
+    for shard in shards:
+        cursor = 0
+        while cursor >= 0:
+            header, _ = Calls(shard).handle("scan", {"stack": ADAGRAD, "cursor": cursor, "limit": 50}, [])
+            assert {bucket for bucket, *_ in header["buckets"]} <= set(shard.buckets)
+            scanned |= {bucket for bucket, *_ in header["buckets"]}
+            cursor = header["cursor"]
+    assert scanned == set(range(64))
+
+
+def test_a_call_that_shards_do_not_know_names_those_they_do() -> None:
+    with pytest.raises(RoostreamError, match="expected a call of owners, pull, push, read, scan or stats, got 'own'"):
+        Calls(begun()).handle("own", {}, [])

@@ -1,0 +1,30 @@
+"""Every bucket has one owner, before and after."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from roo.errors import CheckpointError, ConfigError
+from runtime.layout.bucket_map import BucketMap, moved
+
+
+def test_a_map_comes_back_and_modulo_is_what_no_map_means() -> None:
+    modulo = BucketMap.modulo(64, 3)
+    assert modulo.is_modulo and modulo.version == 0 and modulo.buckets_of(1)[:3] == [1, 4, 7]
+    again = BucketMap.of_plain(modulo.plain())
+    assert again == modulo and hash(again) == hash(modulo) and again.num_owners == 3
+    assert again != BucketMap(modulo.owner_B, 3, 1) and again != BucketMap.modulo(64, 2)
+
+
+@pytest.mark.parametrize("owners", [[0, 3], [-1, 0], []])
+def test_a_bucket_without_an_owner_is_refused(owners: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"an owner of 0\.\.2 for every bucket"):
+        BucketMap(np.array(owners, np.int32), 3)
+    with pytest.raises(CheckpointError):
+        BucketMap.of_plain({"owners": owners, "num_owners": 3, "version": 1})
+
+
+def test_the_number_of_buckets_cannot_change() -> None:
+    with pytest.raises(ConfigError, match="expected 64 buckets, got 32"):
+        moved(BucketMap.modulo(64, 2), BucketMap.modulo(32, 2))
