@@ -8,6 +8,7 @@ import time
 
 MODULES = (
     "roo.decode",
+    "roo.gaps",
     "roo.lookup",
     "roo.transform",
     "roo.online.counters",

@@ -43,7 +43,7 @@ def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
     """The same as arrays, before they are bytes: `columns_of` gives equal ones. Raises as `encode_ro`."""
     _known(schema, "ro", values)
     floats = _float32(np.array([_float(f, values.get(f.name)) for f in schema.floats("ro")], dtype=np.float64))
-    return _build(schema, floats, [_entry(f, values.get(f.name)) for f in schema.lists("ro")])
+    return _build(schema, floats, [entry_of(f, values.get(f.name)) for f in schema.lists("ro")])
 
 
 def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> bytes:
@@ -75,9 +75,9 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
             raise _bad(f, f"one value for each of {num_rows} candidates", f"{len(column)} values")
     flat = [_flat_ids(f, column) for f, column in zip(lists, given, strict=True)]
     if all((ids is None) == (column is None) for ids, column in zip(flat, given, strict=True)):
-        return _build_flat(floats_BF, flat)
+        return flat_columns(floats_BF, flat)
     pairs = list(zip(lists, given, strict=True))
-    return _build(schema, floats_BF, [_entry(f, None if c is None else c[n]) for n in range(num_rows) for f, c in pairs])
+    return _build(schema, floats_BF, [entry_of(f, None if c is None else c[n]) for n in range(num_rows) for f, c in pairs])
 
 
 def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict[str, Any]:
@@ -170,31 +170,33 @@ def main_key(f: Feature) -> str:
     return f.table if f.table not in f.columns else "ids"
 
 
-class _Entry(NamedTuple):
+class ListEntry(NamedTuple):
+    """A row's list as a block has it."""
+
     length: int  # -1 = missing
     ids: tuple[Sequence[int], ...] = ()
     weights: Sequence[float] = ()
     times: tuple[Sequence[int], ...] = ()
 
 
-_ABSENT = _Entry(-1)
+_ABSENT = ListEntry(-1)
 
 
-def _entry(f: Feature, value: Any) -> _Entry:
-    """One row's value of a list feature."""
+def entry_of(f: Feature, value: Any) -> ListEntry:
+    """One row's value of a list feature. Raises WireError, as `encode_ro`."""
     if value is None:
         return _ABSENT
     if isinstance(value, (int, np.integer, str)) and f.kind == "ids" and not isinstance(value, bool):
-        return _Entry(1, (_ids(f, [value]),))
+        return ListEntry(1, (_ids(f, [value]),))
     if isinstance(value, Mapping):
         return _mapping_entry(f, value)
     if f.columns or f.kind == "weighted_ids" or isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
         raise _bad(f, _expected(f), repr(value))
     ids = _ids(f, value)
-    return _Entry(len(ids), (ids,))
+    return ListEntry(len(ids), (ids,))
 
 
-def _mapping_entry(f: Feature, value: Mapping[str, Any]) -> _Entry:
+def _mapping_entry(f: Feature, value: Mapping[str, Any]) -> ListEntry:
     """A weighted list or a sequence: its columns by name, all of one length."""
     main = main_key(f) if main_key(f) in value and f.kind == "sequence" else "ids"
     wanted = {main, *f.columns} | ({"weights"} if f.kind == "weighted_ids" else set())
@@ -206,7 +208,7 @@ def _mapping_entry(f: Feature, value: Mapping[str, Any]) -> _Entry:
     sizes = {len(x) for x in (*ids, *times)} | ({len(weights)} if f.kind == "weighted_ids" else set())
     if len(sizes) != 1:
         raise _bad(f, "columns of equal length", f"lengths {sorted(sizes)}")
-    return _Entry(len(ids[0]), ids, weights, times)
+    return ListEntry(len(ids[0]), ids, weights, times)
 
 
 def _expected(f: Feature) -> str:
@@ -291,8 +293,8 @@ def _flat_ids(f: Feature, column: Any) -> np.ndarray | None:
     return np.array([v & MASK64 for v in column], dtype=np.uint64).view(np.int64)
 
 
-def _build_flat(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns:
-    """Every list column gives each row exactly one id, or is missing (None)."""
+def flat_columns(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns:
+    """Of candidates whose list features give each row exactly one id (int64 [n]), or are missing (None)."""
     given = [ids for ids in flat if ids is not None]
     if not given and np.isnan(floats_BF).all():
         return NO_COLUMNS
@@ -303,16 +305,16 @@ def _build_flat(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns
         return columns
     missing = np.tile(np.array([ids is None for ids in flat], dtype=np.bool_), len(floats_BF))
     columns.lengths[missing] = 0
-    return columns._replace(missing=_trimmed(np.packbits(missing, bitorder="little")))
+    return columns._replace(missing=trimmed(np.packbits(missing, bitorder="little")))
 
 
-def _trimmed(bits: np.ndarray) -> np.ndarray:
-    """Without the zero bytes at its end."""
+def trimmed(bits: np.ndarray) -> np.ndarray:
+    """`missing` without the zero bytes at its end."""
     given = np.flatnonzero(bits)
     return bits[: given[-1] + 1 if len(given) else 0]
 
 
-def _build(schema: Schema, floats_NF: np.ndarray, entries: list[_Entry]) -> Columns:
+def _build(schema: Schema, floats_NF: np.ndarray, entries: list[ListEntry]) -> Columns:
     """Entries row-major over (row, list feature)."""
     if all(e.length < 0 for e in entries) and np.isnan(floats_NF).all():
         return NO_COLUMNS
@@ -324,7 +326,7 @@ def _build(schema: Schema, floats_NF: np.ndarray, entries: list[_Entry]) -> Colu
     weights = _float32(np.array([v for e in entries for v in e.weights], dtype=np.float64))
     times = np.array([*chain.from_iterable(chain.from_iterable(e.times for e in entries))], dtype="<i8")
     bits = np.packbits(np.array([e.length < 0 for e in entries], dtype=np.bool_), bitorder="little")
-    return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, _trimmed(bits))
+    return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, trimmed(bits))
 
 
 def _known(schema: Schema, side: Side, values: Mapping[str, object]) -> None:

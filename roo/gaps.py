@@ -19,7 +19,7 @@ from roo.columns import NO_COLUMNS, Columns, Side, missing_bits
 from roo.schema import Feature, Schema
 
 
-class _Place(NamedTuple):
+class _Gap(NamedTuple):
     """A feature that can be filled in."""
 
     at: int  # among the floats, or the lists, of its side
@@ -95,9 +95,10 @@ class Gaps:
             entry = entry_of(feature, fresh)
             if entry.length > self.schema.limits.max_list:
                 return None
-            ids = np.array([*chain.from_iterable(entry.ids)], dtype=np.uint64).view(np.int64)
-            more = (ids, np.array(entry.weights, np.float32), np.array([*chain.from_iterable(entry.times)], np.int64))
+            ids: np.ndarray = np.array([*chain.from_iterable(entry.ids)], dtype=np.uint64).view(np.int64)
+            weights, times = np.array(entry.weights, np.float32), np.array([*chain.from_iterable(entry.times)], np.int64)
             before_3 = (lengths_K[:at].astype(np.int64) @ self._streams_K3[:at]).tolist()
+            more: tuple[np.ndarray, ...] = (ids, weights, times)
             for s, (begin, its) in enumerate(zip(before_3, more, strict=True)):
                 if len(its):
                     streams[s] = np.concatenate((streams[s][:begin], its, streams[s][begin:]))
@@ -105,7 +106,7 @@ class Gaps:
         if missing_K.all() and np.isnan(floats_1F).all():
             return NO_COLUMNS
         bits = trimmed(np.packbits(missing_K, bitorder="little"))
-        return Columns(floats_1F.ravel(), lengths_K, *streams, bits)
+        return Columns(floats_1F.ravel(), lengths_K, streams[0], streams[1], streams[2], bits)
 
     def _of_rows(self, columns: Columns, floats_NF: np.ndarray, given: Mapping[str, Any]) -> Columns | None:
         """Every list feature has one id in each row, or none in any."""
@@ -165,8 +166,8 @@ def warm() -> None:
     find_flat(np.ones(1, np.uint32), np.zeros(0, np.uint8), np.ones(1, np.bool_), np.ones(1, np.bool_))
 
 
-def _places(features: Sequence[Feature], sources: Mapping[str, str]) -> list[_Place]:
-    return [_Place(at, f, sources[f.name]) for at, f in enumerate(features) if f.name in sources]
+def _places(features: Sequence[Feature], sources: Mapping[str, str]) -> list[_Gap]:
+    return [_Gap(at, f, sources[f.name]) for at, f in enumerate(features) if f.name in sources]
 
 
 def _is_flat(fresh: Any, num_rows: int) -> bool:

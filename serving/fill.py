@@ -1,7 +1,8 @@
 """Completes a request: what the client left out and the schema keeps online is filled in, then the blocks are encoded.
 
 What the client gave always wins. Stateful features (histories, counters) come from Redis; those of the request itself are
-computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte.
+computed (roo/online/, as for the replay driver). A block that is complete as the client encoded it stays byte for byte; one
+with gaps is filled where it has them (roo/gaps.py).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from roo.block import flat_values, nro_columns, ro_columns, values_of
-from roo.columns import Columns, Side, missing_bits, pack
+from roo.columns import Columns, Side, pack
 from roo.errors import WireError
+from roo.gaps import Gaps
 from roo.online.counters import OF_THE_REQUEST, of_request, sources_of
 from roo.online.entity_fields import EntityFields, FieldReader
 from roo.schema import Schema
@@ -28,20 +30,28 @@ class Filler:
         self.schema, self._reader = schema, FieldReader(schema)
         sides: tuple[Side, ...] = ("ro", "nro")
         self._sources: dict[Side, dict[str, str]] = {side: sources_of(schema, side) for side in sides}
-        self._stateful: dict[Side, list[str]] = {
-            side: [name for name, source in self._sources[side].items() if source not in OF_THE_REQUEST] for side in sides
+        self._stateful: dict[Side, dict[str, str]] = {
+            side: {name: source for name, source in self._sources[side].items() if source not in OF_THE_REQUEST} for side in sides
         }
+        self._gaps = {side: Gaps(schema, side, self._sources[side]) for side in sides}
+        self._stateful_gaps = {side: Gaps(schema, side, self._stateful[side]) for side in sides}
 
     def open(self, request: RankRequest) -> None:
-        """Give the request values in place of blocks where a block lacks something that can be filled in."""
+        """Find out whether its blocks lack something that can be filled in. It gets values in their place where features are
+        needed as values before anything is filled in."""
         if request.blocks is None:
             return
         n, blocks = len(request.item_ids), request.blocks
-        if self._lacks("ro", blocks.ro_columns, 1) or self._lacks("nro", blocks.nro_columns, n):
-            request.ro = values_of(self.schema, "ro", blocks.ro_columns, 1)
-            flat = flat_values(self.schema, blocks.nro_columns, n)
-            request.nro = self._given(blocks.nro_columns, n) if flat is None else flat
-            request.blocks = None
+        request.lacks = self._gaps["ro"].lacks(blocks.ro_columns, 1) or self._gaps["nro"].lacks(blocks.nro_columns, n)
+        if request.lacks and (self._reader.ro or self._reader.nro):
+            self._take_apart(request, blocks)
+
+    def _take_apart(self, request: RankRequest, blocks: RequestBlocks) -> None:
+        n = len(request.item_ids)
+        request.ro = values_of(self.schema, "ro", blocks.ro_columns, 1)
+        flat = flat_values(self.schema, blocks.nro_columns, n)
+        request.nro = self._given(blocks.nro_columns, n) if flat is None else flat
+        request.blocks = None
 
     def _given(self, columns: Columns, num_rows: int) -> dict[str, Any]:
         """What some row has."""
@@ -50,8 +60,9 @@ class Filler:
 
     def wants_hydration(self, request: RankRequest) -> bool:
         """Whether some stateful feature is missing; call `open` first."""
-        if request.blocks is not None:
-            return False
+        if (blocks := request.blocks) is not None:
+            gaps, n = self._stateful_gaps, len(request.item_ids)
+            return request.lacks and (gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(blocks.nro_columns, n))
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
         return any(name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"])
@@ -69,17 +80,28 @@ class Filler:
         Raises:
             RequestError: 400 or 413 for what the blocks can't hold.
         """
-        if request.blocks is not None:
+        if request.blocks is not None and not request.lacks:
             return request.blocks
         n = len(request.item_ids)
         own_ro, own_nro = of_request(request.item_ids, time_ms, request.first_position)
-        ro = self._complete("ro", request.ro, {**ro_online, **own_ro})
-        nro = self._complete("nro", request.nro, {**nro_online, **own_nro})
         try:
-            ro_arrays, nro_arrays = ro_columns(self.schema, ro), nro_columns(self.schema, nro, n)
+            arrays = self._arrays(request, {**ro_online, **own_ro}, {**nro_online, **own_nro}, n)
         except WireError as error:
             raise RequestError(413 if error.reason == "oversized" else 400, str(error), "$") from None
-        return RequestBlocks(pack(ro_arrays), pack(nro_arrays), ro_arrays, nro_arrays)
+        return RequestBlocks(pack(arrays[0]), pack(arrays[1]), *arrays)
+
+    def _arrays(
+        self, request: RankRequest, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any], n: int
+    ) -> tuple[Columns, Columns]:
+        """Of blocks in place, where they can be; else of values. Raises WireError."""
+        if (blocks := request.blocks) is not None:
+            ro = self._gaps["ro"].filled(blocks.ro_columns, 1, ro_online)
+            nro = self._gaps["nro"].filled(blocks.nro_columns, n, nro_online)
+            if ro is not None and nro is not None:
+                return ro, nro
+            self._take_apart(request, blocks)
+        given = self._complete("ro", request.ro, ro_online), self._complete("nro", request.nro, nro_online)
+        return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
         """What was given, with the gaps that `online` can fill; of an NRO column only the rows that miss it."""
@@ -91,20 +113,6 @@ class Filler:
             elif side == "nro" and fresh is not None and _some_missing(out[name]):
                 out[name] = _merged(out[name], fresh)
         return out
-
-    def _lacks(self, side: Side, columns: Columns, num_rows: int) -> bool:
-        """Whether a feature that can be filled in is missing in some row."""
-        wanted = self._sources[side]
-        if not wanted or num_rows == 0:
-            return False
-        if not any(map(len, columns)):
-            return True
-        floats, lists = self.schema.floats(side), self.schema.lists(side)
-        at = [i for i, f in enumerate(floats) if f.name in wanted]
-        if at and (not len(columns.floats) or np.isnan(columns.floats.reshape(num_rows, -1)[:, at]).any()):
-            return True
-        at = [i for i, f in enumerate(lists) if f.name in wanted]
-        return bool(at) and bool(missing_bits(columns, num_rows * len(lists)).reshape(num_rows, -1)[:, at].any())
 
 
 def _some_missing(column: Any) -> bool:

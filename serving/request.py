@@ -43,6 +43,7 @@ class RankRequest:
     wants_ranked: bool = False  # the answer names the items in their order
     top: int = 0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
     blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
+    lacks: bool = False  # the blocks lack something that can be filled in
 
     @property
     def key(self) -> bytes:

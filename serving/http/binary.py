@@ -15,7 +15,7 @@ from roo.schema import Schema
 from serving.errors import RequestError
 from serving.http.parse import check_number, check_once
 from serving.request import RankRequest, RequestBlocks, request_id_of, text_of
-from serving.request_batch import checked
+from serving.request_batch import checked, checked_at_once
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
@@ -36,7 +36,7 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
     item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
     check_once(item_ids, "$.item_ids[{}]")
     ro, nro = message.ro, message.nro
-    blocks = RequestBlocks(ro, nro, _checked(schema, "ro", ro, 1), _checked(schema, "nro", nro, n))
+    both = checked_at_once(schema, ro, nro, n) or (_checked(schema, "ro", ro, 1), _checked(schema, "nro", nro, n))
     return RankRequest(
         request_id=request_id_of(header.request_id, "$.header.request_id"),
         user_id=header.user_id,
@@ -49,7 +49,7 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
         append=False,
         first_position=0,
         model_version=header.model_version,
-        blocks=blocks,
+        blocks=RequestBlocks(ro, nro, *both),
     )
 
 

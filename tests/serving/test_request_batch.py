@@ -17,11 +17,12 @@ from roo.batch import Batch
 from roo.block import decode_block, encode_nro, flat_values, nro_columns, ro_columns
 from roo.columns import NO_COLUMNS, columns_of, pack
 from roo.decode import Decoder
+from roo.errors import WireError
 from roo.schema import Schema
 from roo.schema_file import schema_from_dict
 from roo.wire import Record
 from serving import request_batch
-from serving.request_batch import RequestColumns, batch_of, read_request, warm
+from serving.request_batch import RequestColumns, batch_of, checked, checked_at_once, read_request, warm
 from tests.roo.conftest import RICH
 
 NOW_MS = 1_700_000_000_000
@@ -147,6 +148,37 @@ def test_flat_values_are_those_that_are_decoded_list_by_list(data: st.DataObject
         assert any(
             v is not None and (not isinstance(v, list) or len(v) != 1 or None in column) for column in lists for v in column
         )
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_blocks_that_are_checked_at_once_are_those_that_are_checked_one_by_one(data: st.DataObject) -> None:
+    """Damaged in some byte or not: nothing is taken that would be refused, and it is read as the same."""
+    schema = data.draw(schemas())
+    request = data.draw(requests(schema))
+    n, whole = len(request.item_ids), [pack(request.ro), pack(request.nro)]
+    assert checked_at_once(schema, whole[0], whole[1], n) is not None
+    blocks = list(whole)
+    side = data.draw(st.integers(0, 1))
+    if blocks[side]:
+        damaged = bytearray(blocks[side])
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        blocks[side] = bytes(damaged)
+    at_once = checked_at_once(schema, blocks[0], blocks[1], n)
+    if at_once is None:
+        return
+    for ours, (its, block, rows) in zip(at_once, (("ro", blocks[0], 1), ("nro", blocks[1], n)), strict=True):
+        theirs = checked(schema, "ro" if its == "ro" else "nro", block, rows)
+        assert [(c.dtype, c.tobytes()) for c in ours] == [(c.dtype, c.tobytes()) for c in theirs]
+
+
+def test_more_candidates_than_the_schema_takes_are_left_to_the_words() -> None:
+    schema = schema_from_dict(tomllib.loads(RICH))
+    most = schema.limits.max_candidates
+    assert checked_at_once(schema, b"", b"", most) is not None
+    assert checked_at_once(schema, b"", b"", most + 1) is None
+    with pytest.raises(WireError, match=f"at most {most} candidates"):
+        checked(schema, "nro", b"", most + 1)
 
 
 def test_flat_values_of_the_plain_case() -> None:
