@@ -167,7 +167,7 @@ class Archiver:
                 self._known.add(fingerprint)
             self.warehouse.tables[topic].widen(rows.forms)
             for day, part in by_day(rows).items():
-                place = FilePlace(table=topic, day=day, partition=number, fingerprint=fingerprint)
+                place = FilePlace(table=topic, day=day, partition=number, fingerprint=fingerprint, topic=self.topic_ids[topic])
                 out.append(write_rows(self.warehouse.store, part, place))
         return out
 

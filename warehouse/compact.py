@@ -21,6 +21,8 @@ from warehouse.latest_labels import LATEST, Latest, overlaid
 
 DayPart = tuple[date, int]
 """A day of close and a partition: what is sealed together."""
+Told = tuple[date, int, str]
+"""A day and partition of corrections, and the id of their topic: offsets of another one begin anew."""
 
 
 class Seal(NamedTuple):
@@ -33,7 +35,7 @@ class Seal(NamedTuple):
 
 
 def seals_due(
-    samples: Iterable[DataFile], corrections: Iterable[DataFile], folded: Mapping[DayPart, int], seal_after_ms: int
+    samples: Iterable[DataFile], corrections: Iterable[DataFile], folded: Mapping[Told, int], seal_after_ms: int
 ) -> list[Seal]:
     """Days that ended `seal_after_ms` before the newest close and have files that aren't sealed, or corrections that aren't
     folded; the oldest first. `folded`: next offset of corrections behind what sealed files hold, 0 where nothing was."""
@@ -46,15 +48,33 @@ def seals_due(
     out = []
     for (day, partition), files in sorted(of.items()):
         told = late.get((day, partition), [])
-        behind = any(file.last_offset >= folded.get((day, partition), 0) for file in told)
+        behind = any(file.last_offset >= folded.get((day, partition, file.topic), 0) for file in told)
         if day_bounds_ms(day)[1] + seal_after_ms <= newest_ms and (behind or not all(file.sealed for file in files)):
             out.append(Seal(day, partition, tuple(files), tuple(told)))
     return out
 
 
+def retired_name(topic: str, partition: int) -> str:
+    """Offset of a topic (its id) below which files of a partition may have been retired."""
+    return f"retired/{topic or 'unknown'}/{partition}"
+
+
+def cut_name(day: date) -> str:
+    """Counts how often files of a day were retired while others of it stayed."""
+    return f"cut/{day.isoformat()}"
+
+
+def behind_by_topic(corrections: Iterable[DataFile]) -> dict[str, int]:
+    """Topic → offset behind the last of its corrections in these files."""
+    behind: dict[str, int] = {}
+    for file in corrections:
+        behind[file.topic] = max(behind.get(file.topic, 0), file.last_offset + 1)
+    return behind
+
+
 def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
-    """Files of days that may go: older than the newest `keep_days`, and then the oldest days until at most `keep_bytes` are left,
-    never the newest day; 0 = no bound."""
+    """Files that may go: of days older than the newest `keep_days`; then of the oldest days until at most `keep_bytes` are left;
+    and of the newest day, which goes last, those that closed first, but for the newest of each partition. 0 = no bound."""
     if not files:
         return []
     newest = max(file.day for file in files)
@@ -67,7 +87,24 @@ def retired(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[
             break
         gone = [file for file in left if file.day == day]
         out, total = out + gone, total - sum(file.bytes for file in gone)
+    return out + _first_closed([file for file in left if file.day == newest], total - keep_bytes if keep_bytes else 0)
+
+
+def _first_closed(files: Sequence[DataFile], excess: int) -> list[DataFile]:
+    """Of one day, so many bytes or a file more, never the last of a partition."""
+    last = {file.partition: file for file in sorted(files, key=lambda file: file.last_close_ms)}
+    out: list[DataFile] = []
+    for file in sorted(files, key=lambda file: (file.last_close_ms, file.path)):
+        if excess > 0 and file is not last[file.partition]:
+            out.append(file)
+            excess -= file.bytes
     return out
+
+
+def cut_days(files: Sequence[DataFile], gone: Sequence[DataFile]) -> list[date]:
+    """Days of which some go and others stay."""
+    paths = {file.path for file in gone}
+    return sorted({file.day for file in gone} & {file.day for file in files if file.path not in paths})
 
 
 def merged_rows(parts: Sequence[FileRows]) -> FileRows:

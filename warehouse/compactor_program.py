@@ -16,7 +16,7 @@ from warehouse.config import CompactorConfig
 from warehouse.place import Warehouse
 
 log = logging.getLogger("roostream.compactor")
-_COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "deleted", "refused", "damaged")
+_COUNTERS = ("seals", "files_replaced", "rows", "repeated", "retired", "cut", "deleted", "refused", "damaged")
 
 
 def run_compactor(config: CompactorConfig) -> int:

@@ -44,7 +44,9 @@ class CompactorConfig(Housed, Watched):
     )
     most_rows: int = setting(1 << 18, "requests of a sealed file", least=1)
     keep_days: int = setting(0, "days of close that are kept, the newest first; 0 = all", least=0, most=100_000)
-    keep_bytes: int = setting(0, "of samples: beyond it the oldest days go; 0 = no bound", least=0)
+    keep_bytes: int = setting(
+        0, "of samples: beyond it the oldest days go, and of a day that alone is larger its oldest files; 0 = no bound", least=0
+    )
     vacuum_after_hours: int = setting(168, "how long a file is kept that no version in use names", least=0, most=100_000)
     interval_ms: int = setting(60_000, "between two looks at the table", least=100)
 

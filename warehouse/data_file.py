@@ -8,7 +8,7 @@ import secrets
 from datetime import UTC, date, datetime
 
 _DAY_MS = 86_400_000
-_NAME = re.compile(r"[^/]+/\d+/[0-9a-f]{16}/(?:sealed-)?(\d+)-[0-9a-f]+\.parquet")
+_NAME = re.compile(r"[^/]+/\d+/[0-9a-f]{16}/(?:sealed-)?(\d+)-[0-9a-f]+(?:\.([\w-]+))?\.parquet", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class DataFile:
     first_close_ms: int
     last_close_ms: int
     sealed: bool = False
+    topic: str = ""  # id of the topic that they came from, of which their offsets are; "" of files that don't say (format 1)
 
 
 def day_of(close_ms: int) -> date:
@@ -40,9 +41,10 @@ def day_bounds_ms(day: date) -> tuple[int, int]:
     return first, first + _DAY_MS
 
 
-def new_path(day: date, partition: int, fingerprint: int, candidates: int, *, sealed: bool = False) -> str:
-    """A path that no other file has. How many candidates it holds is in its name, since a log has no place for it."""
-    name = f"{'sealed-' if sealed else ''}{candidates}-{secrets.token_hex(12)}.parquet"
+def new_path(day: date, partition: int, fingerprint: int, candidates: int, *, topic: str = "", sealed: bool = False) -> str:
+    """A path that no other file has. How many candidates it holds and of which topic is in its name, since a log has no place
+    for that."""
+    name = f"{'sealed-' if sealed else ''}{candidates}-{secrets.token_hex(12)}{'.' if topic else ''}{topic}.parquet"
     return f"{day.isoformat()}/{partition}/{fingerprint:016x}/{name}"
 
 
@@ -50,3 +52,9 @@ def candidates_of(path: str) -> int:
     """Of a path of `new_path`; 0 of another."""
     found = _NAME.fullmatch(path)
     return int(found[1]) if found else 0
+
+
+def topic_of(path: str) -> str:
+    """Of a path of `new_path`: the topic's id; "" of another."""
+    found = _NAME.fullmatch(path)
+    return (found[2] or "") if found else ""

@@ -6,7 +6,9 @@ name never both land, while others are rebased over each other (docs/decisions/0
     samples/<topic id>/<partition>      next offset of the topic that is in no file yet
     corrections/<topic id>/<partition>  the same, in the table of corrections
     compact/<day>/<partition>           how often that day's files were replaced
-    folded/<day>/<partition>            offset of `corrections` below which they are folded into sealed files
+    folded/<day>/<partition>/<topic id>  offset of `corrections` below which they are folded into sealed files
+    retired/<topic id>/<partition>      offset of the topic below which files may have been retired
+    cut/<day>                           how often files of that day went while others stayed
 
 Delta checks added files against each other and progress against itself, but not removals: so whoever removes also moves a name,
 and this file refuses what nobody checks there.
@@ -30,7 +32,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from roo.columnar import CANDIDATE, REQUEST, Form
 from roo.errors import CheckpointError, ConfigError, FencedError, UnavailableError
-from warehouse.data_file import DataFile, candidates_of
+from warehouse.data_file import DataFile, candidates_of, topic_of
 from warehouse.layout import ordered
 
 _PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
@@ -283,4 +285,5 @@ def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
             first_close_ms=columns["min.close_ms"][n],
             last_close_ms=columns["max.close_ms"][n],
             sealed=columns["partition.sealed"][n],
+            topic=topic_of(columns["path"][n]),
         )

@@ -23,7 +23,7 @@ from runtime.checkpoint_store import CheckpointStore
 from warehouse import layout
 from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
-from warehouse.file_writer import FOOTER_KEY, FORMAT
+from warehouse.file_writer import FOOTER_KEY, FORMATS
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -100,8 +100,11 @@ class SampleFile:
     def _said(self) -> dict[str, Any]:
         with self._told():
             said: dict[str, Any] = json.loads((self.footer.metadata or {}).get(FOOTER_KEY, b"null"))
-            if not isinstance(said, dict) or said.get("format") != FORMAT:
-                raise CheckpointError(f"expected a file of format {FORMAT}, got {said if said is None else said.get('format')!r}")
+            if not isinstance(said, dict) or said.get("format") not in FORMATS:
+                got = said.get("format") if isinstance(said, dict) else said
+                raise CheckpointError(f"expected a file of format {' or '.join(map(str, FORMATS))}, got {got!r}")
+            if (topic := said.get("topic", "")) != self.file.topic:
+                raise CheckpointError(f"expected rows of topic {self.file.topic or 'unknown'!r} (its name), got {topic!r}")
             return said
 
     @contextlib.contextmanager

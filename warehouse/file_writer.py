@@ -16,8 +16,10 @@ from runtime.checkpoint_store import CheckpointStore
 from warehouse import layout
 from warehouse.data_file import DataFile, new_path
 
-FORMAT = 1
-"""Of a file's columns and what its footer says; raised when a reader of before would read them wrong."""
+FORMAT = 2
+"""Of a file's columns and what its footer says; raised when a reader of before would read them wrong. 1 tells no topic."""
+FORMATS = (1, FORMAT)
+"""Those that are read."""
 FOOTER_KEY = b"roostream"
 
 
@@ -29,6 +31,7 @@ class FilePlace:
     day: date
     partition: int
     fingerprint: int
+    topic: str = ""  # id of the topic that they came from
     sealed: bool = False
 
 
@@ -51,6 +54,7 @@ def encode_rows(rows: FileRows, place: FilePlace, by_popularity: Sequence[str] =
         "day": place.day.isoformat(),
         "partition": place.partition,
         "fingerprint": f"{place.fingerprint:016x}",
+        "topic": place.topic,
         "candidates": int(rows.counts_R.sum(dtype=np.int64)),
         "sealed": place.sealed,
     }
@@ -69,7 +73,7 @@ def write_rows(store: CheckpointStore, rows: FileRows, place: FilePlace, by_popu
     """
     data = encode_rows(rows, place, by_popularity)
     candidates = int(rows.counts_R.sum(dtype=np.int64))
-    path = new_path(place.day, place.partition, place.fingerprint, candidates, sealed=place.sealed)
+    path = new_path(place.day, place.partition, place.fingerprint, candidates, topic=place.topic, sealed=place.sealed)
     store.put(f"{place.table}/{path}", data)
     offset_R, close_ms_R = rows.columns["offset"].values, rows.columns["close_ms"].values
     return DataFile(
@@ -85,4 +89,5 @@ def write_rows(store: CheckpointStore, rows: FileRows, place: FilePlace, by_popu
         first_close_ms=int(close_ms_R.min()),
         last_close_ms=int(close_ms_R.max()),
         sealed=place.sealed,
+        topic=place.topic,
     )

@@ -32,7 +32,6 @@ class Latest(NamedTuple):
     sample_M: np.ndarray  # int64, ascending
     item_M: np.ndarray  # int64
     label_MT: np.ndarray  # float32; NaN = not said
-    next_offset: int = 0  # behind the newest that was read
 
     @property
     def is_empty(self) -> bool:
@@ -69,7 +68,7 @@ def _newest(sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, labe
     sample_N, item_N, label_NT = sample_N[order], item_N[order], label_NT[order]
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (sample_N[1:] != sample_N[:-1]) | (item_N[1:] != item_N[:-1])
-    return Latest(sample_N[last], item_N[last], label_NT[last], int(offset_N.max(initial=-1)) + 1)
+    return Latest(sample_N[last], item_N[last], label_NT[last])
 
 
 def overlaid(

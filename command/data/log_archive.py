@@ -65,7 +65,7 @@ def archive_log(
     known = warehouse.samples.snapshot()
     if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(_partitions(replay))):
         raise _there_already(place)
-    files = _Landing(warehouse, schema, told)
+    files = _Landing(warehouse, schema, digest, told)
     log, topics = open_log(replay, schema), LocalTopics(schema)
     engine = LocalEngine(JoinerConfig(engine="local", **choices_of(replay).joiner), schema, {schema.fingerprint: schema}.get)
     for record in log.records:
@@ -96,8 +96,8 @@ def digest_of(paths: Sequence[str], schema: Schema) -> str:
 class _Landing:
     """Samples by partition, and the files that were made of them; nobody names these yet."""
 
-    def __init__(self, warehouse: Warehouse, schema: Schema, told: Archived) -> None:
-        self.warehouse, self.schema, self.told = warehouse, schema, told
+    def __init__(self, warehouse: Warehouse, schema: Schema, digest: str, told: Archived) -> None:
+        self.warehouse, self.schema, self.digest, self.told = warehouse, schema, digest, told
         self.made: list[DataFile] = []
         self.after: dict[int, int] = {}
         self._waiting: dict[int, list[Record]] = {}
@@ -127,7 +127,7 @@ class _Landing:
         rows, _ = sample_rows(self.schema, records)
         self.warehouse.samples.widen(rows.forms)
         for day, its in by_day(rows).items():
-            where = FilePlace(table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint)
+            where = FilePlace(table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint, topic=self.digest)
             self.made.append(write_rows(self.warehouse.store, its, where, self.warehouse.column_order()))
             self.told.files += 1
             self.told.bytes += self.made[-1].bytes

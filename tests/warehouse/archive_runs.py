@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roo.columnar import REQUEST, Form
@@ -47,12 +47,16 @@ def topic(schema: Schema, per_partition: int) -> list[Record]:
 
 
 def an_archiver(
-    place: str | Path, records: Sequence[Record], numbers: Sequence[int] = range(PARTITIONS), clock: Clock | None = None
+    place: str | Path,
+    records: Sequence[Record],
+    numbers: Sequence[int] = range(PARTITIONS),
+    clock: Clock | None = None,
+    topics: Mapping[str, str] = TOPIC_IDS,
 ) -> tuple[Archiver, MemoryReader, Morgue]:
     schema, morgue = rich_schema(), Morgue()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryReader(partitions, [r for r in records if (r.topic, r.partition) in partitions])
-    made = Archiver(Warehouse(place), reader, TOPIC_IDS, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock())
+    made = Archiver(Warehouse(place), reader, topics, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock())
     return made, reader, morgue
 
 

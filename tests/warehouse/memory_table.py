@@ -30,6 +30,7 @@ class File:
     last_offset: int
     last_close_ms: int
     sealed: bool = False
+    topic: str = ""
 
 
 class MemoryTable:

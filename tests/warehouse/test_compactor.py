@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
+from collections.abc import Mapping
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -20,14 +21,15 @@ from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.health import Health
 from runtime.program import Stop
-from tests.warehouse.archive_runs import an_archiver, places
+from tests.warehouse.archive_runs import TOPIC_IDS, an_archiver, places
 from tests.warehouse.sample_cases import a_correction, decoded, keyed, rich_records, rich_schema, same_batch
 from tests.warehouse.test_delta_table import a_file
 from warehouse.archive import sample_forms
-from warehouse.compact import retired
+from warehouse.compact import behind_by_topic, cut_days, cut_name, retired, retired_name
 from warehouse.compactor import Compactor, folded_name
 from warehouse.compactor_program import Rounds
 from warehouse.config import CompactorConfig
+from warehouse.data_file import DataFile
 from warehouse.latest_labels import Latest, of, overlay, read_latest
 from warehouse.place import COLUMN_ORDER, Warehouse
 from warehouse.rebuild import rebuilt
@@ -54,8 +56,8 @@ FIRST = closed_on(rich_records(SCHEMA, 50, partition=0), 0)
 NEXT = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
 
 
-def archive(place: Path, records: list[Record], per_flush: int = 9) -> None:
-    archiver, reader, morgue = an_archiver(place, records, [0])
+def archive(place: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS) -> None:
+    archiver, reader, morgue = an_archiver(place, records, [0], topics=topics)
     archiver.open()
     while not reader.at_end():
         archiver.turn(0.0, max_records=per_flush)
@@ -146,7 +148,7 @@ def test_corrections_are_folded_beside_the_labels_of_the_close(tmp_path: Path) -
     others = latest.request_index_B != row
     assert (latest.label_BT[others] == streamed.label_BT[others]).all() and before.shape == after.shape
     snapshot = Warehouse(tmp_path).samples.snapshot()
-    assert snapshot.progress(folded_name(date(1970, 1, 1), 0)) == 3
+    assert snapshot.progress(folded_name(date(1970, 1, 1), 0, TOPIC_IDS["corrections"])) == 3
 
 
 def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
     warehouse = Warehouse(tmp_path)
     files = of(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
     latest = read_latest(warehouse, files, SCHEMA.tasks)
-    assert latest.next_offset == 3 and of(files, date(1970, 1, 2), 0) == []
+    assert behind_by_topic(files) == {TOPIC_IDS["corrections"]: 3} and of(files, date(1970, 1, 2), 0) == []
     unsealed = [overlay(batch, latest) for batch in batches(tmp_path, 0)]
     seal_all(a_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
@@ -221,12 +223,61 @@ def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> 
     assert compactor.counts.seals == 1 and path.exists()
 
 
+def test_corrections_of_a_topic_that_was_made_again_are_folded_though_their_offsets_begin_anew(tmp_path: Path) -> None:
+    told, at = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []
+    archive(tmp_path, [*FIRST, *NEXT, told[0]], topics={**TOPIC_IDS, "corrections": "made-again"})
+    assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []
+    found = Warehouse(tmp_path).samples.snapshot()
+    names = [folded_name(date(1970, 1, 1), 0, topic) for topic in (TOPIC_IDS["corrections"], "made-again")]
+    assert [found.progress(name) for name in names] == [3, 1] and at < 50
+
+
+def test_rows_of_two_topics_stay_in_files_of_their_own(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    others = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0)
+    archive(tmp_path, others, topics={**TOPIC_IDS, "samples": "made-again"})
+    assert seal_all(a_compactor(tmp_path)) == 1
+    sealed = {f.topic: (f.rows, f.last_offset) for f in Warehouse(tmp_path).samples.snapshot().files if f.sealed}
+    assert sealed == {TOPIC_IDS["samples"]: (50, 49), "made-again": (10, 9)}
+
+
+def test_a_day_that_alone_is_too_large_loses_what_closed_first_and_no_partition_its_newest_file() -> None:
+    def closed(first: int, ms: int, partition: int = 0) -> DataFile:
+        return dataclasses.replace(a_file(first, first + 9, partition), last_close_ms=ms)
+
+    files = [closed(20, 30), closed(0, 10), closed(10, 20), closed(0, 5, partition=1)]
+    assert retired(files, 0, 400) == [] and retired(files, 0, 399) == [files[1]]
+    assert retired(files, 0, 201) == retired(files, 0, 1) == [files[1], files[2]]
+    old = dataclasses.replace(a_file(0, 9), day=date(2023, 5, 1))
+    assert retired([*files, old], 0, 400) == [old] and retired([*files, old], 0, 399) == [old, files[1]]
+    assert cut_days([*files, old], [old, files[1]]) == [files[1].day] and cut_days(files, files) == []
+
+
+def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path) -> None:
+    told, _ = corrected()
+    archive(tmp_path, [*FIRST, *told])
+    compactor = a_compactor(tmp_path, keep_bytes=1)
+    gone = compactor.retire()
+    assert gone == compactor.counts.cut > 3 and compactor.retire() == 0
+    warehouse = Warehouse(tmp_path)
+    found = warehouse.samples.snapshot()
+    (left,) = found.files
+    assert found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset and left.last_offset == 49
+    assert found.progress(cut_name(date(1970, 1, 1))) == 1 and warehouse.corrections.snapshot().files
+    late = closed_on(rich_records(SCHEMA, 80, partition=0)[50:], 0, first_offset=50)
+    archive(tmp_path, [*FIRST, *late, *told])
+    assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
+
+
 def test_old_days_leave_whole_and_the_newest_stays() -> None:
     day = date(2023, 5, 18)
     files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
     assert retired(files, 0, 0) == [] and retired([], 1, 1) == []
     assert retired(files, 2, 0) == files[:2] and retired(files, 1, 0) == files[:3]
     assert retired(files, 0, 250) == files[:2] and retired(files, 0, 1) == files[:3]
+    assert cut_days(files, files[:3]) == []
 
 
 def test_retired_days_are_gone_and_their_files_go_with_the_vacuum(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from warehouse.pins import Pin, held_versions, pin, unpin
 DAY = date(2023, 5, 18)
 
 
-def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False) -> DataFile:
+def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False, topic: str = "") -> DataFile:
     fingerprint = (1 << 64) - 5
     return DataFile(
-        path=new_path(DAY, partition, fingerprint, 7, sealed=sealed),
+        path=new_path(DAY, partition, fingerprint, 7, topic=topic, sealed=sealed),
         bytes=100,
         rows=last - first + 1,
         candidates=7,
@@ -37,6 +37,7 @@ def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False) -
         first_close_ms=5,
         last_close_ms=1_700_000_000_123,
         sealed=sealed,
+        topic=topic,
     )
 
 
@@ -71,7 +72,7 @@ def test_a_table_is_made_once_and_is_empty(place: str) -> None:
 
 
 def test_what_is_committed_is_read_back_whole(place: str) -> None:
-    table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True)
+    table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True, topic="q1_-Z" * 4)
     after = table.commit([file, sealed], progress={"samples/t/0": Step(None, 10), "samples/t/3": Step(None, 13)})
     assert set(after.files) == {file, sealed} and after.files == WarehouseTable(place, "samples").snapshot().files
     assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (10, 13, None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from roo.columnar import projected
@@ -16,8 +18,9 @@ from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
 from warehouse import layout
 from warehouse.byte_ranges import SMALL_BYTES, ByteRange, merged
+from warehouse.data_file import DataFile, candidates_of, topic_of
 from warehouse.file_reader import SampleFile, writer_of
-from warehouse.file_writer import write_rows
+from warehouse.file_writer import FOOTER_KEY, write_rows
 
 SCHEMA = rich_schema()
 RECORDS = rich_records(SCHEMA, 300)
@@ -32,6 +35,34 @@ def test_a_batch_from_a_file_equals_the_batch_from_the_wire_in_every_bit(store: 
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     assert (file.rows, file.first_offset, file.last_offset, file.partition) == (300, 0, 299, 3)
     same_batch(SampleFile(store, "samples", file).read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
+
+
+def of_format(store: FileStore, number: int, topic: str | None) -> DataFile:
+    """A file whose footer says so."""
+    file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
+    path = store.root / "samples" / file.path
+    table = pq.read_table(path)
+    said = json.loads(table.schema.metadata[FOOTER_KEY])
+    said = {name: value for name, value in said.items() if name != "topic"} | {"format": number}
+    said |= {} if topic is None else {"topic": topic}
+    pq.write_table(table.replace_schema_metadata({FOOTER_KEY: json.dumps(said).encode()}), path)
+    return dataclasses.replace(file, bytes=path.stat().st_size)
+
+
+def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_refused(store: FileStore) -> None:
+    old = of_format(store, 1, None)
+    assert old.topic == "" and topic_of(old.path) == "" and candidates_of(old.path) == old.candidates
+    same_batch(SampleFile(store, "samples", old).read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
+    with pytest.raises(CheckpointError, match="expected a file of format 1 or 2, got 3"):
+        SampleFile(store, "samples", of_format(store, 3, ""))
+
+
+def test_a_file_that_another_topic_filled_than_its_name_says_is_refused(store: FileStore) -> None:
+    file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic="topic-1"))
+    assert (file.topic, topic_of(file.path), candidates_of(file.path)) == ("topic-1", "topic-1", file.candidates)
+    assert SampleFile(store, "samples", file).said["topic"] == "topic-1"
+    with pytest.raises(CheckpointError, match=r"expected rows of topic 'topic-2' \(its name\), got 'topic-1'"):
+        SampleFile(store, "samples", dataclasses.replace(file, topic="topic-2"))
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -28,6 +28,7 @@ class SessionSpec:
     first_day: str = ""  # YYYY-MM-DD, UTC, by close time; "" = from the first
     last_day: str = ""  # of the same, in it; "" = up to the last
     features: tuple[str, ...] = ()  # columns that are read, () = all; others are as if they were missing
+    topic: str = ""  # id of the topic that `from_offsets` are of: files of another were an earlier session's; "" = all are of it
     graph: str = ""  # digest of the transforms that readers run; "" = those of the schema
     from_offsets: Mapping[int, int] = dataclasses.field(default_factory=dict)
     shuffle_seed: int | None = 0  # of the files of a day; None = by their offsets
@@ -50,6 +51,8 @@ class SessionSpec:
     def plain(self) -> dict[str, Any]:
         """As manifests and calls carry it."""
         body = dataclasses.asdict(self)
+        if not self.topic:
+            del body["topic"]  # as before it was known, so that digests stay
         return {
             **body,
             "features": list(self.features),

@@ -45,6 +45,8 @@ class FileFacts(Protocol):
     def last_close_ms(self) -> int: ...
     @property
     def sealed(self) -> bool: ...
+    @property
+    def topic(self) -> str: ...
 
 
 class TableSplit(NamedTuple):
@@ -117,6 +119,8 @@ def plan(files: Iterable[FileFacts], spec: SessionSpec, row_group: int) -> ReadO
 
 def is_read(file: FileFacts, spec: SessionSpec) -> bool:
     """It may hold rows of the session."""
+    if spec.topic and file.topic not in ("", spec.topic):
+        return False
     return spec.has_day(file.day.isoformat()) and file.rows > 0 and file.last_offset >= spec.from_offsets.get(file.partition, 0)
 
 

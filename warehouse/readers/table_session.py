@@ -17,6 +17,7 @@ from roo.errors import CheckpointError, ConfigError
 from roo.schema import Schema
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from runtime.work_unit import TableInput
+from warehouse.compact import cut_name, retired_name
 from warehouse.data_file import DataFile
 from warehouse.delta_table import TableSnapshot
 from warehouse.file_reader import SampleFile, writer_of
@@ -49,13 +50,16 @@ class SampleTable:
         `topics`: name → id of those that are read behind it; none where no stream follows.
 
         Raises:
-            UnavailableError: the table can't be read now. CheckpointError: there is none, or it is damaged.
+            UnavailableError: the table can't be read now. CheckpointError: there is none, or it is damaged; or what lies behind
+                `begins` was retired in part.
             ConfigError: what is in it came from other topics, whose offsets mean nothing here.
         """
         found, begins = self.warehouse.samples.snapshot(), dict(begins or {})
         from_offsets = {number: at for (topic, number), at in begins.items() if topic == SAMPLES}
-        spec = dataclasses.replace(wanted, table=self.place, version=found.version, from_offsets=from_offsets)
+        topic = topics.get(SAMPLES, "") if from_offsets else ""
+        spec = dataclasses.replace(wanted, table=self.place, version=found.version, from_offsets=from_offsets, topic=topic)
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
+        self._check_kept(found, spec, session)
         ends, corrections = self._ends(found, topics), self._corrections() if wanted.labels == "latest" else None
         if corrections is not None and topics:
             ends |= _said(corrections, CORRECTIONS, topics, found)
@@ -114,11 +118,29 @@ class SampleTable:
             return ends
         known = _said(found, SAMPLES, topics, found)
         if found.files and not known:
+            theirs = ", ".join(sorted({file.topic for file in found.files} - {""})) or "another topic"
             raise ConfigError(
-                f"{self.place}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of another topic: its "
+                f"{self.place}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of {theirs}: its "
                 "offsets mean nothing here; train from it without Kafka (roostream train), or begin another archive"
             )
         return known
+
+    def _check_kept(self, found: TableSnapshot, spec: SessionSpec, session: OpenSession) -> None:
+        """Of a later session: all that it would read is there, and all copies of it that an earlier one had."""
+        for partition, begin in spec.from_offsets.items():
+            gone = [found.progress(retired_name(topic, partition)) or 0 for topic in {spec.topic, ""}]
+            if max(gone) > begin:
+                raise CheckpointError(
+                    f"{self.place}: expected samples of partition {partition} from offset {begin} on, got them retired up to "
+                    f"{max(gone)}; the stream goes on there, raise compactor.keep_bytes and keep_days"
+                )
+        if spec.from_offsets:
+            for day in sorted({split.day for split in session.order.splits}):
+                if found.progress(cut_name(date.fromisoformat(day))):
+                    raise CheckpointError(
+                        f"{self.place}: expected all of {day}, got a day of which keep_bytes has retired a part; the stream goes "
+                        "on there, raise compactor.keep_bytes"
+                    )
 
 
 def _said(table: TableSnapshot, name: str, topics: Mapping[str, str], samples: TableSnapshot) -> Progress:

@@ -39,7 +39,8 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
         batch, _ = Decoder(schema, {}.get).decode(its)
         rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
-        file = write_rows(store, rows, FilePlace(table="samples", day=day, partition=partition, fingerprint=schema.fingerprint))
+        where = FilePlace(table="samples", day=day, partition=partition, fingerprint=schema.fingerprint, topic=topic)
+        file = write_rows(store, rows, where)
         name = f"samples/{topic}/{partition}"
         table.commit([file], progress={name: Step(table.snapshot().progress(name), its[-1].offset + 1)})
 
@@ -114,10 +115,49 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
 
 def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]), topic="deleted-since")
-    with pytest.raises(ConfigError, match="expected an archive of topic samples with id topic-1, got one of another topic"):
+    with pytest.raises(
+        ConfigError, match="expected an archive of topic samples with id topic-1, got one of deleted-since: its offsets"
+    ):
         SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     alone = SampleTable(str(tmp_path)).newest(WANTED, {})
     assert alone is not None and alone.ends == {("samples", 0): 1, ("samples", 1): 1}
+
+
+def test_what_a_topic_of_before_left_is_an_earlier_session_s_whatever_its_offsets(tmp_path: Path) -> None:
+    archive(tmp_path, samples.records(list(range(1, 21))), topic="deleted-since")
+    archive(tmp_path, samples.records(list(range(31, 35))))
+    table = SampleTable(str(tmp_path))
+    told = table.newest(WANTED, TOPICS)
+    assert told is not None and told.ends == {("samples", 0): 2, ("samples", 1): 2}
+    assert sorted(ids(tmp_path, told)) == [*range(1, 21), *range(31, 35)]
+    archive(tmp_path, [r._replace(offset=r.offset + 2) for r in samples.records(list(range(41, 47)))])
+    more = table.newest(WANTED, TOPICS, told.ends)
+    assert more is not None and more.spec["topic"] == "topic-1" and sorted(ids(tmp_path, more)) == list(range(41, 47))
+    assert "topic" not in told.spec, "digests of sessions that begin at the beginning are what they were"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("retired/topic-1/0", 7, "expected samples of partition 0 from offset 6 on, got them retired up to 7"),
+        ("cut/2023-11-14", 1, "expected all of 2023-11-14, got a day of which keep_bytes has retired a part"),
+    ],
+)
+def test_no_session_follows_where_what_it_would_read_was_retired_in_part(
+    tmp_path: Path, name: str, value: int, said: str
+) -> None:
+    records = samples.records(list(range(1, 21)))
+    archive(tmp_path, records[:12])
+    table = SampleTable(str(tmp_path))
+    told = table.newest(WANTED, TOPICS)
+    assert told is not None
+    archive(tmp_path, records[12:])
+    assert table.newest(WANTED, TOPICS, told.ends) is not None
+    log = WarehouseTable(str(tmp_path), "samples")
+    log.commit((), progress={name: Step(None, value), "retired/topic-1/1": Step(None, 6)})
+    with pytest.raises(CheckpointError, match=said):
+        table.newest(WANTED, TOPICS, told.ends)
+    assert table.newest(WANTED, TOPICS) is not None
 
 
 def test_an_empty_table_has_no_session_and_no_table_is_told(tmp_path: Path) -> None:
