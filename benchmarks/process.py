@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.made import FOLDER
 from benchmarks.peers import Place
 from benchmarks.stand import Slice
 from roo.errors import RoostreamError
@@ -22,7 +23,8 @@ class SubjectError(RoostreamError):
 class StandProcess:
     """`Stand`'s calls, answered by a process. Close it to end the process."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, made: str = "") -> None:
+        """`made`: the folder for what is the same in every run (benchmarks/made.py); "" = none."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self._process = subprocess.Popen(
             [place.python, "-m", "benchmarks.stand"],
@@ -30,7 +32,7 @@ class StandProcess:
             stdout=subprocess.PIPE,
             text=True,
             cwd=place.tree,
-            env=environ | {"PYTHONPATH": str(place.tree), "OMP_NUM_THREADS": "1", "PATH": _path(place.python)},
+            env=environ | {"PYTHONPATH": str(place.tree), "OMP_NUM_THREADS": "1", "PATH": _path(place.python), FOLDER: made},
         )
 
     def open(self, opens: str, arguments: list[Any], slice_s: float) -> int:

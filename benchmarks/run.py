@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import tempfile
 import time
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import benchmarks.questions
@@ -52,7 +55,8 @@ def run(name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[
     if here["busy"]:
         say(f"this machine is busy (load {here['load_before']} on {here['cores']} cores): the result will say so")
     asked = with_before(question, against) if against else question
-    measured = measure(asked, lambda environment: StandProcess(place_of(environment)), runs=runs, say=say)
+    with tempfile.TemporaryDirectory(prefix="roostream-bench-") as made:
+        measured = measure(asked, lambda environment: _stand(environment, Path(made)), runs=runs, say=say)
     return {
         "format": FORMAT,
         "question": name,
@@ -63,6 +67,13 @@ def run(name: str, *, runs: int = LEAST_RUNS, against: str = "", say: Callable[[
         "runs": runs,
         **measured,
     }
+
+
+def _stand(environment: str, made: Path) -> StandProcess:
+    """What another state of our code made is no other's."""
+    its = made / f"{zlib.crc32(environment.encode()):08x}"
+    its.mkdir(exist_ok=True)
+    return StandProcess(place_of(environment), str(its))
 
 
 def with_before(question: Question, commit: str) -> Question:

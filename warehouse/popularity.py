@@ -1,5 +1,5 @@
-"""Which features are read together, learned from what sessions asked for: what most of them ask for lies in front of a file, so
-that a reader finds its columns next to each other and gets them in fewer requests.
+"""Which features are read together, learned from what sessions asked for: what most of them ask for lies side by side in a file,
+and wide columns apart from narrow ones, so that a reader gets its columns in fewer requests (docs/decisions/0075).
 
 A session that asks for some of the features leaves a small object, `popularity/asked/<version>-<digest>`; the newest of these
 count. From them comes `popularity/columns` (warehouse/place.py), which whoever writes files reads; files that are there stay as
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from roo.columnar import feature_columns, forms
 from roo.errors import CheckpointError, UnavailableError
@@ -59,11 +59,24 @@ def hit_rates(sessions: Iterable[Collection[str]]) -> dict[str, float]:
     return {feature: count / len(all_of_them) for feature, count in ranked}
 
 
+def side_by_side(widths: Sequence[float], rates: Sequence[float]) -> list[int]:
+    """Places of columns, the widest first: those of one width together, since a narrow hole may be read in vain and a wide one
+    not; of one width by how often they are asked for, alternately upwards and downwards, so that what is asked for most lies
+    next to what is asked for most. Stable."""
+    out: list[int] = []
+    for turn, width in enumerate(sorted(set(widths), reverse=True)):
+        its = [n for n, one in enumerate(widths) if one == width]
+        out += sorted(its, key=lambda n: -rates[n] if turn % 2 else rates[n])
+    return out
+
+
 def column_order(schema: Schema, rates: Mapping[str, float]) -> list[str]:
-    """Every column of a sample of `schema`: what each reader needs, then features from the most asked for to the least; those
-    that nobody asked for stay as declared."""
+    """Every column of a sample of `schema`: what each reader needs, then features as `side_by_side` has them; as declared where
+    nobody has asked for any. Lists are wider than single values, and what a candidate has than what its request has."""
     features = [(side, feature) for side in SIDES for feature in getattr(schema, side)]
-    ranked = sorted(features, key=lambda pair: -rates.get(pair[1].name, 0.0))  # stable
-    columns = [column for side, feature in ranked for column in feature_columns(side, feature)]
+    widths = [2.0 * feature.is_list + (side == "nro") for side, feature in features]
+    asked_for = [rates.get(feature.name, 0.0) for _, feature in features]
+    ranked = side_by_side(widths, asked_for) if any(asked_for) else range(len(features))
+    columns = [column for n in ranked for column in feature_columns(*features[n])]
     of_features = set(columns)
     return [name for name in forms(schema) if name not in of_features] + columns

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import measure, spread
+from benchmarks.made import FOLDER, made_once
 from benchmarks.peers import ROOT, PeerUnavailable, Place
 from benchmarks.process import StandProcess, SubjectError
 from benchmarks.question import Question, Row, Subject, Told
@@ -19,6 +20,19 @@ from benchmarks.stand import Slice, Stand
 from tests.benchmarks.trivial import Clock
 
 TAKES = "tests.benchmarks.trivial:takes"
+
+
+def test_what_is_the_same_in_every_run_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        return bytes([len(made)])
+
+    assert (made_once("a", make), made_once("a", make)) == (b"\1", b"\2"), "without a folder where it is needed"
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert (made_once("a", make), made_once("a", make), made_once("b", make)) == (b"\3", b"\3", b"\4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 class FakeStand(Stand):

@@ -15,6 +15,8 @@ WAYS = (
     ("impressions, by user", ("impressions", "user", "ours")),
     ("impressions, in time order", ("impressions", "time", "ours")),
     ("impressions, mixed within the hour", ("impressions", "mixed", "ours")),
+    ("requests, by user within the day", ("requests", "day", "ours")),
+    ("impressions, by user within the day", ("impressions", "day", "ours")),
     ("requests, by user, without counters", ("requests", "user", "without counters")),
     ("impressions, mixed, without counters", ("impressions", "mixed", "without counters")),
 )
@@ -26,7 +28,10 @@ def _saved(told: Mapping[str, Told]) -> dict[str, float]:
     return {
         "mixed impressions to impressions by user": mixed / size["impressions, by user"],
         "mixed impressions to requests by user": mixed / ours,
-        "the same without counters": size["impressions, mixed, without counters"] / size["requests, by user, without counters"],
+        "mixed impressions to requests by user within the day": mixed / size["requests, by user within the day"],
+        "mixed impressions to impressions by user within the day": mixed / size["impressions, by user within the day"],
+        "mixed impressions to requests by user, without counters": size["impressions, mixed, without counters"]
+        / size["requests, by user, without counters"],
         "pyarrow's encodings to ours": size["requests, by user, as pyarrow encodes"] / ours,
     }
 

@@ -5,28 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from benchmarks.made import made_once
 from benchmarks.question import Work
 from benchmarks.workloads.sharing.architectures import ARCHITECTURES
 from benchmarks.workloads.sharing.bound import A_BATCH, A_REQUEST, FLOP
 from benchmarks.workloads.sharing.counting import bytes_of_batch, flops
-from benchmarks.workloads.sharing.logs import ebnerd_users
+from benchmarks.workloads.sharing.logs import samples_of
 from benchmarks.workloads.sharing.rebatch import cut, shuffled
 from benchmarks.workloads.sharing.steps import HISTORY_IDS
 from benchmarks.workloads.sharing.training import Learner
 from benchmarks.workloads.training_step import shard_client
 from roo.batch import Batch
+from roo.decode import Decoder
 from roo.lookup import build_lookup
 from roo.sharing.inverse import by_user, grouped
 
 
 @functools.cache
 def users_batch(users: int, history: int) -> Batch:
-    return ebnerd_users(users, history)[0]
+    schema, samples = samples_of("EB-NeRD", users, history)
+    return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0]
 
 
 def clustered(batch: Batch) -> Batch:
@@ -64,7 +68,13 @@ def climbed(architecture: str, step_name: str, users: int, history: int, size: i
                 learner.train(convert(next(turns)))
 
         trained = [convert(each) for each in arriving]
-        yield Work(step, sum(b.num_candidates for b in arriving), functools.cache(lambda: counts(learner, arriving, trained)))
+        name = f"{architecture}-{step_name}-{users}-{history}-{size}.json".replace(" ", "-")
+
+        def counted() -> bytes:
+            return json.dumps(counts(learner, arriving, trained)).encode()
+
+        number = sum(b.num_candidates for b in arriving)
+        yield Work(step, lambda: number, functools.cache(lambda: json.loads(made_once(name, counted))))
 
 
 def counts(learner: Learner, arriving: Sequence[Batch], trained: Sequence[Batch]) -> Mapping[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import zstandard
@@ -40,10 +41,15 @@ def batches_of(records: list[Record], keyed_by: str, partitions: int) -> list[by
     return [*out, *(b"".join(its) for its in waiting.values() if its)]
 
 
+@functools.cache
+def _logged(users: int, history: int) -> list[Record]:
+    return ebnerd_users(users, history)[1]
+
+
 @contextlib.contextmanager
 def compressed(keyed_by: str, users: int, history: int, partitions: int) -> Iterator[Work]:
     """zstd 1; units are MB before it."""
-    records = ebnerd_users(users, history)[1]
+    records = _logged(users, history)
     batches = batches_of(records, keyed_by, partitions)
     codec = zstandard.ZstdCompressor(level=1)
     before = sum(map(len, batches))

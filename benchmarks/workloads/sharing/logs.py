@@ -10,7 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
+from benchmarks.made import made_once
 from benchmarks.workloads.sharing.architectures import pointwise
 from benchmarks.workloads.sharing.shared_data import EBNERD, MIND
 from roo import roo_pb2 as pb
@@ -41,7 +43,7 @@ def ebnerd_batch() -> Batch:
 
 def mind_batch() -> Batch:
     """MIND's first requests, with the histories that their lines have."""
-    return _batch(Edge(load_schema(Path(__file__).parent / "mind.toml")), _mind_events())
+    return _batch(Edge(mind_schema()), _mind_events())
 
 
 def _mind_events() -> Iterator[Event]:
@@ -86,10 +88,34 @@ def _time_ms(text: str) -> int:
     return round(datetime.strptime(text, "%m/%d/%Y %I:%M:%S %p").replace(tzinfo=UTC).timestamp() * 1000)
 
 
+def samples_of(name: str, users: int, history: int) -> tuple[Schema, list[Record]]:
+    """`name`: EB-NeRD or MIND, whose users and histories are what they are. Made once for all runs of a question."""
+    schema = ebnerd_schema(history) if name == "EB-NeRD" else mind_schema()
+    make = functools.partial(ebnerd_samples, users, history) if name == "EB-NeRD" else mind_samples
+    return schema, _unpacked(made_once(f"{name}-{history}-{users}", lambda: _packed(make()[1])))
+
+
+def _packed(records: list[Record]) -> bytes:
+    """Of one partition, without keys."""
+    out = pa.BufferOutputStream()
+    table = pa.table(
+        {"time": [r.timestamp_ms for r in records], "value": pa.array([r.value for r in records], pa.large_binary())}
+    )
+    with pa.ipc.new_stream(out, table.schema) as stream:
+        stream.write_table(table)
+    return out.getvalue().to_pybytes()
+
+
+def _unpacked(data: bytes) -> list[Record]:
+    times, values = pa.ipc.open_stream(data).read_all().columns
+    pairs = zip(times.to_pylist(), values.to_pylist(), strict=True)
+    return [Record("samples", 0, n, time_ms, b"", value) for n, (time_ms, value) in enumerate(pairs)]
+
+
 @functools.cache
 def mind_samples() -> tuple[Schema, list[Record]]:
     """Samples of all of MIND's requests, in time order."""
-    edge = Edge(load_schema(Path(__file__).parent / "mind.toml"))
+    edge = Edge(mind_schema())
     return edge.schema, list(_samples(edge, _mind_events(), 1 << 30, None))
 
 
@@ -101,12 +127,22 @@ def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged
 
 
-def ebnerd_samples(users: int, history: int, logged: list[Record] | None = None) -> tuple[Schema, list[Record]]:
-    """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
+def ebnerd_schema(history: int) -> Schema:
+    """The shipped one, pointwise, with histories of up to `history` clicks."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     longer = [dataclasses.replace(f, max_len=history) if f.name == "history" else f for f in schema.ro]
-    online = dataclasses.replace(schema.online, history_len=history)
-    edge = Edge(dataclasses.replace(schema, ro=tuple(longer), online=online))
+    return dataclasses.replace(schema, ro=tuple(longer), online=dataclasses.replace(schema.online, history_len=history))
+
+
+def mind_schema() -> Schema:
+    """Its own."""
+    return load_schema(Path(__file__).parent / "mind.toml")
+
+
+def ebnerd_samples(users: int, history: int, logged: list[Record] | None = None) -> tuple[Schema, list[Record]]:
+    """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
+    schema = ebnerd_schema(history)
+    edge = Edge(schema)
     behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
     seed(edge.counters, *ebnerd.histories([clicks]))
     chosen = sorted({hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items())[:users]

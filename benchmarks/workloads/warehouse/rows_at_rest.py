@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.workloads.sharing.logs import ebnerd_samples, mind_samples
+from benchmarks.made import made_once
+from benchmarks.workloads.sharing.logs import samples_of
 from roo.batch import Batch
 from roo.columnar import columns_of, forms, whole
 from roo.decode import Decoder
@@ -20,7 +21,7 @@ from roo.wire import Record
 from warehouse import layout
 from warehouse.file_writer import FOOTER_KEY, FORMAT
 
-_HOUR_MS = 3_600_000
+_HOUR_MS, _DAY_MS = 3_600_000, 86_400_000
 _ALL = 1 << 30
 COUNTERS = ("clicks", "views", "expected", "ctr")
 
@@ -36,7 +37,7 @@ class Log(NamedTuple):
 @functools.cache
 def log(name: str, history: int, users: int = _ALL) -> Log:
     """`name`: EB-NeRD or MIND; MIND's histories are what its lines have."""
-    schema, records = ebnerd_samples(users, history) if name == "EB-NeRD" else mind_samples()
+    schema, records = samples_of(name, users, history)
     batch, rejects = Decoder(whole(schema), {schema.fingerprint: schema}.get).decode(records)
     assert not rejects, rejects[0]
     return Log(schema, records, batch)
@@ -51,12 +52,12 @@ def without_counters(its: Log) -> Log:
 
 
 def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
-    """Row group by row group. `rows`: requests or impressions. `order`: time, user, or mixed: shuffled within each hour, as dense
-    traffic interleaves what users do."""
+    """Row group by row group. `rows`: requests or impressions. `order`: time, user, day: by user within the day, or mixed:
+    shuffled within each hour, as dense traffic interleaves what users do."""
     batch = its.batch
     user_R = batch.ro_lists.values_of("user")
     time_R = batch.time_ms_R
-    keys_R = [time_R] if order == "time" else [time_R, user_R]
+    keys_R = {"time": [time_R], "day": [time_R, user_R, batch.close_ms_R // _DAY_MS]}.get(order, [time_R, user_R])
     if rows == "requests":
         at_R = np.lexsort(keys_R)
         for piece in _pieces(at_R, layout.ROWS_OF_GROUP):
@@ -88,6 +89,12 @@ def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> 
             table = layout.to_arrow(columns_of(piece), chosen, names, piece.num_candidates_R)
             writer.write_table(table.replace_schema_metadata(said), row_group_size=len(table))
     return out.getvalue().to_pybytes()
+
+
+def file_of(its: Log, key: tuple[str, int, int], rows: str, order: str) -> bytes:
+    """`written`, in our encodings; `key`: what `log` was asked."""
+    name = "-".join(map(str, (*key, rows, order)))
+    return made_once(name, lambda: written(ordered(its, rows, order), its.schema))
 
 
 def sampled(schema: Schema, share: float) -> frozenset[str]:

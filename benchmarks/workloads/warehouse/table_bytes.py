@@ -23,7 +23,7 @@ def written(name: str, history: int, rows: str, order: str, encoding: str = "our
         size = len(rows_at_rest.written(rows_at_rest.ordered(its, rows, order), its.schema, encoding))
 
     candidates = its.batch.num_candidates
-    yield Work(step, candidates, lambda: {"bytes an impression": size / candidates})
+    yield Work(step, lambda: candidates, lambda: {"bytes an impression": size / candidates})
 
 
 @contextlib.contextmanager

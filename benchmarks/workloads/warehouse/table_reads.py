@@ -21,6 +21,7 @@ from runtime.checkpoint_store import FileStore
 from warehouse.byte_ranges import ByteRange, merged
 from warehouse.data_file import DataFile
 from warehouse.file_reader import SampleFile
+from warehouse.popularity import side_by_side
 
 _POLL = 512
 
@@ -33,24 +34,22 @@ def read(name: str, history: int, rows: str, order: str, share: float = 1.0, use
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples" / "x.parquet"
         path.parent.mkdir()
-        path.write_bytes(rows_at_rest.written(rows_at_rest.ordered(its, rows, order), its.schema))
+        path.write_bytes(rows_at_rest.file_of(its, (name, history, users), rows, order))
         count = its.batch.num_requests if rows == "requests" else its.batch.num_candidates
         opened = SampleFile(FileStore(folder), "samples", _file(path, count, its.schema.fingerprint))
 
         def step() -> None:
+            opened.source.num_requests = opened.source.num_bytes = 0
             for group in range(len(opened.rows_of_groups)):
                 opened.read(its.schema, reader, [group])
 
         def figures() -> dict[str, float]:
-            opened.source.num_requests = opened.source.num_bytes = 0
-            step()
             return {
                 "reads a row group": opened.source.num_requests / len(opened.rows_of_groups),
                 "bytes read an impression": opened.source.num_bytes / its.batch.num_candidates,
             }
 
-        told = figures()
-        yield Work(step, its.batch.num_candidates, lambda: told)
+        yield Work(step, its.batch.num_candidates, figures)
 
 
 def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
@@ -154,10 +153,15 @@ def _jobs(count: int, seed: int, exponent: float) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
-    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns; units are jobs."""
+    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns: that of the compactor, by
+    hit rate alone, or none; units are jobs."""
     sizes = np.where(np.random.default_rng(3).permutation(_WIDE) < _FLOATS, _FLOAT_BYTES, _LIST_BYTES)
     rates = np.bincount(np.concatenate(_jobs(_JOBS, 1, exponent)), minlength=_WIDE)
-    by = {"hash": np.random.default_rng(5).permutation(_WIDE), "hit rate": np.argsort(-rates, kind="stable")}[order]
+    by = {
+        "hash": np.random.default_rng(5).permutation(_WIDE),
+        "hit rate": np.argsort(-rates, kind="stable"),
+        "ours": np.array(side_by_side(sizes.tolist(), rates.tolist())),
+    }[order]
     starts = np.zeros(_WIDE, dtype=np.int64)
     starts[by] = np.cumsum(sizes[by]) - sizes[by]
     needed = [[ByteRange(int(starts[f]), int(starts[f] + sizes[f])) for f in job] for job in _jobs(_JOBS, 2, exponent)]
