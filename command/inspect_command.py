@@ -13,6 +13,7 @@ import click
 from command.checkpoint.checkpoint_command import place_options
 from command.data.dedupe_command import dedupe
 from command.data.feature_command import feature
+from command.data.session_command import inspect_session
 from command.data.warehouse_command import inspect_file, inspect_table
 from roo.errors import ConfigError
 
@@ -38,6 +39,7 @@ inspect.add_command(dedupe)
 inspect.add_command(feature)
 inspect.add_command(inspect_table)
 inspect.add_command(inspect_file)
+inspect.add_command(inspect_session)
 
 
 @inspect.command("batch")

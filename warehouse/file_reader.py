@@ -57,7 +57,11 @@ class SampleFile:
 
     def reading_plan(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
         """What is read for these columns of these row groups: at most `over_read` times more than they take."""
-        return merged(self._places(set(names), groups), self._over_read)
+        return merged(self.places(names, groups), self._over_read)
+
+    def places(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
+        """Where these columns of these row groups lie."""
+        return list(self._places(set(names), groups))
 
     def read(
         self, writer: Schema, reader: Schema, groups: Sequence[int] | None = None, *, labels: Labels = "as_streamed"

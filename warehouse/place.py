@@ -18,6 +18,7 @@ from roo.schema import Registry
 from roo.schema_registry import open_registry
 from runtime.checkpoint_store import CheckpointStore, open_store
 from warehouse.archive import CORRECTIONS, SAMPLES
+from warehouse.byte_ranges import MOST_OVER_READ
 from warehouse.data_file import DataFile
 from warehouse.delta_table import WarehouseTable
 from warehouse.file_reader import SampleFile
@@ -53,9 +54,9 @@ class Warehouse:
         for table in self.tables.values():
             table.create()
 
-    def open_file(self, table: str, file: DataFile) -> SampleFile:
+    def open_file(self, table: str, file: DataFile, over_read: float = MOST_OVER_READ) -> SampleFile:
         """Raises as `SampleFile`."""
-        return SampleFile(self.store, table, file)
+        return SampleFile(self.store, table, file, over_read=over_read)
 
     def column_order(self) -> list[str]:
         """Names of columns, those that are asked for most first; [] where nobody has told. UnavailableError: not now."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from command.data.session_command import replay_session
+from command.replay import archived
 from roo.config import parse_duration_ms
 from roo.errors import ConfigError
 from traffic.config import CheckConfig, ReplayConfig
@@ -120,6 +122,24 @@ def _add(name: str, dataset: Dataset) -> None:
 
 for _name, _dataset in DATASETS.items():
     _add(_name, _dataset)
+
+
+def _run_archived(given: dict[str, Any]) -> None:
+    options = archived.ArchivedOptions(**{f.name: given.pop(f.name) for f in dataclasses.fields(archived.ArchivedOptions)})
+    config = ReplayConfig(dataset=archived.DATASET, options=options, engine="local", **given)
+    sys.exit(importlib.import_module("command.replay.run").run(config))
+
+
+replay.add_command(
+    ManyWords(
+        archived.DATASET,
+        params=[*flags_of(archived.ArchivedOptions), *flags_of(ReplayConfig, skip=archived.NOT_ITS_OWN)],
+        callback=lambda **given: _run_archived(given),
+        help=f"{archived.HELP}\n\n\b\nExample:\n  roostream replay {archived.DATASET} {archived.EXAMPLE}",
+    )
+)
+
+replay.add_command(replay_session)
 
 
 check = ManyWords(

@@ -2,6 +2,8 @@
 
 records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─► shards behind in-memory transports
    └──────────┴──────────────────┴──────────────────────┴──► accounts, metrics
+
+Records that are samples already, of a warehouse, pass the joiner by.
 """
 
 from __future__ import annotations
@@ -158,10 +160,13 @@ class _Local:
         for record in records:
             if stop.is_set():
                 break
-            placed = self.topics.place(record)
-            if self.served:
-                self.served.add(placed)
-            self._write(self.joiner.process(placed))
+            if wire.kind_of(record.value) == wire.SAMPLE:
+                self._write([Output(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms, "")])
+            else:
+                placed = self.topics.place(record)
+                if self.served:
+                    self.served.add(placed)
+                self._write(self.joiner.process(placed))
             self._train(stage)
         self._write(self.joiner.end_of_input())
         self._train(stage)

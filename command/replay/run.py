@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from command.replay.archived import DATASET, archived_log
 from command.replay.choices import choices_of
 from command.replay.report_page import write_page
 from command.replay.report_table import table_of
@@ -52,7 +53,7 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     choices_of(config)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
-    source = open_log(config, schema)
+    source = archived_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
     console = Console(markup=False, emoji=False, highlight=False)
     with Stage(console, source.num_requests) as stage:
         stream = paced(stage.sending(begun(source.records)), config.speed_factor, SystemClock(), stop)
@@ -80,7 +81,8 @@ def _engine(config: ReplayConfig) -> Engine:
 
 
 def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: Log) -> dict[str, Any]:
-    """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count."""
+    """Keys as in docs/protocols.md, "Reports"; `features_digest` is equal for equal features, `untrained` is G2's count. Of a
+    warehouse's samples no event is there to be accounted for."""
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()
     findings, survey = outcome.findings, source.survey
@@ -89,8 +91,8 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_dead_letters": findings.first_dead_letters(survey.origins.find),
-        "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))),
-        "accounted": sums.accounted and outcome.untrained == 0,
+        "warnings": advice(schema, survey, positives, prior=float(model.get("prior", 0.1))) if survey.num_impressions else [],
+        "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
         "metrics": findings.metrics.report(),
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
         "baselines": findings.baselines.report(),

@@ -12,11 +12,13 @@ from typing import TypeVar
 import numpy as np
 
 from roo.batch import Batch
-from roo.columnar import REQUEST, projected
+from roo.columnar import REQUEST, FlatColumn, needed, projected
 from roo.errors import CheckpointError, ConfigError
 from roo.schema import Schema
 from runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from runtime.work_unit import TableInput
+from warehouse.archive import sample_forms
+from warehouse.byte_ranges import MOST_OVER_READ, ByteRange
 from warehouse.compact import cut_name, retired_name
 from warehouse.data_file import DataFile
 from warehouse.delta_table import TableSnapshot
@@ -153,8 +155,16 @@ def _said(table: TableSnapshot, name: str, topics: Mapping[str, str], samples: T
 class TableFiles:
     """See `TableRows`: the files of one version, the newest opened kept open; labels as these corrections leave them."""
 
-    def __init__(self, warehouse: Warehouse, files: Sequence[DataFile], corrections: Sequence[DataFile], schema: Schema) -> None:
-        self.warehouse, self.schema, self.corrections = warehouse, schema, corrections
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        files: Sequence[DataFile],
+        corrections: Sequence[DataFile],
+        schema: Schema,
+        *,
+        over_read: float = MOST_OVER_READ,
+    ) -> None:
+        self.warehouse, self.schema, self.corrections, self.over_read = warehouse, schema, corrections, over_read
         self._files = {file.path: file for file in files}
         self._open: OrderedDict[str, SampleFile] = OrderedDict()
         self._latest: OrderedDict[tuple[date, int], Latest] = OrderedDict()
@@ -176,8 +186,21 @@ class TableFiles:
             columns, _ = self._opened(path).columns({name: REQUEST[name] for name in _MARKS})
             return Marks(*(columns[name].values for name in _MARKS))
 
+    def ranges(self, path: str, start: int, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
+        """What `batch` reads of the file, and what of it is needed. Raises as `batch`."""
+        with self._lock:
+            file, groups = self._opened(path), range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1)
+            names = (*needed(writer_of(file.file, self.warehouse.registry), self.schema), "item")
+            return file.reading_plan(names, groups), file.places(names, groups)
+
+    def whole(self, path: str) -> tuple[Schema, dict[str, FlatColumn], np.ndarray]:
+        """The schema that wrote a file, all columns that it declares, and the candidates of each row. Raises as `batch`."""
+        with self._lock:
+            writer = writer_of(self._files[path], self.warehouse.registry)
+            return writer, *self._opened(path).columns(sample_forms(writer))
+
     def _opened(self, path: str) -> SampleFile:
-        return _kept(self._open, path, _OPEN_FILES, lambda: self.warehouse.open_file(SAMPLES, self._files[path]))
+        return _kept(self._open, path, _OPEN_FILES, lambda: self.warehouse.open_file(SAMPLES, self._files[path], self.over_read))
 
     def _latest_of(self, file: DataFile) -> Latest:
         """All corrections of its day and partition, also those that a seal has folded: what they say is the same."""

@@ -1,0 +1,67 @@
+"""A captured session read again: all row groups of a small table, in a session's order, by a reader as it is or a slower one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.question import Work
+from benchmarks.workloads.sharing.logs import samples_of
+from benchmarks.workloads.warehouse import rows_at_rest
+from roo.columnar import columns_of, forms, projected, whole
+from roo.decode import Decoder
+from roo.schema import Schema
+from roo.schema_registry import register
+from roo.wire import Record
+from warehouse.archive import take
+from warehouse.captured import CapturedSession, Slowed, replayed
+from warehouse.data_file import day_of
+from warehouse.delta_table import Step
+from warehouse.file_writer import FilePlace, FileRows, write_rows
+from warehouse.place import Warehouse
+from warehouse.readers.reading import TableRows
+from warehouse.readers.table_session import TableFiles
+
+
+def small_table(folder: str, schema: Schema, written_by: Schema, records: list[Record]) -> Warehouse:
+    """A file a day of one partition, as a writer with `schema` would have made them."""
+    warehouse = Warehouse(folder)
+    warehouse.create()
+    register(warehouse.store, schema)
+    batch, _ = Decoder(whole(schema), lambda fingerprint: written_by).decode(records)
+    rows = FileRows(columns=columns_of(batch), forms=forms(schema), counts_R=batch.num_candidates_R)
+    warehouse.samples.widen(rows.forms)
+    place = FilePlace(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
+    days_R = np.array([day_of(ms).toordinal() for ms in batch.close_ms_R.tolist()])
+    order = np.lexsort([batch.time_ms_R, batch.ro_lists.values_of("user")])
+    files = []
+    for day in np.unique(days_R).tolist():
+        its = dataclasses.replace(place, day=date.fromordinal(day))
+        files.append(write_rows(warehouse.store, take(rows, order[days_R[order] == day]), its))
+    warehouse.samples.commit(files, progress={"samples/benchmark/0": Step(None, len(records))})
+    return warehouse
+
+
+@contextlib.contextmanager
+def read_again(slower: float, share: float, users: int, history: int) -> Iterator[Work]:
+    """`slower`: the share by which the reader takes longer on purpose; `share`: of the features. Units are requests."""
+    from command.data.session_command import session_of
+
+    written_by, records = samples_of("EB-NeRD", users, history)
+    schema = dataclasses.replace(written_by, transforms=())
+    chosen = rows_at_rest.sampled(schema, share)
+    with tempfile.TemporaryDirectory() as folder:
+        warehouse = small_table(folder, schema, written_by, records)
+        told = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
+        session = CapturedSession.read(path)
+        files: TableRows = TableFiles(warehouse, warehouse.samples.snapshot().files, (), projected(schema, chosen))
+        rows = Slowed(files, slower, time.process_time) if slower else files
+        figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}
+        yield Work(lambda: replayed(session.reads, rows, digests=False), told["requests"], lambda: figures)

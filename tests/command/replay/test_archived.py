@@ -1,0 +1,76 @@
+"""A warehouse is replayed as the log was that it came from: the same features, batches, weights and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from command.data.log_archive import archive_log
+from command.main import cli
+from command.replay.archived import DATASET, ArchivedOptions
+from command.replay.run import run
+from runtime.clock import FakeClock
+from tests.command.replay.test_in_process import options_of, replay, week
+from traffic.config import ReplayConfig
+from traffic.intake.which_log import files_of
+from warehouse.compactor import Compactor
+from warehouse.config import CompactorConfig
+from warehouse.place import Warehouse
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A log, and the warehouse that holds it."""
+    week(tmp_path)
+    config = ReplayConfig(dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local")
+    archive_log(config, files_of(config), str(tmp_path / "w"))
+    return tmp_path
+
+
+def config_of(folder: Path, days: str = "") -> ReplayConfig:
+    return ReplayConfig(
+        dataset=DATASET,
+        options=ArchivedOptions(place=str(folder / "w"), days=days),
+        schema=str(folder / "schema.toml"),
+        engine="local",
+        report=str(folder / "of_table.json"),
+        batch_requests=32,
+    )
+
+
+def of_table(folder: Path, days: str = "") -> dict[str, Any]:
+    assert run(config_of(folder, days)) == 0
+    return json.loads((folder / "of_table.json").read_text())
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_what_is_replayed_from_files_is_what_is_replayed_from_the_log(folder: Path, is_sealed: bool) -> None:
+    if is_sealed:
+        compactor = Compactor(Warehouse(folder / "w"), CompactorConfig(warehouse=str(folder / "w"), seal_after_ms=0), FakeClock())
+        assert sum(compactor.seal(seal) for seal in compactor.due()) > 3
+    of_log, ours = replay(folder), of_table(folder)
+    for key in ("features_digest", "metrics", "baselines", "positives", "training"):
+        assert ours[key] == of_log[key], key
+    assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
+    assert ours["warnings"] == [] and ours["settings"]["options"]["place"] == str(folder / "w")
+
+
+def test_days_are_replayed_alone(folder: Path) -> None:
+    whole, one = of_table(folder), of_table(folder, "2023-05-19")
+    assert 0 < one["counts"]["samples"] < 120 and set(one["metrics"]["by_day"]) <= {"2023-05-18", "2023-05-19"}
+    assert one["features_digest"] != whole["features_digest"]
+
+
+def test_days_without_samples_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(config_of(folder, "2024-01-01")) == 2
+    assert "expected samples of 2024-01-01, got none; name other days" in capfd.readouterr().err
+
+
+def test_the_command_has_what_speaks_of_samples_alone() -> None:
+    told = CliRunner().invoke(cli, ["replay", "warehouse", "--help"]).output
+    assert all(flag in told for flag in ("--place", "--days", "--batch-requests", "--measure-from"))
+    assert not any(flag in told for flag in ("--window", "--engine", "--home", "--as-served"))

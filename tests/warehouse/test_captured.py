@@ -1,0 +1,113 @@
+"""Recorded reads are read again, and a reader that takes a little longer is told from one that doesn't."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from roo.errors import ConfigError
+from tests.trainer import samples
+from tests.warehouse.memory_table import MemoryTable, table_of
+from warehouse.captured import CapturedRead, CapturedSession, Capturing, Compared, Slowed, compared, of_ratios, replayed
+from warehouse.readers.reading import LocalRows
+
+
+class Ticks:
+    """CPU time that only readers move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+def captured() -> tuple[MemoryTable, list[CapturedRead]]:
+    table = table_of(samples.records(list(range(1, 31))))
+    session = table.session(shuffle_seed=None)
+    rows = Capturing(table)
+    local = LocalRows(session, rows)
+    for split in session.order.splits:
+        position = split.at
+        while position < split.behind:
+            position = local.piece(split, position).end
+    return table, rows.reads
+
+
+def test_a_session_is_read_again_as_it_was(tmp_path: Path) -> None:
+    table, reads = captured()
+    assert [tuple(read) for read in reads] == table.reads and len(reads) > 5
+    CapturedSession(version=3, features=("a", "b"), reads=tuple(reads)).write(tmp_path / "session.json")
+    again = CapturedSession.read(tmp_path / "session.json")
+    assert again == CapturedSession(version=3, features=("a", "b"), reads=tuple(reads))
+    seen = replayed(again.reads, table)
+    assert (seen.requests, seen == replayed(reads, table)) == (30, True)
+    assert replayed(reversed(reads), table).digest != seen.digest, "the order counts"
+    assert replayed(reads, table, digests=False)._replace(digest=seen.digest) == seen
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": 2}', "expected a captured session of format 1, got 2; capture anew"),
+        ('{"format": 1, "version": "x"}', "got something else; capture anew"),
+        ("[]", "got something else"),
+    ],
+)
+def test_what_is_no_session_is_told(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        CapturedSession.read(tmp_path / "s.json")
+    with pytest.raises(ConfigError, match="roostream inspect session --capture"):
+        CapturedSession.read(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="choose another --capture"):
+        CapturedSession(version=1, features=(), reads=()).write(tmp_path)
+
+
+def test_turns_alternate_and_the_first_of_each_is_not_counted() -> None:
+    clock, order = Ticks(), list[str]()
+
+    def reader(name: str, cost_s: float) -> None:
+        order.append(name)
+        clock.now_s += cost_s if len(order) > 2 else 100.0
+
+    its = compared(lambda: reader("a", 1.0), lambda: reader("b", 1.5), clock, turns=4)
+    assert "".join(order) == "ab" + "abba" * 2 and its.turns == 4 and its.ratio == pytest.approx(1.5, rel=1e-4)
+    assert its.differs
+
+
+def noisy(ratio: float, seed: int, turns: int = 31) -> Compared:
+    """Turns of a machine on which others run: 2 % either way, and now and then half as long again."""
+    rng = random.Random(seed)
+    return of_ratios([ratio * (1 + rng.gauss(0, 0.02)) * (1.5 if rng.random() < 0.05 else 1.0) for _ in range(turns)])
+
+
+def test_three_percent_are_seen_through_noise_and_none_are_not() -> None:
+    seen = [noisy(1.03, seed).differs for seed in range(200)]
+    false = [noisy(1.0, seed).differs for seed in range(200)]
+    assert sum(seen) >= 190 and sum(false) <= 20
+
+
+def test_the_interval_holds_the_median_and_is_that_of_order_statistics() -> None:
+    ratios = [float(n) for n in range(1, 12)]
+    assert of_ratios(ratios) == Compared(6.0, 2.0, 10.0, 11), "of 11 the second and the tenth: 98.8 %"
+    assert of_ratios([1.2]) == Compared(1.2, 1.2, 1.2, 1) and not of_ratios([0.9, 1.0, 1.1]).differs
+
+
+def test_a_reader_slowed_by_a_share_takes_that_share_longer() -> None:
+    table, reads = captured()
+    clock = Ticks()
+
+    class Costly(MemoryTable):
+        def batch(self, path: str, start: int, end: int):  # type: ignore[no-untyped-def]
+            clock.now_s += 0.01
+            return super().batch(path, start, end)
+
+    costly = Costly(list(zip(table.files, table.batches.values(), strict=True)))
+    slowed = Slowed(costly, 0.05, clock)
+    its = compared(lambda: replayed(reads, costly), lambda: replayed(reads, slowed), clock, turns=5)
+    assert its.ratio == pytest.approx(1.05, rel=2e-3) and its.differs
+    assert slowed.marks(table.files[0].path).offset_R.tolist() == table.marks(table.files[0].path).offset_R.tolist()
