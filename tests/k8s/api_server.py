@@ -1,10 +1,13 @@
-"""A real API server on loopback, with etcd behind it; no container is started anywhere."""
+"""A real API server on loopback, with etcd, the controllers and the scheduler behind it; no container is started anywhere."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +16,16 @@ from typing import Any, Self
 import yaml
 
 from infra.ports import HOST, Ports, responds
-from tests.k8s.binaries import SERVER, build
+from tests.k8s.binaries import CONTROLLERS, SCHEDULER, SERVER, build
 from tests.k8s.manifests import CRDS
 
 TOKEN = "only-for-this-test"
+_LOOPS = (
+    *("statefulset-controller", "deployment-controller", "replicaset-controller", "job-controller", "disruption-controller"),
+    *("persistentvolume-binder-controller", "persistentvolumeclaim-protection-controller", "serviceaccount-controller"),
+    *("namespace-controller", "garbage-collector-controller", "endpointslice-controller"),
+)
+_UNVERIFIED = ssl._create_unverified_context()  # it signs its certificate itself, for this test
 
 
 class ApiServer:
@@ -54,6 +63,27 @@ class ApiServer:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=900, cwd=cwd)
         assert not check or done.returncode == 0, f"{' '.join(arguments)}: {done.stderr}"
         return done
+
+    def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        """One request without a process for it. A PATCH is a merge. Raises urllib.error.HTTPError: the server's own refusals."""
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        if method == "PATCH":
+            headers["Content-Type"] = "application/merge-patch+json"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"https://{HOST}:{self.port}{path}", data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60, context=_UNVERIFIED) as answer:
+            return dict(json.load(answer))
+
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
+        """Objects of a kind."""
+        return list(json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)["items"])
+
+    def start_loops(self) -> None:
+        """Whatever makes pods of sets, binds claims, counts budgets and places pods on nodes."""
+        self.programs |= build((CONTROLLERS, SCHEDULER))
+        loops = f"--controllers={','.join(_LOOPS)}"
+        self._start(CONTROLLERS, f"--kubeconfig={self.config}", loops, "--leader-elect=false", "--secure-port=0")
+        self._start(SCHEDULER, f"--kubeconfig={self.config}", "--leader-elect=false", "--secure-port=0")
 
     def install_definitions(self) -> None:
         """What operators would install before us."""

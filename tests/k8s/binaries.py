@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 KUBERNETES, ETCD = "1.34.1", "3.6.5"
-SERVER = "kube-apiserver"
+SERVER, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "kube-scheduler"
+PROGRAMS = (SERVER, "etcd", CONTROLLERS, SCHEDULER)
 _GO = "/usr/local/go/bin/go"
 _STAGED = f"v0.{KUBERNETES.partition('.')[2]}"
 """Version of the modules that Kubernetes' own refers to by folders beside it."""
@@ -43,7 +44,7 @@ def _place(program: str) -> Path:
     return cache() / (f"etcd-{ETCD}" if program == "etcd" else f"kubernetes-{KUBERNETES}") / program
 
 
-def build(programs: tuple[str, ...] = (SERVER, "etcd")) -> dict[str, Path]:
+def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
     """Whatever of these isn't there yet; program → file.
 
     **If it fails** (CalledProcessError, RuntimeError: no Go): what was built before stays.
@@ -89,5 +90,5 @@ def standalone(go_mod: str) -> str:
 
 
 if __name__ == "__main__":
-    for program, path in build(tuple(sys.argv[1:]) or (SERVER, "etcd")).items():
+    for program, path in build(tuple(sys.argv[1:]) or PROGRAMS).items():
         print(f"{program}: {path}")

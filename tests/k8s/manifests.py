@@ -31,6 +31,7 @@ resources:
   - {k8s}/monitoring
 components:
   - {k8s}/components/serving-tls
+  - {k8s}/components/link-tls
   - {k8s}/components/shared-rows
   - {k8s}/components/gpu
   - {k8s}/components/values

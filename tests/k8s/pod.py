@@ -47,19 +47,20 @@ class Kubelet:
         for mount in container.get("volumeMounts", ()):
             self._mount(workload, mount)
         environment = self._environment(container, index)
-        arguments = [self._here(a) for a in container["args"]]
+        arguments = [self.here(a) for a in container["args"]]
         command = [sys.executable, "-m", "command.main", *arguments]  # the image's entry point, `roostream`
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         return Started(command, {**kept, "PYTHONPATH": str(ROOT), **environment}, arguments, self.folder)
 
-    def _here(self, text: str) -> str:
+    def here(self, text: str) -> str:
+        """A text of the manifests as this machine has it."""
         moved = _MOVED.sub(rf"{self.folder}/\1", text)
         for found, put in self.instead.items():
             moved = moved.replace(found, put)
         return moved
 
     def _mount(self, workload: Workload, mount: dict[str, Any]) -> None:
-        place = Path(self._here(mount["mountPath"]))
+        place = Path(self.here(mount["mountPath"]))
         if not place.is_relative_to(self.folder):
             return  # /tmp is this machine's
         files = self._files(workload, mount["name"])
@@ -76,7 +77,7 @@ class Kubelet:
         found = next((v for v in workload.pod.get("volumes", ()) if v["name"] == volume), {})
         if "configMap" in found:
             data = named(self.objects, "ConfigMap", found["configMap"]["name"])["data"]
-            return {name: self._here(text).encode() for name, text in data.items()}
+            return {name: self.here(text).encode() for name, text in data.items()}
         return dict(self.secrets[found["secret"]["secretName"]]) if "secret" in found else None
 
     def _environment(self, container: dict[str, Any], index: int) -> dict[str, str]:
@@ -90,7 +91,7 @@ class Kubelet:
             if value is None:
                 value = self._value(variable["valueFrom"], index)
             found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found[m[1]], value)
-        return {name: self._here(value) for name, value in found.items()}
+        return {name: self.here(value) for name, value in found.items()}
 
     def _value(self, source: dict[str, Any], index: int) -> str:
         if "configMapKeyRef" in source:

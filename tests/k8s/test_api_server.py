@@ -1,32 +1,54 @@
-"""A real API server takes every overlay as it is."""
+"""A real API server takes every overlay as it is; real controllers and a real scheduler make the pods of it, and let one shard go
+at a time. Nodes are only said to be there, and no container runs."""
 
 from __future__ import annotations
 
 import copy
+import json
+import os
+import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.house import ROOT
 from tests.k8s.api_server import ApiServer
-from tests.k8s.binaries import SERVER, find, go
-from tests.k8s.manifests import OVERLAYS, built, own_folder
+from tests.k8s.binaries import PROGRAMS, find, go
+from tests.k8s.manifests import OVERLAYS, built, named, of_kind, own_folder, workloads
+from tests.k8s.network import selects
+from tests.k8s.simulated_nodes import SimulatedNodes
+from tests.k8s.test_cluster_pages import commands, words
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 Objects = tuple[dict[str, Any], ...]
 _OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
+NEEDS_A_CONTAINER = ("exec", "port-forward")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on PATH")
-    if go() is None and find(SERVER) is None:
+    missing = [program for program in PROGRAMS if find(program) is None]
+    if missing and go() is None:
         pytest.skip("Go is not on this machine, and no API server was built before: schemas are checked by test_schemas.py alone")
+    if missing and not os.environ.get("ROOSTREAM_BUILD_KUBERNETES"):
+        pytest.skip(f"{', '.join(missing)} is not built yet: make k8s builds it once, in minutes")
     with ApiServer(tmp_path_factory.mktemp("server")) as running:
         running.install_definitions()
         yield running
+
+
+@pytest.fixture(scope="module")
+def nodes(server: ApiServer) -> Iterator[SimulatedNodes]:
+    """The last tests' own: from here on, what is applied makes pods."""
+    server.start_loops()
+    with SimulatedNodes(server, 3) as running:
+        yield running
+        assert running.failures == []
 
 
 def objects_of(overlay: str, tmp_path_factory: pytest.TempPathFactory) -> Objects:
@@ -51,9 +73,133 @@ def moved(objects: Objects, namespace: str) -> Objects:
 def test_the_server_takes_an_overlay_without_a_warning(
     overlay: str, server: ApiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning."""
+    """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning. Nothing of it is kept: no
+    controller has pods to make."""
     objects = objects_of(overlay, tmp_path_factory)
-    done = server.apply(objects)
+    assert server.apply(tuple(of_kind(objects, "Namespace"))).returncode == 0
+    done = server.apply(objects, "--dry-run=server")
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("Warning") and _OF_EVERY_HEADLESS not in line]
     assert warnings == []
+    assert len(done.stdout.splitlines()) == len(objects)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "told"),
+    [
+        ("StatefulSet", "roostream-shard", {"replica": 2}, "field not declared in schema"),
+        ("FlinkDeployment", "roostream-joiner", {"jobb": {}}, "field not declared in schema"),
+        ("FlinkDeployment", "roostream-joiner", {"flinkVersion": "v2_3"}, "Unsupported value"),
+        ("KafkaTopic", "samples", {"partitions": "many"}, "must be of type integer"),
+    ],
+)
+def test_the_server_refuses_by_path_what_does_not_fit(
+    kind: str, name: str, change: dict[str, Any], told: str, server: ApiServer
+) -> None:
+    server.kubectl("create", "namespace", "refused", check=False)
+    broken = copy.deepcopy(named(moved(built("prod"), "refused"), kind, name))
+    broken["spec"] |= change
+    done = server.apply((broken,), "--dry-run=server")
+    assert done.returncode != 0 and told in done.stderr and next(iter(change)) in done.stderr, done.stderr
+
+
+def test_sets_make_their_pods_which_policies_and_budgets_select(server: ApiServer, nodes: SimulatedNodes) -> None:
+    namespace = "live"
+    objects = moved(built("prod"), namespace)
+    assert server.apply(objects).returncode == 0
+    wanted = {o["metadata"]["name"]: o["spec"].get("replicas", 1) for o in of_kind(objects, "StatefulSet", "Deployment")}
+
+    def placed() -> bool:
+        pods = server.get("pods", "-n", namespace)
+        return len(pods) == sum(wanted.values()) and all(p["spec"].get("nodeName") for p in pods)
+
+    server.until(placed, f"{sum(wanted.values())} pods are made and placed")
+    pods = {p["metadata"]["name"]: p for p in server.get("pods", "-n", namespace)}
+    shards = [f"roostream-shard-{i}" for i in range(wanted["roostream-shard"])]
+    assert [pods[s]["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for s in shards] == ["0", "1", "2", "3"]
+    assert len({pods[s]["spec"]["nodeName"] for s in shards}) == 3, "side by side where there are nodes"
+    claims = {c["metadata"]["name"]: c["status"]["phase"] for c in server.get("persistentvolumeclaims", "-n", namespace)}
+    assert {f"home-{s}": "Bound" for s in shards}.items() <= claims.items()
+    _policies_select(server, namespace, objects)
+    _one_at_a_time(server, namespace, shards)
+    server.kubectl("delete", "namespace", namespace, "--timeout=300s")
+
+
+def _policies_select(server: ApiServer, namespace: str, objects: Objects) -> None:
+    """The server's own idea of each policy's and budget's pods, beside what test_network.py computes with."""
+    made = [w for w in workloads(objects) if w.kind in ("StatefulSet", "Deployment")]
+    for o in of_kind(objects, "NetworkPolicy", "PodDisruptionBudget"):
+        selector = o["spec"].get("podSelector") or o["spec"]["selector"]
+        found = server.get("pods", "-n", namespace, "-l", _as_text(selector))
+        components = {p["metadata"]["labels"]["app.kubernetes.io/component"] for p in found}
+        expected = {w.labels["app.kubernetes.io/component"] for w in made if selects(selector, w.labels)}
+        assert components == expected, o["metadata"]["name"]
+        assert expected or o["metadata"]["name"] == "roostream-joiner", "Flink's own pods are made by its operator"
+
+
+def _as_text(selector: dict[str, Any]) -> str:
+    parts = [f"{key}={value}" for key, value in selector.get("matchLabels", {}).items()]
+    parts += [f"{e['key']} in ({','.join(e['values'])})" for e in selector.get("matchExpressions", ())]
+    return ",".join(parts)
+
+
+def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None:
+    def budget() -> dict[str, Any]:
+        return next(b for b in server.get("pdb", "-n", namespace) if b["metadata"]["name"] == "roostream-shard")["status"]
+
+    server.until(lambda: budget()["disruptionsAllowed"] == 1, "the budget lets one go")
+    assert budget()["expectedPods"] == len(shards) == budget()["currentHealthy"]
+
+    def evict(pod: str) -> str:
+        asked = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        place = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        return server.kubectl("create", "--raw", place, "-f", "-", stdin=json.dumps(asked), check=False).stderr
+
+    answers = [evict(pod) for pod in shards[:2]]
+    assert answers[0] == "" and "violate the pod's disruption budget" in answers[1], answers
+
+
+def test_the_pages_own_commands_do_what_the_pages_say(server: ApiServer, nodes: SimulatedNodes, tmp_path: Path) -> None:
+    """All of `kubectl`'s, in the pages' order, but for what runs inside of a container."""
+    shutil.copytree(ROOT / "infra", tmp_path / "infra")
+    (tmp_path / "redis-password.txt").write_text("s3cret\n", encoding="utf-8")
+    (tmp_path / "keys.json").write_text("{}", encoding="utf-8")
+    server.kubectl("create", "namespace", "gateways")
+    ran: list[str] = []
+    for command in commands():
+        if not command.startswith("kubectl") or "http" in command or words(command)[1] in NEEDS_A_CONTAINER:
+            continue
+        if command == "kubectl create namespace roostream" and command in ran:
+            server.kubectl("delete", "namespace", "roostream", "--timeout=300s")  # the page's second way: an empty cluster again
+        if command.startswith("kubectl rollout undo"):
+            _another_image(server, nodes, tmp_path)
+        done = server.kubectl(*words(command)[1:], check=False, cwd=tmp_path)
+        differs = words(command)[1] == "diff" and done.returncode == 1  # there is something to tell
+        assert done.returncode == 0 or differs, f"{command}: {done.stderr}"
+        ran.append(command)
+    assert len(ran) >= 25
+    shards = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
+    server.until(lambda: len(_on(server, "node-1")) == 0, "the drained node has no pod of ours")
+    assert len(shards) == 4
+    samples = named(tuple(server.get("kafkatopics", "-n", "roostream")), "KafkaTopic", "samples")
+    assert samples["spec"]["config"]["retention.ms"] == 604_800_000
+
+
+def _on(server: ApiServer, node: str) -> list[dict[str, Any]]:
+    pods = server.get("pods", "-n", "roostream", f"--field-selector=spec.nodeName={node}")
+    return [p for p in pods if "deletionTimestamp" not in p["metadata"]]
+
+
+def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> None:
+    """The roll-out that the page has before: a new tag in `values.yaml`, and applied. Never are two shards away."""
+    values = folder / "infra/k8s/overlays/prod/values.yaml"
+    values.write_text(
+        re.sub(r"(roostream(?:-flink)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")), encoding="utf-8"
+    )
+    nodes.watch_anew()
+    server.kubectl("apply", "--server-side", "--force-conflicts", "-k", "infra/k8s/overlays/prod", cwd=folder)
+    for program in ("statefulset/roostream-shard", "deployment/roostream-serving"):
+        server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=300s")
+    assert nodes.least_ready["roostream", "shard"] == 3 and nodes.least_ready["roostream", "serving"] >= 1
+    pods = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
+    assert {p["spec"]["containers"][0]["image"] for p in pods} == {"registry.example.org/roostream:0.2.0"}

@@ -16,7 +16,7 @@ from tests.k8s.policy import RULES, Rule
 
 Objects = tuple[dict[str, Any], ...]
 MADE_BY_STRIMZI = {"roostream-cluster-ca-cert"}
-MADE_BY_HAND = {"roostream-redis", "roostream-keys"}  # docs/operations/cluster.md
+MADE_BY_HAND = {"roostream-redis", "roostream-keys", "roostream-link"}  # docs/operations/cluster.md
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -70,7 +70,7 @@ def references(workload: Workload) -> Iterator[tuple[str, str]]:
     for volume in workload.pod.get("volumes", ()):
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"]
-        if "secret" in volume:
+        if "secret" in volume and not volume["secret"].get("optional"):
             yield "Secret", volume["secret"]["secretName"]
         if "persistentVolumeClaim" in volume:
             yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]

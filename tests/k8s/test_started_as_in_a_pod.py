@@ -4,8 +4,10 @@ whom it waits for, and it ends as it is told to."""
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,11 +20,13 @@ from infra.kinds import kind_of
 from infra.ports import Ports
 from roo.config import check_environment, load
 from runtime.program import STOP_S
+from runtime.security.link_security import LinkKeys
 from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
 
 Objects = tuple[dict[str, Any], ...]
+LINKED = ("shard", "controller", "worker", "serving", "serving-rows")
 PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "joiner")
 
 
@@ -33,10 +37,10 @@ class Anything(dict[str, dict[str, bytes]]):
         super().__init__()
         folder.mkdir()
         authority = Authority(folder, "authority")
-        certificate, key = (Path(p).read_bytes() for p in authority.issue("user"))
+        certificate, key = (Path(p).read_bytes() for p in authority.issue("user", "link.roostream"))
         ca = authority.pem.read_bytes()
         self.files = {"ca.crt": ca, "user.crt": certificate, "user.key": key, "tls.crt": certificate, "tls.key": key}
-        self.files |= {"password": b"s3cret\n", "keys.json": b'{"keys": []}'}
+        self.files |= {"password": b"s3cret\n", "keys.json": b'{"keys": []}', "token": b"0123456789abcdef0123456789abcdef"}
 
     def __missing__(self, name: str) -> dict[str, bytes]:
         return self.files
@@ -86,10 +90,28 @@ def test_shards_and_controller_and_their_set_count_alike(tmp_path: Path) -> None
     assert environment["roostream-serving"]["ROOSTREAM_SERVING_SHARDS"] == dialled
 
 
+@pytest.mark.parametrize(("overlay", "asks"), [("dev", False), ("prod", True), ("all", True)])
+def test_whoever_is_called_asks_who_calls_where_the_component_is(overlay: str, asks: bool, tmp_path: Path) -> None:
+    """References in a mounted TOML to what the pod's environment names, and files of the pod's secrets behind them."""
+    objects = of_overlay(overlay, tmp_path)
+    seen = {}
+    for workload in workloads(objects):
+        for container in workload.containers:
+            program = container.get("args", [""])[0]
+            if program in LINKED and "--config" in container["args"]:
+                kubelet = Kubelet(objects, tmp_path / program, Anything(tmp_path / f"{program}-keys"))
+                started = kubelet.start(workload, container)
+                config = load(kind_of(program).settings(), started.arguments[-1], program=program, environ=started.environment)
+                keys = LinkKeys(config.link)
+                seen[program] = (keys.security.asks, bool(keys.tokens), keys.security.name)
+    expected = {*LINKED} if overlay == "all" else {*LINKED} - {"serving-rows"}
+    assert seen == dict.fromkeys(expected, (asks, asks, "link.roostream" if asks else ""))
+
+
 class Running:
     """A container on drawn ports, whose peers are all away."""
 
-    def __init__(self, program: str, folder: Path) -> None:
+    def __init__(self, program: str, folder: Path, overlay: str = "dev") -> None:
         self.ports = Ports()
         self.metrics, listen, away = self.ports.draw(), self.ports.draw(), self.ports.draw()
         instead = {"0.0.0.0:7000": f"127.0.0.1:{listen}", "0.0.0.0:8080": f"127.0.0.1:{listen}", "127.0.0.1:7100": "127.0.0.1:0"}
@@ -101,9 +123,10 @@ class Running:
             "roostream-redis:6379",
         )
         instead |= dict.fromkeys(names, f"127.0.0.1:{away}")
-        workload, container = _find(program)
-        kubelet = Kubelet(built("dev"), folder / "root", Anything(folder / "keys"), instead)
-        self.started: Started = kubelet.start(workload, container)
+        workload, self.container = _find(program, overlay)
+        self.kubelet = kubelet = Kubelet(built(overlay), folder / "root", Anything(folder / "keys"), instead)
+        self.started: Started = kubelet.start(workload, self.container)
+        self.address = f"127.0.0.1:{listen}"
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -141,8 +164,8 @@ class Running:
             time.sleep(0.1)
 
 
-def _find(program: str) -> tuple[Workload, dict[str, Any]]:
-    for workload in workloads(built("dev")):
+def _find(program: str, overlay: str) -> tuple[Workload, dict[str, Any]]:
+    for workload in workloads(built(overlay)):
         for container in workload.containers:
             if container.get("args", [""])[0] == program:
                 return workload, container
@@ -178,3 +201,27 @@ def test_without_its_peers_a_pod_lives_says_whom_it_waits_for_and_ends_when_told
     assert code == 0, running.log.read_text()[-2000:]
     lines = running.log.read_text().splitlines()
     assert lines and all(line.startswith("{") for line in lines), "one object a line"
+
+
+@pytest.mark.slow
+def test_a_shard_of_prod_answers_whoever_has_a_pods_certificate_and_token(tmp_path: Path) -> None:
+    """What its own pod runs before it ends is told the shard's address here: an answer that this is no controller is one, too."""
+    running = Running("shard", tmp_path, "prod")
+    try:
+        assert running.wait("readyz", "waits for the controller")[0] == 503, running.log.read_text()[-2000:]
+        before_end = running.container["lifecycle"]["preStop"]["exec"]["command"][-1].removeprefix("exec roostream ")
+        variables = running.started.environment
+        words = [running.kubelet.here(w) for w in shlex.split(re.sub(r"\$(\w+)", lambda m: variables[m[1]], before_end))]
+        assert words[:2] == ["preempt", "shard-0"] and words[-2] == "--link"
+        words[words.index("--controller") + 1] = running.address
+        assert "expected a call of pull, push" in _asks(words, running)
+        stranger = _asks(words[:-2], running)
+        assert running.address in stranger and "expected" not in stranger, stranger
+    finally:
+        running.stop()
+
+
+def _asks(words: list[str], running: Running) -> str:
+    command = (sys.executable, "-m", "command.main", *words)
+    done = subprocess.run(command, env=running.started.environment, capture_output=True, text=True, check=False, timeout=110)
+    return done.stdout + done.stderr
