@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from infra.options import DEFAULT_HOME
-from roo.config import load
+from roo.config import load, parse_duration_ms
 from roo.errors import ConfigError
 
 home_option = click.option(
@@ -53,9 +53,9 @@ def topics_options(command: Any) -> Any:
     return command
 
 
-def _topics(what: str, file: Path | None, flags: dict[str, Any]) -> None:
+def _topics(what: str, file: Path | None, flags: dict[str, Any], *more: Any) -> None:
     module = importlib.import_module("command.topics_command")
-    sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags)))
+    sys.exit(getattr(module, what)(load(module.TopicsConfig, file, program="topics", flags=flags), *more))
 
 
 @topics.command("create")
@@ -80,6 +80,25 @@ def topics_check(file: Path | None, **flags: Any) -> None:
       roostream topics check --bootstrap kafka:9092 --config topics.toml
     """
     _topics("check", file, flags)
+
+
+@topics.command("keep")
+@click.argument("duration", metavar="DURATION")
+@topics_options
+def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
+    """Have records stay for at least this long, before retention deletes what is still to be trained; never for a shorter time.
+
+    The size that is kept (retention.bytes) stays as it is; so does the topic of rows.
+
+    \b
+    Example:
+      roostream topics keep 7d --bootstrap kafka:9092
+    """
+    try:
+        retention_ms = parse_duration_ms(duration)
+    except ConfigError as error:
+        raise ConfigError(f"topics keep: {error}") from None
+    _topics("keep", file, flags, retention_ms)
 
 
 @click.command()

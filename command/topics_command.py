@@ -1,4 +1,4 @@
-"""`roostream topics create | check`."""
+"""`roostream topics create | check | keep`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def check(config: TopicsConfig) -> int:
     topics = _topics(config)
     topics.check()
     click.echo(f"{len(topics.topics)} topics are as expected")
+    return 0
+
+
+def keep(config: TopicsConfig, retention_ms: int) -> int:
+    """Have the topics' records stay for at least so long; the exit code. Raises as `check`."""
+    for name, kept_ms in _topics(config).keep_longer(retention_ms).items():
+        click.echo(f"{name}: kept {'for ever' if kept_ms < 0 else f'for {kept_ms / 3_600_000:g} hours'}")
     return 0
 
 

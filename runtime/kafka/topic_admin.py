@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
 from roo.errors import ConfigError, UnavailableError
-from runtime.kafka.topics import TOPICS, TopicSettings, configs, name_of, partitions_of
+from runtime.kafka.topics import ROWS, TOPICS, TopicSettings, configs, name_of, partitions_of
 
 _TIMEOUT_S = 20.0
 _ASK_TIMES, _ASK_EVERY_S = 50, 0.1
@@ -90,9 +90,32 @@ class TopicAdmin:
             if expected != got:
                 out.append(f"topic {name}: expected {expected} partitions, got {got}")
             for key, value in configs(topic, self.settings).items():
-                if found[topic].get(key) != value:
+                if not _is_as_asked(key, value, found[topic].get(key)):
                     out.append(f"topic {name}: expected {key} = {value}, got {found[topic].get(key)}")
         return out
+
+    def keep_longer(self, retention_ms: int) -> dict[str, int]:
+        """Have records stay for at least so long, in every topic but that of rows, which readers need for minutes; name → ms as
+        it is now. What is kept longer already, or for ever, stays so: nothing is ever deleted by this.
+
+        Raises:
+            UnavailableError: the brokers are away, or refuse; some topics may have been changed.
+        """
+        topics = [topic for topic in self.topics if topic != ROWS]
+        try:
+            found = {topic: int(config["retention.ms"]) for topic, config in self._configs(topics).items()}
+            short = [topic for topic, has_ms in found.items() if 0 <= has_ms < retention_ms]
+            self._alter(short, "retention.ms", str(retention_ms))
+        except KafkaException as error:
+            raise UnavailableError(f"the topics' retention could not be changed: {error.args[0].str()}") from None
+        return {name_of(self.prefix, topic): retention_ms if topic in short else has_ms for topic, has_ms in found.items()}
+
+    def _alter(self, topics: list[str], key: str, value: str) -> None:
+        entry = ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET)
+        asked = [ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic), incremental_configs=[entry]) for topic in topics]
+        if asked:
+            for future in self.client.incremental_alter_configs(asked, request_timeout=_TIMEOUT_S).values():
+                future.result()
 
     def _wait_for(self, names: list[str]) -> None:
         """A broker may hear of a new topic a moment after the controller has made it."""
@@ -110,3 +133,9 @@ class TopicAdmin:
         return {
             asked[resource]: {key: entry.value for key, entry in future.result().items()} for resource, future in futures.items()
         }
+
+
+def _is_as_asked(key: str, asked: str, got: str | None) -> bool:
+    """Records that are kept longer than was asked for are no difference: `keep_longer` has made it so."""
+    longer = key == "retention.ms" and got is not None and 0 <= int(asked) < int(got)
+    return got == asked or longer

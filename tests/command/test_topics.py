@@ -51,3 +51,13 @@ def test_a_file_and_the_environment_set_what_flags_leave_open(tmp_path: Path) ->
     config = load(topics.TopicsConfig, path, program="topics", environ={"ROOSTREAM_TOPICS_REPLICATION": "3"})
     assert (config.retention_ms, config.partitions, config.replication) == (7 * 86_400_000, 16, 3)
     assert config.broker.security.protocol == "SSL"
+
+
+def test_keeping_says_for_how_long_each_topic_has_its_records(brokers: FakeAdmin) -> None:
+    CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1"])
+    brokers.topics["predictions"].config["retention.ms"] = "-1"
+    done = CliRunner().invoke(cli, ["topics", "keep", "7d", "--bootstrap", "k:1"])
+    assert done.exit_code == 0, done.exception
+    assert "samples: kept for 168 hours\n" in done.output and "predictions: kept for ever\n" in done.output
+    done = CliRunner().invoke(cli, ["topics", "keep", "long", "--bootstrap", "k:1"])
+    assert isinstance(done.exception, ConfigError) and "expected a duration such as" in str(done.exception)

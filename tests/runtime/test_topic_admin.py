@@ -64,6 +64,18 @@ class FakeAdmin:
             out[resource] = done
         return out
 
+    def incremental_alter_configs(self, resources: list[Any], **_: Any) -> dict[Any, Future[None]]:
+        out = {}
+        for resource in resources:
+            done: Future[None] = Future()
+            if (code := self.refused.get(resource.name)) is not None:
+                done.set_exception(KafkaException(KafkaError(code, "no")))
+            else:
+                self.topics[resource.name].config |= {entry.name: entry.value for entry in resource.incremental_configs}
+                done.set_result(None)
+            out[resource] = done
+        return out
+
 
 def admin(brokers: FakeAdmin, partitions: int = 8, **settings: Any) -> TopicAdmin:
     return TopicAdmin(brokers, "p.", partitions, TopicSettings(**settings))
@@ -92,10 +104,10 @@ def test_what_exists_otherwise_is_told_in_one_sentence() -> None:
     admin(brokers).create()
     del brokers.topics["p.rows"]
     with pytest.raises(ConfigError) as caught:
-        admin(brokers, partitions=16, retention_ms=5).check()
+        admin(brokers, partitions=16, retention_ms=10**12).check()
     said = str(caught.value)
     assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in said and "\n" not in said
-    assert f"topic p.{SAMPLES}: expected retention.ms = 5, got 86400000" in said
+    assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in said
     assert "topic p.rows: expected to exist, got none (`roostream topics create` makes it)" in said
     assert "p.dead_letters: expected 1" not in said and "use the settings that the topics were made with" in said
 
@@ -119,3 +131,24 @@ def test_a_replay_keeps_old_records_but_for_rows() -> None:
     admin(brokers, replay=True).create()
     assert brokers.topics["p.samples"].config["retention.ms"] == "-1"
     assert brokers.topics["p.rows"].config["retention.ms"] == "3600000"
+
+
+def test_records_are_kept_longer_and_never_for_a_shorter_time() -> None:
+    brokers = FakeAdmin()
+    admin(brokers, retention_ms=1_000).create()
+    brokers.topics["p.corrections"].config["retention.ms"] = "9000"
+    brokers.topics["p.predictions"].config["retention.ms"] = "-1"
+    told = admin(brokers).keep_longer(5_000)
+    found = {name: int(topic.config["retention.ms"]) for name, topic in brokers.topics.items()}
+    assert found.pop(f"p.{ROWS}") == 3_600_000, "readers need rows for minutes, and their topic is the largest"
+    assert told == found == dict.fromkeys(found, 5_000) | {"p.corrections": 9_000, "p.predictions": -1}
+    brokers.topics["p.predictions"].config["retention.ms"] = "5000"
+    admin(brokers, retention_ms=1_000).check()
+
+
+def test_a_broker_that_refuses_to_keep_longer_is_told_of() -> None:
+    brokers = FakeAdmin()
+    admin(brokers, retention_ms=1_000).create()
+    brokers.refused["p.samples"] = KafkaError.TOPIC_AUTHORIZATION_FAILED
+    with pytest.raises(UnavailableError, match="retention could not be changed: no"):
+        admin(brokers).keep_longer(5_000)
