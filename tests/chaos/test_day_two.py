@@ -1,0 +1,81 @@
+"""Day two, by the commands of its page, while users ask: nothing is lost or trained twice, and nobody is left without an answer.
+
+DAY_TWO_REPORT names a file for the figures. One stack; the tests run in order, each on what the ones before left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roo.schema import Schema
+from roo.schema_file import load_schema
+from tests.chaos.day_two import DayTwo, blocks
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+WHILE_USERS_ASK = (
+    *("More serving", "A new version of serving", "Fewer serving", "A new version of the shards", "A new version of the worker"),
+    *("A new version of the controller", "A new version of the joiner", "More workers", "Fewer workers"),
+    *("Retention is about to overrun", "A feature more"),
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
+    running = DayTwo(tmp_path_factory.mktemp("day-two"))
+    try:
+        running.run("Begin")
+        running.start_users()
+        running.until("a commit with trained samples", lambda: running.applied() > 50, 240)
+        yield running
+        if report := os.environ.get("DAY_TWO_REPORT"):
+            Path(report).write_text(json.dumps(running.figures, indent=2) + "\n", encoding="utf-8")
+    finally:
+        running.close()
+
+
+def test_every_block_of_the_page_is_run() -> None:
+    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, "Back to an earlier commit"]
+
+
+def test_without_a_block_training_goes_on(site: DayTwo) -> None:
+    """What the pauses below are compared with: samples come in bursts."""
+    began_s, before = time.monotonic(), site.applied()
+    site.until("60 more samples", lambda: site.applied() >= before + 60)
+    site.figures["nothing"] = {"pause_s": round(site.watch.longest_s(began_s), 1)}
+
+
+@pytest.mark.parametrize("heading", WHILE_USERS_ASK)
+def test_training_goes_on_behind_it_and_every_user_is_answered(site: DayTwo, heading: str) -> None:
+    site.drill(heading)
+    assert site.figures[heading]["failed"] == 0, site.figures[heading]
+
+
+def test_the_new_feature_is_what_is_trained_now(site: DayTwo) -> None:
+    schema: Schema = load_schema(site.folder / "schema.toml")
+    found = site.newest()
+    assert found is not None and found.schema == f"{schema.fingerprint:016x}"
+
+
+def test_everything_that_came_is_accounted_for_and_trained_once(site: DayTwo) -> None:
+    site.stop_users()
+    site.until("every request sampled", lambda: site.audit()["state"] == "yes", 240)
+    sums = site.audit()
+    assert sums["samples"] > 0 and sums["requests"] == sums["samples"] + sums["dead_requests"], sums
+    site.until("every sample committed", lambda: site.applied() == sums["samples"], 60)
+    site.figures["lost"] = {"samples": sums["samples"] - site.applied()}
+
+
+def test_an_earlier_commit_becomes_the_newest_and_what_came_after_it_is_trained_again(site: DayTwo) -> None:
+    trained = site.applied()
+    site.run("Back to an earlier commit")
+    site.until("what was discarded is trained again", lambda: site.applied() == trained, 240)
+    site.start_users()
+    site.until("training goes on", lambda: site.applied() > trained + 40, 240)
+    site.stop_users()

@@ -1,0 +1,88 @@
+"""What dashboards ask a Prometheus that scrapes the demo: every query has an answer, and what programs expose keeps its form."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from infra.stack import Stack
+from tests.contract.house import ROOT
+from tests.contract.test_metric_names import OTHER_UNITS
+from tests.e2e.loop_stack import applied, quick_options, wait_until
+from tests.e2e.prometheus import Prometheus
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+MOST_SERIES = 2_000
+SILENT = {
+    "roostream_worker_shadow_ne": "no frozen copy scores beside, unless `shadow` names one",
+    "roostream_worker_eta_seconds": "a number while training catches up",
+    "roostream_worker_eta_low_seconds": "as above",
+    "roostream_worker_eta_high_seconds": "as above",
+}
+"""Queries that a stack which is well has no answer to."""
+
+
+def queries() -> list[tuple[str, str]]:
+    """(dashboard, expression) of every target of every panel."""
+    found = []
+    for path in sorted((ROOT / "infra/dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
+            found += [(path.stem, target["expr"]) for target in panel["targets"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("watched")
+    with Stack(folder / "home", quick_options()) as stack:
+        stack.start(["all", "simulate"])
+        stack.wait_ready("serving", timeout_s=180)
+        with Prometheus(folder, stack.endpoints.metrics) as running:
+            wait_until("a commit with trained samples", lambda: applied(stack) > 200, 240)
+            yield running
+
+
+def test_every_query_of_every_dashboard_has_an_answer(prometheus: Prometheus) -> None:
+    asked = queries()
+    assert len(asked) > 60 and SILENT.keys() <= {expression for _, expression in asked}
+
+    def unanswered() -> list[tuple[str, str]]:
+        return [(name, e) for name, e in asked if e not in SILENT and not prometheus.query(e)]
+
+    try:
+        wait_until("an answer to every query", lambda: not unanswered(), 120)
+    except AssertionError:
+        assert unanswered() == []
+
+
+def test_every_program_is_scraped_and_has_fewer_than_two_thousand_series(prometheus: Prometheus) -> None:
+    up = {found["metric"]["job"]: found["value"][1] for found in prometheus.query("up")}
+    assert up == dict.fromkeys(prometheus.targets, "1")
+    counted = {f["metric"]["job"]: int(f["value"][1]) for f in prometheus.query('count by (job) ({__name__=~".+"})')}
+    assert counted.keys() == up.keys() and max(counted.values()) < MOST_SERIES, counted
+
+
+def test_what_programs_expose_has_base_units_counters_a_total_and_one_prefix(prometheus: Prometheus) -> None:
+    kinds: set[tuple[str, str]] = set()
+    for url in prometheus.targets.values():
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            kinds |= set(re.findall(r"^# TYPE (\w+) (\w+)$", answer.read().decode(), re.MULTILINE))
+    ours = {
+        (name, kind) for name, kind in kinds if not name.startswith(("python_", "process_")) and not name.endswith("_created")
+    }
+    assert len(ours) > 100
+    assert {name for name, _ in ours if not name.startswith("roostream_")} == set()
+    assert {name for name, kind in ours if (kind == "counter") != name.endswith("_total")} == set()
+    assert {name for name, _ in ours if OTHER_UNITS.search(name)} == set()
+
+
+def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
+    alerts = prometheus.get("alerts")["alerts"]
+    assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []
+    groups = prometheus.get("rules")["groups"]
+    assert [rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "err"] == []
