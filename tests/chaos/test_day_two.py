@@ -41,7 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
 
 
 def test_every_block_of_the_page_is_run() -> None:
-    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, "Back to an earlier commit"]
+    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, "Back to an earlier commit", "More of Flink"]
 
 
 def test_without_a_block_training_goes_on(site: DayTwo) -> None:
@@ -79,3 +79,13 @@ def test_an_earlier_commit_becomes_the_newest_and_what_came_after_it_is_trained_
     site.start_users()
     site.until("training goes on", lambda: site.applied() > trained + 40, 240)
     site.stop_users()
+
+
+def test_two_task_managers_go_on_where_one_was(site: DayTwo) -> None:
+    site.run("More of Flink")
+    before = site.applied()
+    site.start_users()
+    site.until("training goes on", lambda: site.applied() > before + 40, 240)
+    site.stop_users()
+    site.until("every request sampled", lambda: site.audit()["state"] == "yes", 240)
+    assert site.applied() <= site.audit()["samples"]
