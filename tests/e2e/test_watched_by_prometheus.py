@@ -12,7 +12,7 @@ import pytest
 from infra.stack import Stack
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_UNITS
-from tests.e2e.loop_stack import applied, quick_options, wait_until
+from tests.e2e.loop_stack import applied, produce_garbage, quick_options, wait_until
 from tests.e2e.prometheus import Prometheus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -23,6 +23,8 @@ SILENT = {
     "roostream_worker_eta_seconds": "a number while training catches up",
     "roostream_worker_eta_low_seconds": "as above",
     "roostream_worker_eta_high_seconds": "as above",
+    "roostream_worker_retention_share": "a number once retention has begun to delete",
+    "rate(roostream_joiner_outputs_total[5m])": "counted by the local engine; Flink's job has Flink's own metrics",
 }
 """Queries that a stack which is well has no answer to."""
 
@@ -42,6 +44,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     with Stack(folder / "home", quick_options()) as stack:
         stack.start(["all", "simulate"])
         stack.wait_ready("serving", timeout_s=180)
+        produce_garbage(stack)  # so that there are dead letters to be shown
         with Prometheus(folder, stack.endpoints.metrics) as running:
             wait_until("a commit with trained samples", lambda: applied(stack) > 200, 240)
             yield running
@@ -49,7 +52,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 def test_every_query_of_every_dashboard_has_an_answer(prometheus: Prometheus) -> None:
     asked = queries()
-    assert len(asked) > 60 and SILENT.keys() <= {expression for _, expression in asked}
+    assert len(asked) > 50 and SILENT.keys() <= {expression for _, expression in asked}
 
     def unanswered() -> list[tuple[str, str]]:
         return [(name, e) for name, e in asked if e not in SILENT and not prometheus.query(e)]
@@ -57,7 +60,7 @@ def test_every_query_of_every_dashboard_has_an_answer(prometheus: Prometheus) ->
     try:
         wait_until("an answer to every query", lambda: not unanswered(), 120)
     except AssertionError:
-        assert unanswered() == []
+        raise AssertionError(unanswered()) from None
 
 
 def test_every_program_is_scraped_and_has_fewer_than_two_thousand_series(prometheus: Prometheus) -> None:
