@@ -1,11 +1,12 @@
 """A stack as `roostream up` starts it, users who ask all the time, and the blocks of a page run beside both.
 
-What a block cost: the longest time in which the worker trained nothing, beside that of a while without a block; requests that
-users had to ask again, and those that nobody answered.
+What a block cost: the longest time in which the worker trained nothing, beside that of a while without a block; and requests that
+nobody answered. A machine that is busy answers 408, 429 or 504: those are answers.
 """
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -31,8 +32,10 @@ QUICK = (
     *("joiner.window=4s", "joiner.lateness=1s", "joiner.checkpoint_interval=2s", "shard.publish_interval=300ms"),
     *("controller.commit_interval=2s", "auditor.settle=10s"),
 )
-RATE = 15.0
+RATE = 5.0
 _EVERY_S = 0.1
+_BODY = json.dumps({"user_id": 7, "session_id": 1, "candidates": [{"item_id": 1}, {"item_id": 2}]})
+_ANSWERS = frozenset({200, 408, 429, 504})
 _COUNTED = re.compile(r"^roostream_worker_requests(?:_total)? (\S+)$", re.MULTILINE)
 
 
@@ -77,6 +80,45 @@ class Watch:
         return counted[1] if counted else ""
 
 
+class Asker:
+    """Asks serving ten times a second, each time over a new connection, once more where that was reset: Linux may do that to a
+    connection which is being opened while a process that shares the port ends (docs/operations/versions.md)."""
+
+    def __init__(self, home: Home) -> None:
+        self.home, self.num_asked, self.failed = home, 0, list[str]()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(_EVERY_S):
+            stack = self.home.read_stack()
+            if stack is None:
+                continue
+            address = str(stack["serving"]).removeprefix("http://")
+            said = self._asked(address)
+            if said and (said := self._asked(address)):
+                self.failed.append(said)
+            self.num_asked += 1
+
+    def _asked(self, address: str) -> str:
+        """What was wrong with the answer; "" = nothing."""
+        connection = http.client.HTTPConnection(address, timeout=60)
+        try:
+            connection.request("POST", "/v1/rank", _BODY, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            return "" if answer.status in _ANSWERS else f"{answer.status} {text[:200]}"
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+        finally:
+            connection.close()
+
+
 class DayTwo:
     """`folder` is where the page's commands are run; the stack's home is `.roostream` in it."""
 
@@ -88,8 +130,8 @@ class DayTwo:
         (folder / "schema.toml").write_bytes(DEMO_SCHEMA.read_bytes())
         self.figures: dict[str, dict[str, float]] = {}
         self._users: subprocess.Popen[bytes] | None = None
-        self._asked: dict[str, int] = {}  # how calls had gone when the last block had been run
-        self.watch = Watch(self.home)
+        self.watch: Watch | None = None
+        self.asker: Asker | None = None
 
     def run(self, heading: str, timeout_s: float = 300) -> str:
         """A block of the page, as a shell of a person runs it; what it said."""
@@ -111,26 +153,37 @@ class DayTwo:
         assert done.returncode == 0, f"{heading}: {done.stdout[-1500:]}\n{done.stderr[-1500:]}"
         return done.stdout + done.stderr
 
-    def drill(self, heading: str, *, trains: int = 40, timeout_s: float = 300) -> str:
-        """A block, then so many samples more than before in a commit; its figures are kept."""
-        before, began_s, asked = self.applied(), time.monotonic(), self._asked
-        said = self.run(heading, timeout_s)
+    def drill(self, heading: str, *, trains: int = 40, timeout_s: float = 300) -> list[str]:
+        """A block, then so many samples more than before in a commit; its figures are kept. What was asked without an answer."""
+        assert self.watch and self.asker
+        before, began_s = self.applied(), time.monotonic()
+        asked, failed = self.asker.num_asked, len(self.asker.failed)
+        self.run(heading, timeout_s)
         took_s = time.monotonic() - began_s
         self.until(f"{trains} more samples after {heading!r}", lambda: self.applied() >= before + trains)
-        self._asked = now = self.asked()
         self.figures[heading] = {
             "took_s": round(took_s, 1),
             "pause_s": round(self.watch.longest_s(began_s), 1),
-            "asked_again": now.get("retried", 0) - asked.get("retried", 0),
-            "failed": now.get("gave_up", 0) + now.get("refused", 0) - asked.get("gave_up", 0) - asked.get("refused", 0),
+            "asked": self.asker.num_asked - asked,
+            "failed": len(self.asker.failed) - failed,
         }
-        return said
+        return self.asker.failed[failed:]
+
+    def start_watching(self) -> None:
+        """From here on somebody asks, and it is seen when something is trained."""
+        self.watch, self.asker = Watch(self.home), Asker(self.home)
+
+    def stop_watching(self) -> None:
+        if self.watch and self.asker:
+            self.asker.stop()
+            self.watch.stop()
+            self.watch = self.asker = None
 
     def start_users(self) -> None:
         command = (sys.executable, "-m", "command.main", "simulate", "--home", str(self.home.root), "--rate", str(RATE))
         with (self.folder / "users.log").open("ab") as log:
             self._users = subprocess.Popen(
-                (*command, "--report", str(self.folder / "users.json")),
+                command,
                 cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=log,
@@ -142,12 +195,6 @@ class DayTwo:
             self._users.terminate()
             self._users.wait(60)
             self._users = None
-
-    def asked(self) -> dict[str, int]:
-        """How users' calls went until the last report, which is written every ten seconds."""
-        report = self.folder / "users.json"
-        time.sleep(11 if report.exists() else 0)
-        return dict(json.loads(report.read_text(encoding="utf-8"))["counts"]["http"]) if report.exists() else {}
 
     def newest(self) -> manifests.Manifest | None:
         found = manifests.newest(FileStore(self.home.store))
@@ -175,7 +222,7 @@ class DayTwo:
     def close(self) -> None:
         """Whatever still runs ends; a stack that is down stays so."""
         self.stop_users()
-        self.watch.stop()
+        self.stop_watching()
         for file in self.home.root.glob("more-*.pid"):
             subprocess.run(("kill", "-TERM", file.read_text(encoding="utf-8").strip()), check=False, capture_output=True)
         command = (sys.executable, "-m", "command.main", "down", "--home", str(self.home.root))
