@@ -43,6 +43,12 @@ class LoopConfig(Settings):
     learning_rate: float = setting(
         2e-3, "Adam's, of the dense weights, once batches are full; less while they are smaller", least=0, most=10
     )
+    average_steps: int = setting(
+        100,
+        "what scores is an average of the dense weights over about so many last steps; 0 = the weights",
+        least=0,
+        most=1 << 20,
+    )
     clip_norm: float = setting(10.0, "gradients of the dense weights together are scaled down to this norm", above=0, most=1e15)
     clip_row_norm: float = setting(1.0, "a row's gradient is scaled down to this norm", above=0, most=1e15)
     dedupe_horizon_ms: int = setting(3_600_000, "a sample id is trained once within this much close time", least=0)

@@ -122,7 +122,7 @@ class _Learned(NamedTuple):
     """A part whose gradients wait for the others'."""
 
     pulled: Pulled
-    logits_BT: Tensor
+    scored_BT: Tensor  # logits
     weighted: bool
 
 
@@ -179,13 +179,16 @@ class LockStep:
         if pulled is None or self._hand is None:
             return None
         part, loop = pulled.part, self.loop
-        logits_BT, weighted = loop.forward(pulled), part.has_weight
-        total_T = torch.tensor(plan.total_T, dtype=torch.float64)
-        if logits_BT is None or (weighted and not loop.backward(pulled, logits_BT, total_T, workers=self.reduction.workers)):
+        logits, weighted = loop.descent.forward(pulled), part.has_weight
+        if logits is None or (weighted and not self._backward(pulled, logits.trained_BT, plan)):
             loop.optimizer.zero_grad()
             self._waiting.extendleft(reversed(loop.halves(part)))
             return None
-        return _Learned(pulled, logits_BT, weighted)
+        return _Learned(pulled, logits.scored_BT, weighted)
+
+    def _backward(self, pulled: Pulled, logits_BT: Tensor, plan: Agreed) -> bool:
+        targets = self.loop.targets_of(pulled.part, torch.tensor(plan.total_T, dtype=torch.float64))
+        return self.loop.descent.backward(pulled, logits_BT, targets, workers=self.reduction.workers)
 
     def _claim_next(self, plan: Agreed, *, wait: bool) -> None:
         """Not before it is known how many requests all have trained."""
@@ -255,7 +258,7 @@ class LockStep:
         if weighted and not loop.optimizer.step():
             raise NotFiniteError("the sum of the workers' gradients is not finite, and each was: everyone must be restored")
         if learned:
-            loop.tell(learned.pulled, learned.logits_BT)
+            loop.tell(learned.pulled, learned.scored_BT)
         if weighted:
             loop.push(learned.pulled if learned and learned.weighted else None, clip_row_norm=loop.config.clip_row_norm)
         if self._hand is not None and not self._waiting:

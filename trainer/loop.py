@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
 from models.config import ModelConfig
-from models.inputs import Inputs, build_inputs
+from models.inputs import build_inputs
+from models.model import Targets
 from roo.batch import Batch
 from roo.schema import Schema
 from runtime.clock import Clock
 from runtime.kafka.topics import Partition, Progress
 from runtime.work_unit import TableInput
-from trainer import corrections, dense
-from trainer.adam import DenseAdam
+from trainer import corrections
 from trainer.batches import BatchSource, Chunk, Rejected, said_of
 from trainer.burial import Burial, NotFiniteError
 from trainer.config import LoopConfig
-from trainer.device.numerics import logits_of, trained_model
+from trainer.dense_part import dense_file
+from trainer.dense_part.descent import Descent, gradients_of
+from trainer.device.numerics import logits_of
 from trainer.device.staging import open_staging
 from trainer.feed import Acts, ChunkPart, Claimed, Feed, Prepared, Pulled, SerialFeed, Wanted, part_of
 from trainer.monitoring.freshness import freshness_of
@@ -40,7 +41,7 @@ from trainer.monitoring.slices import slicers
 from trainer.partitions import PartitionCut, Partitions, rows_by_partition
 from trainer.pipeline.stages import Stages
 from trainer.predictions import Outputs, dead_letter, predictions_of, unscored_of
-from trainer.rows import PushTimes, Rows, clip_rows, largest_norm, no_rows, push_times
+from trainer.rows import PushTimes, Rows, no_rows, push_times
 from trainer.saved_batch import SavedBatches
 from trainer.selection.decision import FROZEN, Unscored
 from trainer.selection.outcomes import Counts, Outcomes
@@ -51,7 +52,6 @@ log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
 _RECENT = "watermark.recent_ms"
-_MOST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class TrainLoop:
         """
         with torch.no_grad():
             inputs = self.pull_part(part_of(batch, trains=False)).ready()
-            logits_BT = logits_of(self.model, inputs, self.config)
+            logits_BT = logits_of(self.descent.scorer, inputs, self.config)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
@@ -145,7 +145,7 @@ class TrainLoop:
         """
         self.feed.drain()
         return Snapshot(
-            shared=dense.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms} | self.selection.state(),
+            shared=dense_file.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms} | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             own=self.own.cut(),
@@ -160,7 +160,7 @@ class TrainLoop:
         """
         self.feed.forget()
         self._build()
-        dense.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
+        dense_file.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
         self.num_steps = at.step
         self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
@@ -179,8 +179,8 @@ class TrainLoop:
         self._seek({})
 
     def _build(self) -> None:
-        self.model = trained_model(self.schema, self.model_config, self.config)
-        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=self._rate_after, clip_norm=self.config.clip_norm)
+        self.descent = Descent(self.config, self.schema, self.model_config, self._rate_after, self.stages)
+        self.model, self.optimizer = self.descent.model, self.descent.optimizer
         self.num_steps, self.time, self.share = 0, TrainedTime(), None
         self.burial = Burial(self._bury)
         self.selection.reset()
@@ -293,24 +293,19 @@ class TrainLoop:
     def _learn(self, pulled: Pulled) -> Sequence[ChunkPart]:
         """Score, learn and push. What gives a number that isn't finite is done in halves, which are returned, down to the
         request that gives it: that one is dead, and all others are counted and trained."""
-        logits_BT, trains = self.forward(pulled), pulled.part.has_weight
-        if logits_BT is None or (trains and not self._descend(pulled, logits_BT)):
-            return self.halves(pulled.part)
-        self.tell(pulled, logits_BT)
+        part, trains = pulled.part, pulled.part.has_weight
+        logits = self.descent.forward(pulled)
+        if logits is None or (trains and not self.descent.descend(pulled, logits.trained_BT, self.targets_of(part))):
+            return self.halves(part)
+        self.tell(pulled, logits.scored_BT)
         if trains:
             self.push(pulled)
         return ()
 
-    def forward(self, pulled: Pulled) -> torch.Tensor | None:
-        """Logits [B, T]; None: one isn't finite."""
-        with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
-            logits_BT = logits_of(self.model, pulled.ready(), self.config)
-        return logits_BT if torch.isfinite(logits_BT).all() else None
-
     def halves(self, part: ChunkPart) -> Sequence[ChunkPart]:
         """In their order; none of a single request, which is dead. NotFiniteError: it can't be its fault."""
         batch, n = part.batch, part.batch.num_requests
-        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+        if not self.descent.is_finite():
             raise NotFiniteError("the dense weights are not finite: they must be restored")
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
@@ -355,25 +350,12 @@ class TrainLoop:
         self.outcomes.tell(unscored.reason_R)
         self.counts.requests += unscored.batch.num_requests
 
-    def _descend(self, pulled: Pulled, logits_BT: torch.Tensor) -> bool:
-        """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
-        self._differentiate(pulled, logits_BT)
-        with self.stages("backward"):
-            return clip_rows(_gradients(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
-
-    def backward(self, pulled: Pulled, logits_BT: torch.Tensor, total_T: torch.Tensor, workers: int) -> bool:
-        """Gradients of this part's share of a step of several workers, `total_T` (float64) being the weights of all of it. False:
-        the square of a sum of so many like them might not be finite."""
-        self._differentiate(pulled, logits_BT, total_T.to(logits_BT))
-        most = _MOST_NORM / (2 * workers)
-        return self.optimizer.norm() <= most and largest_norm(_gradients(pulled.inputs)) <= most
-
-    def _differentiate(self, pulled: Pulled, logits_BT: torch.Tensor, total_T: torch.Tensor | None = None) -> None:
-        with self.stages("backward"):
-            self.optimizer.zero_grad()
-            targets = corrections.targets_of(pulled.part.batch, self.config)._replace(total_T=total_T)
-            targets = self.selection.weighted(targets, pulled.part)
-            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+    def targets_of(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
+        """What is to be learned of it. `total_T` [T]: the weights of all that several workers train with it; None = its own."""
+        targets = corrections.targets_of(part.batch, self.config)
+        if total_T is not None:
+            targets = targets._replace(total_T=total_T.to(targets.weight_BT))
+        return self.selection.weighted(targets, part)
 
     def push(self, pulled: Pulled | None, clip_row_norm: float = 0.0) -> None:
         """None: this worker has nothing for a step to which others push. `clip_row_norm`: of each row's sum over all workers."""
@@ -382,14 +364,9 @@ class TrainLoop:
             return self.rows.push(no_rows(self.schema), {}, times)
         times = push_times(pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
         with self.stages("push"):
-            self.rows.push(*self.selection.outgoing(pulled, _gradients(pulled.inputs), self.watermark_ms), times)
+            self.rows.push(*self.selection.outgoing(pulled, gradients_of(pulled.inputs), self.watermark_ms), times)
 
     def _push_waiting(self) -> None:
         """Training ends here: no gradient may wait any longer."""
         if waiting := self.selection.waiting():
             self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark_ms))
-
-
-def _gradients(inputs: Inputs) -> Mapping[str, torch.Tensor]:
-    """Of the stacks that the model looked at."""
-    return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}

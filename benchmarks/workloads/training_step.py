@@ -31,9 +31,9 @@ from runtime.kafka.record_reader import PartitionLag
 from runtime.kafka.topics import SAMPLES, Partition, Progress
 from runtime.transport import InMemoryTransport
 from runtime.work_unit import TableInput
-from trainer.adam import DenseAdam
 from trainer.batches import Chunk, NewestIds
 from trainer.config import LoopConfig
+from trainer.dense_part.adam import DenseAdam
 from trainer.loop import TrainLoop, Wiring
 from trainer.predictions import predictions_of
 from trainer.record_batches import chunk_of

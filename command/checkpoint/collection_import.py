@@ -36,8 +36,8 @@ from runtime.checkpoint_store import CheckpointStore
 from runtime.clock import SystemClock
 from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest
-from trainer import dense
-from trainer.adam import DenseAdam
+from trainer.dense_part import dense_file
+from trainer.dense_part.adam import DenseAdam
 
 _SEQ, _INCARNATION = 1, 1
 
@@ -167,7 +167,7 @@ def _write_shard(blocks: Mapping[str, RowBlock], index: int, home: Path, of: Beg
 def _dense(others: Mapping[str, np.ndarray], of: Beginning) -> tuple[dict[str, np.ndarray], int]:
     """Weights and optimizer state of a model at its beginning, with what `others` has of it; how many weights those were."""
     model = build_model(of.schema, of.model, of.options.seed)
-    tensors = dense.take(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
+    tensors = dense_file.take(model, DenseAdam(model.named_parameters(), learning_rate=1e-3))
     taken = 0
     for name, values in others.items():
         its = [t for t in tensors if t.startswith("model.") and f".{t}".endswith(f".{name}")]

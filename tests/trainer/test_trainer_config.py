@@ -45,6 +45,9 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ),
         ({"attention": "triton", "device": "cuda", "exact": True}, "key 'attention': expected reference with exact = true"),
         ({"compile": True, "exact": True}, "key 'compile': expected false with exact = true, got True; which compiled code runs"),
+        (
+            "key 'staleness': expected 0 with rehearsal, got 1; each batch",
+        ),
         ({"staleness": 1, "read_ahead": 0}, "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead"),
     ],
 )

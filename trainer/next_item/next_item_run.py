@@ -23,7 +23,7 @@ from models.sequence.hstu import Hstu, SequentialUnit
 from models.sequence.jagged_targets import build_histories
 from models.sequence.next_item import NextItem
 from roo.errors import ConfigError, RoostreamError
-from trainer.adam import DenseAdam
+from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.full_ranking import ranking_figures, ranks
 from trainer.next_item.user_sequences import TEST, VALIDATION, UserSequences, asked_windows, training_windows

@@ -25,7 +25,7 @@ from param_server.client import Client
 from roo.batch import Batch
 from roo.lookup import Lookup, build_lookup
 from roo.schema import Schema
-from trainer.adam import DenseAdam
+from trainer.dense_part.adam import DenseAdam
 
 _LEARNING_RATE = 2e-3
 

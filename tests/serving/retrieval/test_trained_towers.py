@@ -41,7 +41,7 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     file = tmp_path / "items.jsonl"
     file.write_text("".join(f"{json.dumps({'item_id': i, 'category': [world.category_of(i)]})}\n" for i in items))
     rows = RowsOf(loop)
-    service = RankService(SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.model.state_dict())), rows)
+    service = RankService(SCHEMA, Versions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())), rows)
     keeper = open_retrieval(ServesItems(items=str(file)), SCHEMA, service, Quiet(clock), clock, CollectorRegistry())
     assert keeper is not None
     keeper.turn()
@@ -58,7 +58,7 @@ def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_pat
     assert keeper.retriever.space is space and np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
 
-    service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.model.state_dict()))
+    service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict()))
     clock.advance(60.0)
     keeper.turn()
     parser, liked, every = RetrieveParser(SCHEMA, 0), [], []

@@ -95,7 +95,7 @@ def test_the_forward_pass_waits_for_no_device(precision: str) -> None:
     assert chunk is not None
     prepared = built.loop.pull(built.loop.claim(chunk))
     assert prepared.first is not None
-    built.loop.forward(prepared.first)
+    built.loop.descent.forward(prepared.first)
     torch.cuda.set_sync_debug_mode("error")
     try:
         logits_of(built.loop.model, prepared.first.ready(), built.loop.config)

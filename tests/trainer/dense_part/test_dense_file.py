@@ -11,8 +11,8 @@ from torch import nn
 
 from roo.errors import CheckpointError
 from runtime import tensor_file
-from trainer import dense
-from trainer.adam import DenseAdam
+from trainer.dense_part import dense_file
+from trainer.dense_part.adam import DenseAdam
 
 
 def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
@@ -28,21 +28,21 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
 
 def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
     model, optimizer = trained()
-    tensors, metadata = tensor_file.decode(tensor_file.encode(dense.take(model, optimizer), {"step": "3"}))
+    tensors, metadata = tensor_file.decode(tensor_file.encode(dense_file.take(model, optimizer), {"step": "3"}))
     assert metadata == {"step": "3"} and int(tensors["optimizer.step"]) == 3
     other, others = trained(steps=1)
-    dense.put(tensors, other, others, same_schema=True)
+    dense_file.put(tensors, other, others, same_schema=True)
     for m, o in ((model, optimizer), (other, others)):
         o.zero_grad()
         m(torch.ones(4, 3)).sum().backward()
         o.step()
-    mine, theirs = dense.take(other, others), dense.take(model, optimizer)
+    mine, theirs = dense_file.take(other, others), dense_file.take(model, optimizer)
     assert mine.keys() == theirs.keys() and all(mine[k].tobytes() == theirs[k].tobytes() for k in mine)
 
 
 def test_what_was_taken_does_not_change_with_later_steps() -> None:
     model, optimizer = trained()
-    tensors = dense.take(model, optimizer)
+    tensors = dense_file.take(model, optimizer)
     kept = {k: v.copy() for k, v in tensors.items()}
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
@@ -51,10 +51,10 @@ def test_what_was_taken_does_not_change_with_later_steps() -> None:
 
 def test_an_untrained_optimizer_comes_back_untrained() -> None:
     model, optimizer = trained(steps=0)
-    tensors = dense.take(model, optimizer)
+    tensors = dense_file.take(model, optimizer)
     assert int(tensors["optimizer.step"]) == 0
     other, others = trained(steps=2)
-    dense.put(tensors, other, others, same_schema=True)
+    dense_file.put(tensors, other, others, same_schema=True)
     assert others.num_steps == 0 and not any(v.any() for slots in others.slots.values() for v in slots.values())
 
 
@@ -67,21 +67,21 @@ def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
 
 
 def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:
-    tensors = dense.take(*trained(width=3))
+    tensors = dense_file.take(*trained(width=3))
     model, optimizer = trained(width=4)
-    before = dense.take(model, optimizer)
+    before = dense_file.take(model, optimizer)
     with pytest.raises(CheckpointError, match=r"expected model\.0\.weight of shape \(2, 4\), got \(2, 3\)"):
-        dense.put(tensors, model, optimizer, same_schema=True)
-    assert all((before[k] == v).all() for k, v in dense.take(model, optimizer).items())
+        dense_file.put(tensors, model, optimizer, same_schema=True)
+    assert all((before[k] == v).all() for k, v in dense_file.take(model, optimizer).items())
 
 
 def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixture) -> None:
-    tensors = dense.take(*trained(width=3))
+    tensors = dense_file.take(*trained(width=3))
     model, optimizer = trained(width=4, steps=1)
     fresh = model.state_dict()["0.weight"].numpy().copy()
     with caplog.at_level(logging.WARNING):
-        dense.put(tensors, model, optimizer, same_schema=False)
-    after = dense.take(model, optimizer)
+        dense_file.put(tensors, model, optimizer, same_schema=False)
+    after = dense_file.take(model, optimizer)
     assert (after["model.0.weight"] == fresh).all() and (after["model.1.weight"] == tensors["model.1.weight"]).all()
     assert "model.0.weight begin from their initial values" in caplog.text
     assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.adam import DenseAdam
+from trainer.dense_part.adam import DenseAdam
 
 
 def test_steps_are_those_of_torch_optim() -> None:

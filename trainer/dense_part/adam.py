@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.dense_part.flat_weights import ALIGNED, FlatWeights, aligned, part_of_all
+from trainer.dense_part.weight_average import WeightAverage
+
 SLOTS = ("exp_avg", "exp_avg_sq")
-_ALIGNED = 16  # float32 of a cache line
 
 
 class DenseAdam:
@@ -26,8 +28,7 @@ class DenseAdam:
     The gradients of all weights together are first scaled down to a Euclidean norm of `clip_norm` (Pascanu et al. 2013,
     algorithm 1), so that v never exceeds its square.
 
-    The weights become parts of one tensor, in place: the module that they belong to, its names and shapes stay as they are, but
-    it must not be moved to another device or type afterwards.
+    The weights become parts of one tensor, in place (flat_weights.py). `average`, where there is one, follows every step.
     """
 
     def __init__(
@@ -41,32 +42,19 @@ class DenseAdam:
         epsilon: float = 1e-8,
     ) -> None:
         """`learning_rate`: a number, or what it is behind so many steps."""
-        self.parameters = dict(parameters)
+        self._flat = FlatWeights(parameters)
+        self.parameters, self._weight_P = self._flat.parameters, self._flat.weight_P
+        self.average: WeightAverage | None = None
         self.learning_rate = learning_rate if callable(learning_rate) else lambda _: learning_rate
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.clip_norm = clip_norm
         self.num_steps = 0
-        self._starts = list(itertools.accumulate((_aligned(p.numel()) for p in self.parameters.values()), initial=0))
-        self._weight_P = self._in_one_tensor()
         self._state = {slot: torch.zeros_like(self._weight_P) for slot in SLOTS}
-        self._room_P, self._gap = torch.empty_like(self._weight_P), self._weight_P.new_zeros(_ALIGNED)
+        self._room_P, self._gap = torch.empty_like(self._weight_P), self._weight_P.new_zeros(ALIGNED)
         self.slots: dict[str, dict[str, Tensor]] = {
-            name: {slot: _part(self._state[slot], at, parameter) for slot in SLOTS} for name, at, parameter in self._places()
+            name: {slot: part_of_all(self._state[slot], at, parameter) for slot in SLOTS}
+            for name, at, parameter in self._flat.places()
         }
-
-    def _in_one_tensor(self) -> Tensor:
-        """Move the weights into one tensor, of which each becomes a part: a step is then seven kernels, not seven a weight."""
-        like = next(iter(self.parameters.values()), torch.zeros(0))
-        weight_P = torch.zeros(self._starts[-1], dtype=like.dtype, device=like.device)
-        for _, at, parameter in self._places():
-            _part(weight_P, at, parameter).copy_(parameter.detach())
-            parameter.data = _part(weight_P, at, parameter)
-        return weight_P
-
-    def _places(self) -> Iterator[tuple[str, int, nn.Parameter]]:
-        """Each weight, and where it begins."""
-        for (name, parameter), at in zip(self.parameters.items(), self._starts, strict=False):
-            yield name, at, parameter
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -88,12 +76,14 @@ class DenseAdam:
         self.num_steps += 1
         for at, gradient_S in spans:
             self._descend(at, gradient_S, rate)
+        if self.average is not None:
+            self.average.follow(self._weight_P, self.num_steps)
         return True
 
     def _gradients(self) -> list[tuple[slice, Tensor]]:
         """Neighbours that have a gradient, as one: where they lie, and their gradients behind each other. Mostly one span."""
         out: list[tuple[slice, Tensor]] = []
-        for has_one, members in itertools.groupby(self._places(), key=lambda place: place[2].grad is not None):
+        for has_one, members in itertools.groupby(self._flat.places(), key=lambda place: place[2].grad is not None):
             if has_one:
                 places = list(members)
                 gradient_S = torch.cat([piece for _, _, parameter in places for piece in self._pieces(parameter)])
@@ -103,7 +93,7 @@ class DenseAdam:
     def _pieces(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         assert parameter.grad is not None
         yield parameter.grad.reshape(-1)
-        if left := _aligned(parameter.numel()) - parameter.numel():
+        if left := aligned(parameter.numel()) - parameter.numel():
             yield self._gap[:left]
 
     def _descend(self, at: slice, gradient_S: Tensor, rate: float) -> None:
@@ -122,19 +112,9 @@ class DenseAdam:
         return math.isfinite(norm)
 
 
-def _aligned(count: int) -> int:
-    """Room of a weight of `count` numbers: each begins where torch would have put it alone, so that its products have the same
-    bits in serving (G9), where it lies alone."""
-    return -(-count // _ALIGNED) * _ALIGNED
-
-
 def _square_root(of_S: Tensor, out_S: Tensor) -> Tensor:
     """The same bits either way. On a CPU torch asks a library that takes them one by one on some processors."""
     if of_S.device.type != "cpu":
         return torch.sqrt(of_S, out=out_S)
     np.sqrt(of_S.numpy(), out=out_S.numpy())
     return out_S
-
-
-def _part(flat_P: Tensor, at: int, like: Tensor) -> Tensor:
-    return flat_P[at : at + like.numel()].view_as(like)

@@ -1,0 +1,157 @@
+"""What scores is an average of the weights over their last steps; what is trained knows nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models.inputs import build_inputs
+from roo.decode import Decoder
+from roo.lookup import build_lookup
+from tests.trainer import samples
+from tests.trainer.fake_shard import FakeShard
+from tests.trainer.fleets import Fleet, fake_shard, rows_of
+from tests.trainer.loops import Built, build
+from trainer.dense_part import dense_file
+from trainer.dense_part.adam import DenseAdam
+from trainer.dense_part.weight_average import WeightAverage
+from trainer.loop import Snapshot
+
+N24 = samples.records(list(range(1, 25)))
+
+
+def trained(steps: int, average: int) -> tuple[list[float], float]:
+    """A weight behind each step, and its average behind the last."""
+    weight, scoring = nn.Parameter(torch.tensor([4.0])), nn.ParameterDict({"w": nn.Parameter(torch.tensor([4.0]))})
+    optimizer = DenseAdam([("w", weight)], learning_rate=0.5)
+    optimizer.average = WeightAverage(scoring, average)  # type: ignore[arg-type]
+    seen = []
+    for _ in range(steps):
+        weight.grad = weight.detach().clone()
+        assert optimizer.step()
+        seen.append(weight.item())
+    return seen, scoring["w"].item()
+
+
+@pytest.mark.parametrize(("steps", "average"), [(1, 100), (2, 100), (40, 10), (60, 3), (5, 1)])
+def test_it_is_an_exponential_average_whose_window_grows_up_to_its_steps(steps: int, average: int) -> None:
+    seen, got = trained(steps, average)
+    expected = 4.0
+    for t, weight in enumerate(seen, 1):
+        kept = min(1 - 1 / average, t / (t + 9))
+        expected = kept * expected + (1 - kept) * weight
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_first_steps_leave_the_initial_values_behind() -> None:
+    for steps in (1, 2, 5, 10):
+        seen, average = trained(steps, 1000)
+        assert abs(average - seen[-1]) < 0.5 * abs(4.0 - seen[-1])
+
+
+def weights(model: nn.Module) -> dict[str, np.ndarray]:
+    return {k: v.detach().numpy().copy() for k, v in model.state_dict().items()}
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[k].tobytes() == b[k].tobytes() for k in a)
+
+
+def rows(shard: FakeShard) -> dict[tuple[int, int], bytes]:
+    return {key: row.value_D.tobytes() for key, row in shard.rows.items()}
+
+
+def test_training_is_to_the_bit_as_without_it() -> None:
+    without, averaged = (build(N24, average_steps=steps).train_all() for steps in (0, 50))
+    assert same(weights(without.loop.model), weights(averaged.loop.model))
+    assert rows(without.shard) == rows(averaged.shard)
+    assert without.loop.descent.scorer is without.loop.model
+    assert not same(weights(averaged.loop.descent.scorer), weights(averaged.loop.model))
+
+
+def scores_by(built: Built, model: nn.Module, records: list[Any]) -> list[float]:
+    batch, _ = Decoder(samples.schema(), {}.get).decode(records)
+    lookup = build_lookup(batch)
+    with torch.no_grad():
+        score_BT = torch.sigmoid(model(build_inputs(batch, lookup, built.loop.rows.pull(lookup))))
+    return [float(x) for x in score_BT.ravel()]
+
+
+def test_what_is_told_of_a_request_is_what_the_average_says_before_its_step() -> None:
+    built = build(N24[:8])
+    assert built.loop.step()
+    expected = scores_by(built, built.loop.descent.scorer, N24[4:8])
+    assert expected != scores_by(built, built.loop.model, N24[4:8])
+    batch, _ = Decoder(samples.schema(), {}.get).decode(N24[4:8])
+    assert built.loop.scores(batch).ravel().tolist() == expected
+    assert built.loop.step()
+    assert [s for p in built.predicted[4:] for s in p.scores] == expected
+
+
+def test_what_is_only_scored_is_scored_by_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(N24, freeze_at_ms=1)
+    monkeypatch.setattr(built.loop.model, "forward", lambda inputs: pytest.fail("the weights in training were asked"))
+    built.train_all()
+    assert built.loop.counts.frozen == len(built.predicted) == 24
+
+
+def begun_from(at: Snapshot, **settings: Any) -> Built:
+    built = build(N24, **settings)
+    built.loop.restore(at)
+    return built
+
+
+def test_g11_a_restore_gives_the_average_back_and_goes_on_alike() -> None:
+    whole = build(N24).train_all()
+    half = build(N24[:12]).train_all()
+    at = half.loop.snapshot()
+    again = build(N24)
+    again.shard.rows = {key: row.copy() for key, row in half.shard.rows.items()}
+    again.loop.restore(at)
+    assert same(weights(again.loop.descent.scorer), weights(half.loop.descent.scorer))
+    again.train_all()
+    assert same(again.loop.snapshot().shared, whole.loop.snapshot().shared)
+
+
+def test_the_dense_file_s_model_is_what_scores() -> None:
+    loop = build(N24).train_all().loop
+    shared = loop.snapshot().shared
+    for prefix, model in (("model.", loop.descent.scorer), ("trained.", loop.model)):
+        assert same({k.removeprefix(prefix): v for k, v in shared.items() if k.startswith(prefix)}, weights(model))
+
+
+def test_a_file_without_one_begins_it_at_the_weights() -> None:
+    at = build(N24, average_steps=0).train_all().loop.snapshot()
+    assert not any(name.startswith("trained.") for name in at.shared)
+    loop = begun_from(at).loop
+    expected = {k.removeprefix("model."): v for k, v in at.shared.items() if k.startswith("model.")}
+    assert same(weights(loop.model), expected) and same(weights(loop.descent.scorer), expected)
+
+
+def test_who_keeps_none_goes_on_with_the_weights_that_were_trained() -> None:
+    before = build(N24).train_all()
+    loop = begun_from(before.loop.snapshot(), average_steps=0).loop
+    assert same(weights(loop.model), weights(before.loop.model))
+    assert not any(name.startswith("trained.") for name in loop.snapshot().shared)
+
+
+def test_a_reset_forgets_it() -> None:
+    built = build(N24).train_all()
+    built.loop.reset()
+    assert same(weights(built.loop.descent.scorer), weights(built.loop.model))
+
+
+def test_an_untrained_file_comes_back() -> None:
+    loop = build(N24).loop
+    other = begun_from(loop.snapshot()).loop
+    assert same(dense_file.take(other.model, other.optimizer), dense_file.take(loop.model, loop.optimizer))
+
+
+def test_several_workers_have_the_same_one() -> None:
+    fleet = Fleet(N24, 2, rows_of(fake_shard()), batch_requests=4).run()
+    averages = [weights(built.loop.descent.scorer) for built in fleet.built]
+    assert same(*averages) and not same(averages[0], weights(fleet.built[0].loop.model))

@@ -1,0 +1,68 @@
+"""The dense file: weights and optimizer state of one cut, as one safetensors.
+
+Names: `model.<parameter>`, which scores; `trained.<parameter>`, which training goes on with, where that is another
+(weight_average.py); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`; what selection keeps. Restoring
+gives the same bits that were taken (G11).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from roo.errors import CheckpointError
+from trainer.dense_part.adam import DenseAdam
+
+log = logging.getLogger("roostream.dense")
+
+_TRAINED = "trained."
+
+
+def take(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
+    """Copies of weights, of their average if there is one, and of optimizer state, on the host: later steps don't change them."""
+    scores = optimizer.average.model if optimizer.average else model
+    out = {f"model.{name}": _copy(value) for name, value in scores.state_dict().items()}
+    if optimizer.average:
+        out |= {f"{_TRAINED}{name}": _copy(value) for name, value in model.state_dict().items()}
+    for name, slots in optimizer.slots.items():
+        out |= {f"optimizer.{name}.{slot}": _copy(value) for slot, value in slots.items()}
+    return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
+
+
+def put(tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool) -> None:
+    """Make `model` and `optimizer` what `take` saw. An average of which `tensors` know nothing begins at the weights; one that
+    isn't kept any longer is forgotten.
+
+    With another, readable schema a weight whose shape changed (a feature came or went) keeps its fresh initial value.
+
+    Raises:
+        CheckpointError: `same_schema` and a weight, or what the optimizer remembers of one, is missing or of another shape.
+            Nothing was changed.
+    """
+    of_weights = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
+    wanted = [(f"{of_weights}{name}", value) for name, value in model.state_dict().items()]
+    if optimizer.average:
+        wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
+    for name, slots in optimizer.slots.items():
+        wanted += [(f"optimizer.{name}.{slot}", value) for slot, value in slots.items()]
+    misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
+    if misfits and same_schema:
+        first, value = next(iter(misfits.items()))
+        got = tensors[first].shape if first in tensors else "none"
+        raise CheckpointError(f"expected {first} of shape {tuple(value.shape)}, got {got}")
+    if misfits:
+        fresh = [name for name in misfits if name.startswith(of_weights)]
+        log.warning("the schema changed: %s begin from their initial values", ", ".join(fresh))
+    with torch.no_grad():
+        for name, value in wanted:
+            if name not in misfits:
+                value.copy_(torch.from_numpy(tensors[name].copy()))
+    optimizer.num_steps = int(tensors.get("optimizer.step", 0))
+
+
+def _copy(value: torch.Tensor) -> np.ndarray:
+    return value.detach().cpu().numpy().copy()

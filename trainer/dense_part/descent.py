@@ -1,0 +1,89 @@
+"""One worker's dense weights: what they say of a batch, and the step that its labels make them take.
+
+Letters: B candidates, T tasks, U unique rows of a stack, D width of a stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.inputs import Inputs
+from models.model import Targets
+from roo.schema import Schema
+from trainer.config import LoopConfig
+from trainer.dense_part.adam import DenseAdam
+from trainer.dense_part.weight_average import WeightAverage
+from trainer.device.numerics import logits_of, trained_model
+from trainer.feed import Pulled
+from trainer.pipeline.stages import Stages
+from trainer.rows import clip_rows, largest_norm
+
+_MOST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
+
+
+class Logits(NamedTuple):
+    """[B, T] both."""
+
+    trained_BT: Tensor  # of the weights in training, with a graph
+    scored_BT: Tensor  # of those that score: the same, or their average (weight_average.py)
+
+
+class Descent:
+    """`model` is trained by `optimizer`, `scorer` says what is predicted and served: `model` itself, or the one that has the
+    average of its weights."""
+
+    def __init__(
+        self, config: LoopConfig, schema: Schema, model_config: ModelConfig, rate: Callable[[int], float], stages: Stages
+    ) -> None:
+        """Untrained. `rate`: Adam's behind so many of its steps. Raises: as `trained_model`."""
+        self.config, self.stages = config, stages
+        self.model = self.scorer = trained_model(schema, model_config, config)
+        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm)
+        if config.average_steps:
+            self.scorer = trained_model(schema, model_config, config)
+            self.optimizer.average = WeightAverage(self.scorer, config.average_steps)
+
+    def forward(self, pulled: Pulled) -> Logits | None:
+        """None: one isn't finite. A part that isn't trained is only scored."""
+        inputs = pulled.ready()
+        model = self.model if pulled.part.trains else self.scorer
+        with self.stages("forward"), torch.set_grad_enabled(pulled.part.trains):
+            trained_BT = scored_BT = logits_of(model, inputs, self.config)
+            if model is not self.scorer:
+                with torch.no_grad():
+                    scored_BT = logits_of(self.scorer, inputs, self.config)
+        finite = torch.isfinite(trained_BT).all() and (scored_BT is trained_BT or torch.isfinite(scored_BT).all())
+        return Logits(trained_BT, scored_BT) if finite else None
+
+    def descend(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> bool:
+        """Gradients, clipped, and the dense step. False: a square of one isn't finite; nothing was changed."""
+        self._differentiate(pulled, logits_BT, targets)
+        with self.stages("backward"):
+            return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
+
+    def backward(self, pulled: Pulled, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
+        """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:
+        the square of a sum of so many like them might not be finite."""
+        self._differentiate(pulled, logits_BT, targets)
+        most = _MOST_NORM / (2 * workers)
+        return self.optimizer.norm() <= most and largest_norm(gradients_of(pulled.inputs)) <= most
+
+    def is_finite(self) -> bool:
+        """All weights in training."""
+        return all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+
+    def _differentiate(self, pulled: Pulled, logits_BT: Tensor, targets: Targets) -> None:
+        with self.stages("backward"):
+            self.optimizer.zero_grad()
+            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+
+
+def gradients_of(inputs: Inputs) -> Mapping[str, Tensor]:
+    """Of the stacks that the model looked at, stack → [U, D]."""
+    return {stack: rows_UD.grad for stack, rows_UD in inputs.rows.items() if rows_UD.grad is not None}
