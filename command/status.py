@@ -132,7 +132,7 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     """What all that train do together: the worst state, the furthest lag, sums of counts. None without a controller."""
     whole = together(control) if control else {}
     reports = worker_reports(control).values() if control else ()
-    counted = ("candidates", "duplicates", "dead_letters", "non_finite")
+    counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
     return {
         **{
             k: whole.get(k)

@@ -140,6 +140,7 @@ def _trainer(t: Mapping[str, Any]) -> str:
     where = f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / {number(t['lag_records'])} samples"
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
+    counts += f", trained once more {number(t['rehearsed'])}" if t["rehearsed"] else ""
     state = "unknown, Kafka does not tell where the samples end" if t["state"] == "unknown" else t["state"] or NONE
     return f"{state}{_history(t['initial'])}{eta}, {where}, {counts}"
 

@@ -13,7 +13,7 @@ from roo.errors import SetupError
 from runtime.address import LINK_ASKS, check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
-from trainer.selection.config import DeferralConfig, SelectionConfig
+from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 from warehouse.readers.session import DAY, Labels, SessionSpec
 
 _FULLY_GROWN = math.log(1 << 16)
@@ -67,6 +67,7 @@ class LoopConfig(Settings):
 
     selection: SelectionConfig = setting(factory=SelectionConfig, help="which requests are trained (docs/selection.md)")
     deferral: DeferralConfig = setting(factory=DeferralConfig, help="whose gradients wait at the worker (docs/selection.md)")
+    rehearsal: RehearsalConfig = setting(factory=RehearsalConfig, help="what is trained once more (docs/rehearsal.md)")
     slices: tuple[str, ...] = setting(("surface",), "progressive metrics by these, too: surface, candidate_age, features")
 
     def __post_init__(self) -> None:
@@ -87,6 +88,19 @@ class LoopConfig(Settings):
         if self.exact and self.corrections != "off":
             error = "exact mode takes whole batches of one partition after the other, and corrections come unevenly"
             raise refusal("corrections", "off with exact = true", self.corrections, error)
+        self._check_rehearsal()
+
+    def _check_rehearsal(self) -> None:
+        if not self.rehearsal.is_on:
+            return
+        if self.corrections != "off":
+            error = "what is trained once more would have the labels that were corrected"
+            raise refusal("corrections", "off with rehearsal", self.corrections, error)
+        if self.selection.is_on:
+            raise refusal("selection.policy", "off with rehearsal", self.selection.policy, "one trains less, the other more")
+        if self.deferral.is_on:
+            error = "gradients that wait are pushed by how often a row is visited"
+            raise refusal("deferral.share", "0 with rehearsal", f"{self.deferral.share:g}", error)
 
     @property
     def trained_topics(self) -> tuple[str, ...]:
@@ -100,7 +114,9 @@ class LoopConfig(Settings):
     def rate_after(self, num_steps: int) -> float:
         """Adam's behind so many of its steps: `learning_rate` times √(size of a batch / size of a full one), since a small batch
         says less of where to go (Malladi et al. 2022). A batch's size is what it would be had all been whole: so many steps make
-        it first · e^(steps / growth). So it is the same for all workers, and after a restore."""
+        it first · e^(steps / growth). So it is the same for all workers, and after a restore. With rehearsal every other step is
+        one that brings no new batch."""
+        num_steps = num_steps // 2 if self.rehearsal.is_on else num_steps
         first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
         grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))
         return self.learning_rate * math.sqrt(min(grown, 1.0))
@@ -160,6 +176,8 @@ class WorkerConfig(LoopConfig, Deployment):
             raise refusal("staleness", "0 with exact = true", self.staleness, "what is repeated would see other rows")
         if self.staleness and not self.read_ahead:
             raise refusal("staleness", "0 with read_ahead = 0", self.staleness, "no row is pulled ahead in one thread")
+        if self.staleness and self.rehearsal.is_on:
+            raise refusal("staleness", "0 with rehearsal", self.staleness, "each batch then has two pushes, and this counts one")
         check_listen("meet", self.meet, insecure=self.insecure)
 
 

@@ -148,8 +148,16 @@ class TrainLoop:
             shared=dense_file.take(self.model, self.optimizer) | {_RECENT: self.time.recent_ms} | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
-            own=self.own.cut(),
+            own=self._own_cut(),
         )
+
+    def _own_cut(self) -> dict[Partition, PartitionCut]:
+        """Of what is kept beside the partitions the first one has all."""
+        cuts, kept = self.own.cut(), self.selection.kept()
+        if kept and self.own.progress:
+            first = min(self.own.progress)
+            cuts[first] = dataclasses.replace(cuts[first], tensors=cuts[first].tensors | kept)
+        return cuts
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
         """Become what `snapshot` saw, and go on from its offsets; of `own`, what is of this source's partitions. What was
@@ -162,6 +170,7 @@ class TrainLoop:
         self._build()
         dense_file.put(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
+        self.selection.load_kept({name: value for cut in at.own.values() for name, value in cut.tensors.items()})
         self.num_steps = at.step
         self.time = TrainedTime(at.watermark_ms, at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist())
         self._seek(at.progress)
@@ -300,7 +309,24 @@ class TrainLoop:
         self.tell(pulled, logits.scored_BT)
         if trains:
             self.push(pulled)
+            self._rehearse(part.batch)
         return ()
+
+    def _rehearse(self, new: Batch) -> None:
+        """One of the batches before it once more, where that is asked for."""
+        rehearsal = self.selection.rehearsal
+        if rehearsal is None:
+            return
+        part = rehearsal.draw(self.optimizer.num_steps)
+        rehearsal.keep(new)
+        if part is None:
+            return
+        pulled = self.pull_part(part)
+        if self.descent.descend_again(pulled, self.targets_of(part)):
+            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms)  # it is no news
+            with self.stages("push"):
+                self.rows.push(part.lookup, gradients_of(pulled.inputs), times)
+            self.counts.rehearsed += part.batch.num_requests
 
     def halves(self, part: ChunkPart) -> Sequence[ChunkPart]:
         """In their order; none of a single request, which is dead. NotFiniteError: it can't be its fault."""

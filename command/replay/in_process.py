@@ -197,6 +197,7 @@ class _Local:
             steps=self.loop.num_steps,
             non_finite=self.loop.counts.non_finite,
             corrections=self.loop.counts.corrections,
+            rehearsed=self.loop.counts.rehearsed,
             model=dataclasses.asdict(self.loop.model_config),
             dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
             rows=dict(rows),

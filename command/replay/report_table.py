@@ -71,7 +71,8 @@ def _training(report: Mapping[str, Any]) -> Iterator[Row]:
     training, worker = report["training"], report["settings"]["worker"]
     settings = ", ".join(f"{name} {worker[name]}" for name in ("batch_requests", "learning_rate", "seed") if name in worker)
     skipped = f", {training['non_finite']} requests that were not finite" if training["non_finite"] else ""
-    yield "training", f"{number(training['steps'])} steps{skipped}; {settings}"
+    again = f", {number(training['rehearsed'])} requests once more" if training["rehearsed"] else ""
+    yield "training", f"{number(training['steps'])} steps{again}{skipped}; {settings}"
     if training["rows"] is not None:
         rows = _listed(training["rows"])
         yield "parameters", f"{training['dense_parameters']} dense; rows: {rows}"

@@ -41,6 +41,7 @@ class Training:
     steps: int | None = None
     non_finite: int | None = None
     corrections: int | None = None  # beside the samples
+    rehearsed: int | None = None  # requests trained once more, beside the samples
     model: dict[str, Any] | None = None  # its configuration
     dense_parameters: int | None = None
     rows: dict[str, int] | None = None  # of the embedding tables, by stack

@@ -156,11 +156,13 @@ class _Replay:
     def _training(self) -> Training:
         """What the newest manifest and the worker itself say."""
         newest = manifests.newest(FileStore(self.stack.home.store))
-        skipped = fetch(self.stack.endpoints.metrics["worker"]).value("roostream_worker_non_finite")
+        worker = fetch(self.stack.endpoints.metrics["worker"])
+        skipped, rehearsed = (worker.value(f"roostream_worker_{name}") for name in ("non_finite", "rehearsed"))
         return Training(
             steps=newest.manifest.step if newest else None,
             model=newest.manifest.model if newest else None,
             non_finite=None if skipped is None else int(skipped),
+            rehearsed=None if rehearsed is None else int(rehearsed),
         )
 
     def _send(self, records: Iterable[Record]) -> None:

@@ -211,6 +211,13 @@ def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str)
     assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
 
 
+def test_what_is_trained_once_more_is_told_beside_what_is_trained() -> None:
+    for rehearsed, said in ((0, ""), (1200, ", trained once more 1,200")):
+        reports = {"worker 0": {"step": 4, "requests": 10, "duplicates": 0, "rehearsed": rehearsed}}
+        rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+        assert rows["trainer"].endswith(f"skipped 0{said}")
+
+
 def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
     reports = {"worker 0": {"step": 4, "outcomes": {"taken": 5, "trained": 5}}}
     assert "selection" not in dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]

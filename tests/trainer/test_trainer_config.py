@@ -11,6 +11,7 @@ import pytest
 from roo.config import load
 from roo.errors import ConfigError, SetupError
 from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
+from trainer.selection.config import RehearsalConfig
 
 WORKER: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store", "controller": "c:1", "shards": ("a:1",)}
 CONTROLLER: dict[str, Any] = {"listen": "127.0.0.1:0", "store": "store", "num_shards": 2, "bootstrap": "k:1", "schema": "s.toml"}
@@ -46,6 +47,7 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"attention": "triton", "device": "cuda", "exact": True}, "key 'attention': expected reference with exact = true"),
         ({"compile": True, "exact": True}, "key 'compile': expected false with exact = true, got True; which compiled code runs"),
         (
+            {"staleness": 1, "rehearsal": RehearsalConfig(batches=1)},
             "key 'staleness': expected 0 with rehearsal, got 1; each batch",
         ),
         ({"staleness": 1, "read_ahead": 0}, "key 'staleness': expected 0 with read_ahead = 0, got 1; no row is pulled ahead"),
@@ -93,6 +95,11 @@ def test_the_rate_goes_with_the_root_of_the_batchs_size() -> None:
         taken, steps = taken + size, steps + 1
     assert steps > 300
     assert config.rate_after(2 * steps) == config.rate_after(1 << 40) == 0.1, "full batches"
+
+
+def test_a_rehearsed_batch_makes_the_rate_no_older() -> None:
+    config, rehearses = LoopConfig(), LoopConfig(rehearsal=RehearsalConfig(batches=1))
+    assert all(rehearses.rate_after(2 * steps + 1) == config.rate_after(steps) for steps in (0, 1, 500, 4000))
 
 
 @pytest.mark.parametrize("size", [1, 64])

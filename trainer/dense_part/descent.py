@@ -67,6 +67,12 @@ class Descent:
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
+    def descend_again(self, pulled: Pulled, targets: Targets) -> bool:
+        """What was told before, which nothing is told of now. False: something isn't finite; nothing was changed."""
+        with self.stages("forward"):
+            logits_BT = logits_of(self.model, pulled.ready(), self.config)
+        return bool(torch.isfinite(logits_BT).all()) and self.descend(pulled, logits_BT, targets)
+
     def backward(self, pulled: Pulled, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
         """Gradients of this part's share of a step of several workers, `targets.total_T` being the weights of all of it. False:
         the square of a sum of so many like them might not be finite."""

@@ -1,4 +1,4 @@
-"""Settings of selection and deferral; all of it is off unless somebody asks for it."""
+"""Settings of selection, deferral and rehearsal; all of it is off unless somebody asks for it."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ class DeferralConfig(Settings):
     @property
     def is_on(self) -> bool:
         return self.share > 0 and self.visits > 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RehearsalConfig(Settings):
+    """What is trained once more."""
+
+    batches: int = setting(
+        0, "beside each batch one of so many last ones is trained once more, drawn by the seed; 0 = off", least=0, most=1 << 16
+    )
+    max_bytes: int = setting(16 << 20, "kept of them, the newest; every commit has them", least=1 << 10, most=1 << 30)
+
+    @property
+    def is_on(self) -> bool:
+        return self.batches > 0

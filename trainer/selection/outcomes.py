@@ -26,6 +26,7 @@ class Counts:
     non_finite: int = 0  # requests that gave numbers that aren't finite: dead letters, of those below
     dead_letters: int = 0
     corrections: int = 0  # trained, beside the requests
+    rehearsed: int = 0  # requests trained once more, beside those above
     busy_s: float = 0.0  # pulling and training
 
 

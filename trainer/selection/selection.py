@@ -27,6 +27,7 @@ from trainer.feed import ChunkPart, Claimed, Pulled, part_of, split_at
 from trainer.rows import Rows
 from trainer.selection.decision import Decision, Selected, Unscored, decide
 from trainer.selection.deferral import Deferral
+from trainer.selection.rehearsal import Rehearsal
 from trainer.selection.slipstream_course import SlipstreamCourse
 
 Tensors = Mapping[str, np.ndarray]
@@ -42,13 +43,15 @@ class Selection:
         is_slipstream = self.config.policy == "slipstream"
         self.slipstream = SlipstreamCourse(self.config.slipstream, schema) if is_slipstream else None
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
+        is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
+        self.rehearsal = Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated) if is_rehearsed else None
         self.reset()
 
     def reset(self) -> None:
         """The loop begins anew, or is restored."""
         self._num_ahead = self._num_judged = self._num_skipped = self._num_probed = 0
         self._weights = self._num_weighed = 0.0
-        for its in (self.slipstream, self.deferral):
+        for its in (self.slipstream, self.deferral, self.rehearsal):
             if its is not None:
                 its.load({})
 
@@ -138,6 +141,9 @@ class Selection:
         if workers > 1 and self.deferral:
             got = f"{self.deferral.config.share:g}"
             raise ConfigError(f"deferral.share: expected 0 with {workers} workers, got {got}; train with one")
+        if workers > 1 and self.rehearsal:
+            got = f"{self.rehearsal.config.batches}"
+            raise ConfigError(f"rehearsal.batches: expected 0 with {workers} workers, got {got}; train with one")
 
     def begin(self, *, finite: bool, handed_over: bool) -> None:
         """What is trained from now on has an end (history), or none. `handed_over`: history came before it.
@@ -158,6 +164,14 @@ class Selection:
         """Tensors of a cut; {} while off."""
         return {name: x for its in (self.slipstream, self.deferral) if its is not None for name, x in its.state().items()}
 
+    def kept(self) -> dict[str, np.ndarray]:
+        """Tensors of the worker's own part of a cut, for `load_kept`; {} while off."""
+        return self.rehearsal.state() if self.rehearsal else {}
+
+    def load_kept(self, tensors: Tensors) -> None:
+        if self.rehearsal:
+            self.rehearsal.load(tensors)
+
     def load(self, tensors: Tensors) -> None:
         """What `state` gave, or parts of it; the rest begins anew."""
         for its in (self.slipstream, self.deferral):
@@ -167,6 +181,7 @@ class Selection:
     def report(self) -> dict[str, Any]:
         """For exports and beats: shares of what was judged since the loop began or was restored; {} while off."""
         out: dict[str, Any] = dict(self.deferral.report()) if self.deferral else {}
+        out |= self.rehearsal.report() if self.rehearsal else {}
         if not self.config.is_on:
             return out
         share = self._num_skipped / self._num_judged if self._num_judged else None

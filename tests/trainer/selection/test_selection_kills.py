@@ -1,4 +1,4 @@
-"""G11 with selection and deferral: whoever is killed when, the same requests are skipped and the same bits come out."""
+"""G11 with selection, deferral and rehearsal: whoever is killed when, the same bits come out of the same requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
 from tests.trainer.simulator import WORKER, Kill, Simulation
-from trainer.selection.config import DeferralConfig, SelectionConfig, SlipstreamConfig
+from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import STALE
 
 COURSE = SlipstreamConfig(
@@ -76,3 +76,25 @@ def test_g11_several_workers_skip_the_same_whoever_is_killed(victim: str) -> Non
     bits, became = undisturbed(fleet)
     assert (bits, became) == fleet([Kill((WORKER, "write", "after"), victim, 2)])
     assert became == undisturbed(stream)[1], "by the id alone, as one worker would"
+
+
+def rehearsed(kills: list[Kill]) -> Run:
+    return ran(NUMBERS, kills, loop={"rehearsal": RehearsalConfig(batches=4)})
+
+
+@pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
+@pytest.mark.parametrize(
+    "moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after"), (WORKER, "push", "before")]
+)
+def test_g11_what_is_rehearsed_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
+    assert rehearsed([Kill(moment, victim, 2 if moment[1] != "push" else 17)]) == undisturbed(rehearsed)
+
+
+def rehearsed_from_history(kills: list[Kill]) -> Run:
+    loop = {"rehearsal": RehearsalConfig(batches=4)}
+    return ran(NUMBERS, kills, loop=loop, initial_workers=1, unit_records=200, export={0: 12, 1: 12})
+
+
+@pytest.mark.parametrize("push", [5, 20, 30])
+def test_g11_what_history_left_is_rehearsed_beside_the_stream(push: int) -> None:
+    assert rehearsed_from_history([Kill((WORKER, "push", "before"), WORKER, push)]) == undisturbed(rehearsed_from_history)

@@ -1,0 +1,189 @@
+"""What is trained once more: which batches, how much of them is kept, through restores, and nobody takes it for a request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roo.batch import Batch
+from roo.decode import Decoder
+from roo.errors import ConfigError
+from tests.trainer import samples
+from tests.trainer.loops import Built, build
+from trainer.config import LoopConfig
+from trainer.rows import PushTimes
+from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
+from trainer.selection.rehearsal import Rehearsal, decode_batch, encode_batch
+
+N24 = samples.records(list(range(1, 25)))
+ON = RehearsalConfig(batches=3)
+
+
+def batch_of(*numbers: int) -> Batch:
+    return Decoder(samples.schema(), {}.get).decode(samples.records(list(numbers)))[0]
+
+
+def rehearsal(**settings: Any) -> Rehearsal:
+    return Rehearsal(RehearsalConfig(**{"batches": 3, **settings}), samples.schema(), seed=7)
+
+
+def drawn(of: Rehearsal, steps: range = range(60)) -> list[tuple[int, ...]]:
+    """The requests of each draw."""
+    return [tuple(part.batch.sample_id_R.tolist()) for step in steps if (part := of.draw(step))]
+
+
+def test_a_batch_comes_back_from_its_bytes_in_every_column() -> None:
+    for batch in (batch_of(1, 2, 3), batch_of(5).take_requests(np.zeros(0, np.int64))):
+        again = decode_batch(encode_batch(batch), batch.schema)
+        for field in dataclasses.fields(Batch):
+            mine, theirs = getattr(batch, field.name), getattr(again, field.name)
+            if isinstance(mine, np.ndarray):
+                assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+        for mine, theirs in ((batch.ro_lists, again.ro_lists), (batch.nro_lists, again.nro_lists)):
+            assert mine.keys == theirs.keys and mine.columns.keys() == theirs.columns.keys()
+            assert mine.values.tolist() == theirs.values.tolist() and mine.lengths_KN.tolist() == theirs.lengths_KN.tolist()
+            assert all(mine.columns[name].tolist() == theirs.columns[name].tolist() for name in mine.columns)
+
+
+def test_any_of_the_last_batches_is_drawn_by_seed_and_step_alone() -> None:
+    mine, theirs = rehearsal(), rehearsal()
+    assert mine.draw(1) is None, "nothing is kept yet"
+    for number in range(1, 6):
+        mine.keep(batch_of(number))
+    for number in range(3, 6):
+        theirs.keep(batch_of(number))
+    assert set(drawn(mine)) == {(3,), (4,), (5,)}
+    assert drawn(mine) == drawn(theirs) != drawn(dataclass_seed(theirs, 8))
+
+
+def dataclass_seed(of: Rehearsal, seed: int) -> Rehearsal:
+    other = Rehearsal(of.config, of.schema, seed)
+    other.load(of.state())
+    return other
+
+
+def test_what_is_kept_is_bounded_in_bytes() -> None:
+    one = len(encode_batch(batch_of(1)))
+    few = rehearsal(batches=100, max_bytes=3 * one + one // 2)
+    for number in range(1, 9):
+        few.keep(batch_of(number))
+        assert few.num_bytes <= few.config.max_bytes
+    assert set(drawn(few)) == {(6,), (7,), (8,)} and few.report() == {"rehearsal_batches": 3, "rehearsal_bytes": few.num_bytes}
+    few.keep(batch_of(*range(1, 200)))
+    assert set(drawn(few)) == {(6,), (7,), (8,)}, "a batch that fits alone in no bound changes nothing"
+
+
+def test_it_draws_the_same_behind_a_restore_and_nothing_of_another_schema() -> None:
+    before, after = rehearsal(), rehearsal()
+    for number in (1, 2, 3):
+        before.keep(batch_of(number))
+    after.keep(batch_of(9))
+    after.load(before.state())
+    assert drawn(after) == drawn(before) and after.num_bytes == before.num_bytes
+    after.load({**before.state(), "rehearsal.schema": np.array([1], np.uint64)})
+    assert after.num_batches == after.num_bytes == 0
+    after.load({})
+    assert after.num_batches == 0
+
+
+def bits(built: Built) -> dict[Any, bytes]:
+    shared = {name: value.tobytes() for name, value in built.loop.snapshot().shared.items()}
+    return shared | {key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()}
+
+
+def test_each_request_is_told_once_and_what_is_trained_again_is_counted_apart() -> None:
+    built = build(N24, rehearsal=ON).train_all()
+    loop = built.loop
+    assert [p.sample_id for p in built.predicted] == list(range(1, 25)) and loop.num_steps == 6 and loop.optimizer.num_steps == 11
+    assert loop.counts.requests == loop.outcomes.total["trained"] == 24 and loop.counts.rehearsed == 20
+    assert loop.report()["requests"] == 24 and built.offsets() == [12, 12]
+    pushes = built.pushes()
+    assert sum(pushes.values()) == 24 + 20 and max(pushes.values()) > 1, "a user a request"
+    assert max(pushes[number] for number in range(21, 25)) == 1, "the newest batch is drawn behind its own step at the earliest"
+
+
+def test_off_it_keeps_nothing_and_changes_nothing() -> None:
+    off, on = build(N24).train_all(), build(N24, rehearsal=ON).train_all()
+    assert off.loop.counts.rehearsed == 0 and off.loop.optimizer.num_steps == 6 and off.loop.selection.kept() == {}
+    assert bits(off) != bits(on)
+    assert [list(p.scores) for p in off.predicted[:8]] == [list(p.scores) for p in on.predicted[:8]], "two first passes alone"
+
+
+def test_a_rehearsed_push_is_no_news_and_moves_no_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, seen = build(N24, rehearsal=ON), list[PushTimes]()
+    push = built.loop.rows.push
+    monkeypatch.setattr(
+        built.loop.rows, "push", lambda lookup, gradients, times: (seen.append(times), push(lookup, gradients, times))
+    )
+    built.train_all()
+    news = [times.oldest_close_ms > 0 for times in seen]
+    assert news == [True, True, False, True, False, True, False, True, False, True, False]
+    assert [times.step for times in seen] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def num_kept(built: Built) -> int:
+    assert built.loop.selection.rehearsal is not None
+    return built.loop.selection.rehearsal.num_batches
+
+
+def test_g11_a_restored_loop_rehearses_what_it_would_have() -> None:
+    whole = build(N24, rehearsal=ON)
+    for _ in range(3):
+        whole.loop.step()
+    at, rows = whole.loop.snapshot(), {key: row.copy() for key, row in whole.shard.rows.items()}
+    whole.train_all()
+    again = build(N24, rehearsal=ON)
+    again.loop.step()
+    again.shard.rows = rows
+    again.loop.restore(at)
+    assert bits(again.train_all()) == bits(whole)
+    forgot = build(N24, rehearsal=ON)
+    forgot.loop.restore(at)
+    assert num_kept(forgot) == 3
+    forgot.loop.restore(build(N24).loop.snapshot())
+    assert num_kept(forgot) == 0, "of a commit without any"
+    forgot.loop.restore(at)
+    forgot.loop.reset()
+    assert num_kept(forgot) == 0
+
+
+def test_nothing_is_rehearsed_for_what_is_frozen() -> None:
+    built = build(N24, rehearsal=ON, freeze_at_ms=samples.T0 + 12_500).train_all()
+    assert built.loop.counts.frozen and built.loop.counts.rehearsed == 4 * (built.loop.optimizer.num_steps // 2)
+
+
+def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(N24, rehearsal=ON)
+    monkeypatch.setattr(built.loop.descent, "descend_again", lambda pulled, targets: False)
+    built.train_all()
+    assert built.loop.counts.rehearsed == 0 and bits(built) == bits(build(N24).train_all())
+    pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
+    monkeypatch.undo()
+    with torch.no_grad():
+        for rows_UD in pulled.inputs.rows.values():
+            rows_UD.fill_(torch.nan)
+    assert not built.loop.descent.descend_again(pulled, built.loop.targets_of(pulled.part))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"corrections": "on"}, "corrections': expected off with rehearsal, got 'on'"),
+        ({"selection": SelectionConfig(policy="negatives")}, r"selection\.policy': expected off with rehearsal"),
+        ({"deferral": DeferralConfig(share=0.5)}, r"deferral\.share': expected 0 with rehearsal, got '0\.5'"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LoopConfig(rehearsal=ON, **settings)
+
+
+def test_several_workers_are_refused() -> None:
+    loop = build(N24, rehearsal=ON).loop
+    loop.selection.check(workers=1)
+    with pytest.raises(ConfigError, match=r"rehearsal\.batches: expected 0 with 2 workers, got 3; train with one"):
+        loop.selection.check(workers=2)
