@@ -28,6 +28,8 @@ class DatasetOptions(Settings):
 
     default_schema: ClassVar[Path | None] = None
     """What is used where no schema is given; None = one must be."""
+    rehearsed_batches: ClassVar[int] = 0
+    """`rehearsal.batches` of the worker where nothing is said of it: what pays on this log."""
 
 
 class Clicks(NamedTuple):

@@ -75,6 +75,7 @@ class Options(DatasetOptions):
     """Where the files are."""
 
     default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
+    rehearsed_batches: ClassVar[int] = 200
     behaviors: tuple[str, ...] = setting(help="behaviors.parquet files, in any order")
     history: tuple[str, ...] = setting((), "history.parquet files")
 

@@ -13,6 +13,7 @@ from roo.errors import ConfigError
 from roo.toml_file import Place
 from traffic.config import ReplayConfig
 from trainer.config import LoopConfig
+from trainer.selection.config import RehearsalConfig
 
 _MODEL = "model."
 _HAVE_FLAGS = {
@@ -26,6 +27,8 @@ _HAVE_FLAGS = {
     "controller.seed": "--seed",
     "shard.seed": "--seed",
 }
+_UNREHEARSED = {"rehearsal", "corrections", "selection", "deferral", "staleness", "num_workers", "initial_workers"}
+"""Where one of these is chosen, a log's own rehearsal is not: it doesn't go with all of what they can be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Choices:
 
 
 def choices_of(config: ReplayConfig) -> Choices:
-    """Flags and `--set` together, checked.
+    """Flags and `--set` together, checked; what pays on the log where neither says anything.
 
     Raises:
         ConfigError: an assignment of another form, an unknown key, a value out of range, or a setting that has a flag or that
@@ -53,9 +56,12 @@ def choices_of(config: ReplayConfig) -> Choices:
     worker: dict[str, Any] = {"seed": config.seed, "freeze_at_ms": config.freeze_weights_at_ms, "threads": config.threads}
     worker |= {"corrections": "on"} if config.early_close_ms else {}
     worker |= {name: getattr(config, name) for name in ("batch_requests", "learning_rate") if getattr(config, name)}
+    worker |= sets.pop("worker", {})
+    if config.options.rehearsed_batches and not any(key in _UNREHEARSED for key in (*worker, *sets.get("controller", ()))):
+        worker["rehearsal"] = RehearsalConfig(batches=config.options.rehearsed_batches)
     chosen = Choices(
         joiner=joiner_settings(config) | sets.pop("joiner", {}),
-        worker=worker | sets.pop("worker", {}),
+        worker=worker,
         model=dict(map(_assignment, model)),
         others=sets,
     )

@@ -8,8 +8,9 @@ import pytest
 from command.replay.choices import choices_of, with_sets
 from models.config import RankerConfig
 from roo.errors import ConfigError
-from traffic import jsonl
+from traffic import ebnerd, jsonl
 from traffic.config import ReplayConfig
+from trainer.selection.config import RehearsalConfig
 
 
 def config(*sets: str, **settings: Any) -> ReplayConfig:
@@ -35,6 +36,23 @@ def test_flags_and_assignments_reach_the_programs() -> None:
 
 def test_what_is_not_given_is_left_to_the_trainer() -> None:
     assert choices_of(config()).worker == {"seed": 0, "freeze_at_ms": 0, "threads": 1}
+
+
+def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
+    file = tmp_path / "behaviors.parquet"
+    file.touch()
+    given = {"dataset": "ebnerd", "options": ebnerd.Options(behaviors=(str(file),)), "set": sets, "engine": "stack", **settings}
+    return choices_of(ReplayConfig(**given)).worker
+
+
+def test_a_log_has_a_rehearsal_of_its_own_unless_something_is_said_that_it_may_not_go_with(tmp_path: Path) -> None:
+    assert (
+        of_news(tmp_path)["rehearsal"] == RehearsalConfig(batches=200) == of_news(tmp_path, "worker.average_steps=0")["rehearsal"]
+    )
+    assert of_news(tmp_path, "worker.rehearsal={batches=7}")["rehearsal"].batches == 7
+    for said in ("worker.corrections=on", "worker.staleness=1", "worker.deferral={share=0.5}", "controller.num_workers=2"):
+        assert "rehearsal" not in of_news(tmp_path, said), said
+    assert "rehearsal" not in of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
 
 
 @pytest.mark.parametrize(
