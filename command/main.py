@@ -24,6 +24,7 @@ from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
 from command.operate import home_option, preempt, scale, topics, trainer
+from command.plan.move_command import apply_command, map_command
 from command.plan.placement_command import placement
 from command.plan.plan_command import plan_command
 from command.replay.cli import Duration, check, replay
@@ -314,6 +315,8 @@ for _group in (
 ):
     cli.add_command(_group)
 cli.add_command(plan_command)
+placement.add_command(map_command)
+placement.add_command(apply_command)
 
 
 @cli.command()

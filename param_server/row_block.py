@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
-from param_server.index import Keys
+from param_server.index import KeyIndex, Keys, join_keys
 from roo.errors import CheckpointError
 
 VERSION = 1
@@ -73,6 +74,23 @@ def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
         stamp_ms_L=block.stamp_ms_L[live_L],
         rows_LD=block.rows_LD[live_L],
         state_LA=block.state_LA[live_L],
+    )
+
+
+def newest_of(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:
+    """What a bucket's blocks come to: each key as the newest of them has it, without those that are gone and told to readers."""
+    seen, live, gone = KeyIndex(num_buckets), [], []
+    for block in newest_first:
+        new_K, live_K = seen.add_new(block.keys), np.arange(len(block.keys)) < block.num_live
+        live.append(block.take(new_K & live_K))
+        gone.append(block.take(new_K & ~live_K & (block.unpublished_K != 0)))
+    parts = [*live, *gone]
+    return RowBlock(
+        keys=join_keys(*(part.keys for part in parts)),
+        unpublished_K=np.concatenate([part.unpublished_K for part in parts]),
+        stamp_ms_L=np.concatenate([part.stamp_ms_L for part in parts]),
+        rows_LD=np.concatenate([part.rows_LD for part in parts]),
+        state_LA=np.concatenate([part.state_LA for part in parts]),
     )
 
 

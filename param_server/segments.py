@@ -130,8 +130,19 @@ class Segments:
         kept = {stack: state for stack, state in (residency or {}).items() if state}
         if not any(len(block.keys) for block in changes.values()) and not whole and self._has_residency(base, kept):
             return tuple(base)
+        return self.write_parts(name, self._split(changes), base, kept, whole)
+
+    def write_parts(
+        self,
+        name: str,
+        parts: Iterable[SegmentBucket],
+        base: Sequence[Segment],
+        residency: Mapping[str, bytes] | None = None,
+        whole: frozenset[int] = _NONE,
+    ) -> tuple[Segment, ...]:
+        """As `write`, of parts of one block that come one by one, also where there are none."""
         try:
-            state = (*base, self._parts.write(name, self._split(changes), whole, kept))
+            state = (*base, self._parts.write(name, parts, whole, residency or {}))
             return tuple(s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name)
         except (CheckpointError, UnavailableError):
             self.discard(name)
@@ -281,6 +292,12 @@ class Segments:
 
     def _rows_in(self, stack: str, entry: BlockEntry) -> int:
         return blocks.rows_in(entry.bytes, *self._parts.shape(stack))
+
+    def bytes_by_bucket(self, segments: Sequence[Segment]) -> dict[int, int]:
+        """What a state holds of this shard's buckets, as its directories say. Raises as `read`."""
+        directories = self._directories(segments)
+        stacks = {stack for directory in directories for stack in directory.blocks}
+        return {b: sum(entry.bytes for s in stacks for _, entry in _entries(directories, s, b)) for b in self.buckets}
 
     # Which parts a state needs
 

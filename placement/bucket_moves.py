@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from roo.errors import ConfigError
 from runtime.layout.bucket_map import BucketMap, moved
 
 
@@ -31,3 +32,42 @@ def balanced(load_B: np.ndarray, num_owners: int, version: int = 1) -> BucketMap
         owner_B[b] = int(np.argmin(total_N))
         total_N[owner_B[b]] += load_B[b]
     return BucketMap(owner_B, num_owners, version)
+
+
+def _nearer(owner_B: np.ndarray, weight_B: np.ndarray, total_N: np.ndarray) -> tuple[int, int] | None:
+    """A bucket of the owner with the most, or else of the next, and the owner with the least, which it brings nearest; None: no
+    bucket does."""
+    least = int(np.argmin(total_N))
+    for most in np.argsort(-total_N, kind="stable").tolist():
+        gap = total_N[most] - total_N[least]
+        fitting = [b for b in np.flatnonzero(owner_B == most).tolist() if weight_B[b] < gap]
+        if fitting:
+            return min(fitting, key=lambda b: (abs(gap / 2 - weight_B[b]), b)), least
+    return None
+
+
+def evened(before: BucketMap, num_owners: int, load_B: np.ndarray, most_moved: float = 1.0) -> BucketMap:
+    """From `before` to a map of so many owners that is about even in `load_B` (float64, none negative), by few moves: buckets of
+    owners that are gone move all, then from the owner with the most to the one with the least whatever brings both nearest,
+    until nothing does or a share of `most_moved` of the buckets has moved. Each owner gets a bucket or more where there are
+    as many.
+
+    Raises:
+        ConfigError: there are fewer buckets than owners.
+    """
+    if len(load_B) < num_owners:
+        raise ConfigError(f"expected at most {len(load_B)} owners of as many buckets, got {num_owners}")
+    weight_B = np.asarray(load_B, np.float64) + max(float(np.max(load_B)), 1.0) * 1e-9  # a bucket of nothing counts a little
+    owner_B, gone_B = before.owner_B.copy(), before.owner_B >= num_owners
+    total_N = np.bincount(owner_B[~gone_B], weight_B[~gone_B], num_owners)
+    for b in sorted(np.flatnonzero(gone_B).tolist(), key=lambda b: (-weight_B[b], b)):
+        owner_B[b] = int(np.argmin(total_N))
+        total_N[owner_B[b]] += weight_B[b]
+    room = max(int(most_moved * len(load_B)) - int(gone_B.sum()), num_owners - before.num_owners, 0)
+    for _ in range(room):
+        if (found := _nearer(owner_B, weight_B, total_N)) is None:
+            break
+        b, least = found
+        total_N[[owner_B[b], least]] += (-weight_B[b], weight_B[b])
+        owner_B[b] = least
+    return BucketMap(owner_B, num_owners, before.version + 1)

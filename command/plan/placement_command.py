@@ -76,7 +76,7 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     if as_json:
         click.echo(json.dumps({name: {**its.profile.plain(), "time_ms": its.time_ms} for name, its in found.items()}, indent=2))
         return
-    _show([(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", "none so far")], "Profiles")
+    show([(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", "none so far")], "Profiles")
 
 
 @placement.command("plan")
@@ -94,7 +94,7 @@ def plan_command(as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2, sort_keys=True))
     else:
-        _show(list(_of_plan(tables, why, found)), f"Plan for {found.owners} owners")
+        show(list(_of_plan(tables, why, found)), f"Plan for {found.owners} owners")
 
 
 @placement.command("explain")
@@ -122,7 +122,7 @@ def explain_command(table: str, **given: Any) -> None:
         for pieces in sorted({1, 2, 4, found.owners}):
             cost_us = 1e6 * piece_cost(its, found.owners, costs, rows=1 / pieces)
             rows.append((f"{pieces} row pieces", f"{cost_us:.2f} µs a step at each of their owners"))
-    _show([*rows, ("times", found.said)], f"Table {table}")
+    show([*rows, ("times", found.said)], f"Table {table}")
 
 
 @placement.command("diff")
@@ -140,7 +140,7 @@ def diff_command(before: Path, after: Path) -> None:
     rows = [(n, f"{old['tables'].get(n, 'not in it')} → {new['tables'].get(n, 'not in it')}") for n in names]
     changed = [(n, text) for n, text in rows if old["tables"].get(n) != new["tables"].get(n)]
     imbalance = f"{old['bytes_imbalance']:.2f} → {new['bytes_imbalance']:.2f}"
-    _show([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
+    show([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _of_plan(tables: list[PlacedTable], why: list[str], found: PlacementPlan) ->
     yield from (("not counted", f"{text}: spread over all owners") for text in why)
 
 
-def _show(rows: list[Row], title: str) -> None:
+def show(rows: list[Row], title: str) -> None:
     from rich.console import Console
 
     from command.status_table import render_rows

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.bucket_moves import balanced, towards
+from placement.bucket_moves import balanced, evened, towards
 from placement.cost import imbalance
+from roo.errors import ConfigError
 from runtime.layout.bucket_map import BucketMap, moved
 
 
@@ -30,3 +32,33 @@ def test_balanced_buckets_are_more_even_than_modulo() -> None:
     of = {name: imbalance(np.bincount(m.owner_B, load_B, 8)) for name, m in (("even", evenly), ("mod", BucketMap.modulo(64, 8)))}
     assert of["even"] < of["mod"]
     assert (balanced(load_B, 8).owner_B == evenly.owner_B).all()
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.floats(0, 1))
+def test_an_evener_map_moves_few_buckets_and_leaves_no_owner_without(seed: int, n: int, m: int, most: float) -> None:
+    random = np.random.default_rng(seed)
+    load_B, before = random.pareto(2.0, 32), BucketMap.modulo(32, n)
+    after = evened(before, m, load_B, most)
+    gone = int((before.owner_B >= m).sum())
+    assert len(moved(before, after)) <= max(int(most * 32), gone, m - n, 0)
+    assert all(after.buckets_of(owner) for owner in range(m)) and after.num_owners == m
+    if n == m:
+        each = [imbalance(np.bincount(its.owner_B, load_B, m)) for its in (before, after)]
+        assert each[1] <= each[0] + 1e-9
+
+
+def test_two_owners_become_three_by_moving_a_third_and_come_back_whole() -> None:
+    load_B = np.ones(60)
+    three = evened(BucketMap.modulo(60, 2), 3, load_B)
+    assert len(moved(BucketMap.modulo(60, 2), three)) == 20 and np.bincount(three.owner_B).tolist() == [20, 20, 20]
+    two = evened(three, 2, load_B)
+    assert len(moved(three, two)) == 20 and np.bincount(two.owner_B).tolist() == [30, 30]
+    assert evened(two, 2, load_B) == BucketMap(two.owner_B, 2, two.version + 1), "what is even stays"
+
+
+def test_buckets_without_rows_are_spread_too_and_more_owners_than_buckets_are_refused() -> None:
+    after = evened(BucketMap.modulo(8, 1), 4, np.zeros(8))
+    assert np.bincount(after.owner_B).tolist() == [2, 2, 2, 2]
+    with pytest.raises(ConfigError, match="at most 8 owners of as many buckets, got 9"):
+        evened(BucketMap.modulo(8, 1), 9, np.zeros(8))

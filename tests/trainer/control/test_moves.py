@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 
 from command.checkpoint.checkpoint_import import nowhere
+from command.checkpoint.moved_buckets import move
+from param_server.blobs import MemoryBlobs
 from roo.errors import ConfigError, SchemaError
 from roo.schema import Schema
+from roo.schema_registry import register
 from runtime import manifest as manifests
+from runtime.layout.bucket_map import BucketMap
 from tests.trainer import samples
+from tests.trainer.memory_store import MemoryStore
 from tests.trainer.places import Site
 from tests.trainer.simulator import Kill, Simulation
 
@@ -114,3 +120,38 @@ def test_without_that_another_kafka_is_refused() -> None:
     before = first()
     with pytest.raises(ConfigError, match="the committed offsets mean nothing there"):
         fleet(LATER, after(before, kafka=ELSEWHERE)).run()
+
+
+TURNED, THREE = (BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % n, n, 1) for n in (2, 3))
+
+
+def moved_to(before: Simulation, owners: BucketMap) -> Site:
+    """What the next fleet finds where buckets were moved between."""
+    store, blobs = MemoryStore(), [*before.disks, *(MemoryBlobs() for _ in range(owners.num_owners - len(before.disks)))]
+    store.objects |= before.store.objects
+    register(store, samples.schema())
+    move(store, owners, dict(enumerate(blobs)), 0)
+    return Site(objects=store.objects, disks=blobs)
+
+
+@pytest.mark.parametrize("owners", [TURNED, THREE], ids=["two shards", "three shards"])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [],
+        [Kill(("shard 1", "write", "after"), "shard 0"), Kill(("controller", "link", "after"), "controller")],
+        [Kill(("shard 0", "restore", "after"), "shard 1"), Kill(("worker 0", "cut", "after"), "worker 0")],
+    ],
+    ids=["calm", "while writing", "while restoring"],
+)
+def test_a_fleet_whose_buckets_were_moved_learns_what_one_learns_whose_were_not(owners: BucketMap, kills: list[Kill]) -> None:
+    def alone(numbers: list[int], site: Site, **more: object) -> Simulation:
+        return Simulation(samples.records(numbers), exact=True, real_shards=True, commit_interval_s=0.5, site=site, **more).run()  # type: ignore[arg-type]
+
+    begun = alone(NUMBERS, Site())
+    at_rest = Site(objects=dict(begun.store.objects), disks=copy.deepcopy(begun.disks))
+    moved = alone(LATER, moved_to(begun, owners), num_shards=owners.num_owners, kills=list(kills))
+    still = alone(LATER, at_rest)
+    assert moved.last.owners == BucketMap(owners.owner_B, owners.num_owners, 1) and still.last.bucket_map is None
+    assert moved.bits() == still.bits() and len(moved.bits()) > len(LATER)
+    assert len(moved.killed) == len(kills)
