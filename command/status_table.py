@@ -161,7 +161,10 @@ def _history(initial: Mapping[str, Any] | None) -> str:
         return ""
     trained = initial["records"] - initial["left"]
     of_history = f"{trained:,} of {initial['records']:,} samples committed"
-    return f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']})"
+    last_ms, (eta_s, _, _) = initial.get("last_close_ms"), initial.get("eta_s") or (None, None, None)
+    event_time = f", up to {clock(last_ms)}" if last_ms else ""
+    left = "unknown" if eta_s is None else duration(eta_s * 1000)
+    return f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']}{event_time}, time left {left})"
 
 
 def _workers(workers: Mapping[str, Any]) -> list[Row]:

@@ -139,7 +139,7 @@ def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
         run.step(watch=run.watch(20, "initial"))
     page = opened(run)
     assert page.text("h1") == "Training history"
-    assert "22 % of 50 historical samples committed, epoch 1 of 1" in page.text("#state-more"), "5 and 6 offsets"
+    assert "11 of 50 historical samples committed (22 %), epoch 1 of 1" in page.text("#state-more"), "5 and 6 offsets"
 
 
 def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_values(opened: Any) -> None:

@@ -129,8 +129,16 @@ def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() ->
 
 def test_history_is_shown_as_far_as_it_is_committed() -> None:
     initial = {"epoch": 2, "epochs": 3, "records": 90_000, "left": 40_000}
-    shown = dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "initial": initial})))["trainer"]
-    assert shown.startswith("caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3), watermark")
+
+    def shown(**more: object) -> str:
+        return dict(table.rows(whole(Scraped(), Scraped(), {**CONTROL, "initial": {**initial, **more}})))["trainer"]
+
+    of = "caught_up (history: 50,000 of 90,000 samples committed, epoch 2 of 3"
+    assert shown().startswith(f"{of}, time left unknown), watermark")
+    assert shown(eta_s=[None, None, None]).startswith(f"{of}, time left unknown), watermark")
+    assert shown(eta_s=[600.0, 500.0, 700.0], last_close_ms=1_700_000_000_000).startswith(
+        f"{of}, up to 2023-11-14 22:13:20, time left 10.0 min), watermark"
+    )
 
 
 def test_one_worker_is_the_trainer() -> None:

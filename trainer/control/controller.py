@@ -27,6 +27,7 @@ from runtime.transport import Header
 from runtime.work_unit import TableInput, WorkUnit
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import Spent, ratios, spending_of
+from trainer.control.pace import HistoryPace
 from trainer.control.protocol import TRANSIENT, Claim, Effect, Historical, Key, Link, Retire, State, Wish
 from trainer.control.roster import check_notice
 
@@ -59,7 +60,7 @@ class Controller:
         `open_session`: the same of the warehouse, where nothing is committed."""
         self.keep_commits, self.history, self.open_session = keep_commits, history, open_session
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
-        self.spent = Spent(clock.monotonic_s())
+        self.spent, self._pace = Spent(clock.monotonic_s()), HistoryPace()
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
@@ -185,13 +186,20 @@ class Controller:
                 "holds": [it.holds.now._asdict()] if it.holds.now else [],
                 "device_s": self.spent.told(),
                 "device_ratio": ratios(self.spent.told()),
-                "initial": it.phases.progress(),
+                "initial": self._pace.told(it.phases.progress(), self._trained(), now_s),
                 "news": it.has_news(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000} for k, m in it.members.items()
                 },
                 "reports": {str(key): member.report for key, member in it.members.items()},
             }
+
+    def _trained(self) -> float | None:
+        """Requests, by all workers; None: one doesn't tell."""
+        members = [self.coordinator.members.get(key) for key in self.coordinator.roster.workers]
+        told = [member.report.get("requests") if member else None for member in members]
+        known = [float(count) for count in told if count is not None]
+        return sum(known) if len(known) == len(told) else None
 
     def workers_seen_at(self) -> dict[int, str]:
         """Workers that train, or stand by → "host:port" of their metrics as they tell it; "" of who doesn't. Any thread."""

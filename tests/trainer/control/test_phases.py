@@ -106,7 +106,7 @@ def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commi
     assert isinstance(fleet.to(State.RUNNING), HistoryFleet)
     assert fleet.state == (2, True)
     fleet.turn()
-    assert fleet.it.status()["initial"] == {"epoch": 1, "epochs": 2, "records": 80, "left": 80}
+    assert fleet.it.status()["initial"] == {"epoch": 1, "epochs": 2, "records": 80, "left": 80, "eta_s": [None, None, None]}
     fleet.to_the_stream()
     assert fleet.state == (1, False) and fleet.it.status()["initial"] is None
     assert fleet.it.coordinator.num_commits == 2 and fleet.it.coordinator.num_rollbacks == 0
@@ -243,7 +243,8 @@ def test_going_back_behind_the_switch_is_going_back_to_history() -> None:
     second.to(State.RUNNING)
     assert second.state == (2, True)
     second.turn()
-    assert second.it.status()["initial"] == {"epoch": 2, "epochs": 2, "records": 80, "left": 40}
+    unknown = [None, None, None]
+    assert second.it.status()["initial"] == {"epoch": 2, "epochs": 2, "records": 80, "left": 40, "eta_s": unknown}
     second.to_the_stream()
     assert second.state == (1, False)
 

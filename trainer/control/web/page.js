@@ -126,19 +126,22 @@ function more(status) {
   const parts = [];
   if (known(headline.since_s) && atS - headline.since_s >= 1) parts.push(`for ${duration((atS - headline.since_s) * 1000)}`);
   if (training.state === "held") return [...parts, training.reason].join(" · ");
-  if (training.initial) parts.push(history(training.initial));
+  if (training.initial) parts.push(history(training.initial, training.watermark_ms));
   parts.push(known(training.lag_ms) ? `behind by ${duration(training.lag_ms)}, ${count(training.lag_records)} samples` : "lag unknown");
   const [eta, least, most] = training.eta_s ?? [];
   const bounds = known(least) && known(most) && most - least > 0.05 * eta ? ` (${duration(least * 1000)} to ${duration(most * 1000)})` : "";
   if (known(eta) && eta > 0) parts.push(`caught up in about ${duration(eta * 1000)}${bounds}`);
-  else if (!known(eta) && !["caught_up", "idle"].includes(headline.state)) parts.push("time until caught up unknown");
+  else if (!known(eta) && !training.initial && !["caught_up", "idle"].includes(headline.state)) parts.push("time until caught up unknown");
   return parts.join(" · ");
 }
 
-/** How far the initial phase is, by what is committed. */
-function history({ epoch, epochs, records, left }) {
+/** How far the initial phase is, by what is committed; event time as far as all have trained; how long it takes yet. */
+function history({ epoch, epochs, records, left, last_close_ms: lastMs, eta_s: eta }, watermarkMs) {
   const share = records ? Math.floor((100 * (records - left)) / records) : 0;
-  return `${share} % of ${count(records)} historical samples committed, epoch ${epoch} of ${epochs}`;
+  const parts = [`${count(records - left)} of ${count(records)} historical samples committed (${share} %), epoch ${epoch} of ${epochs}`];
+  if (known(watermarkMs)) parts.push(`event time ${clock(watermarkMs)}${known(lastMs) ? ` of ${clock(lastMs)}` : ""}`);
+  parts.push(known(eta?.[0]) ? `time left about ${duration(eta[0] * 1000)}` : "time left unknown");
+  return parts.join(", ");
 }
 
 function wrong(findings, atS) {
