@@ -1,4 +1,4 @@
-"""Archivers that rival each other and are killed at any moment: every record is a row once."""
+"""Archivers and compactors that rival each other and are killed at any moment: every record is a row once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.warehouse.archive_runs import kill_rivals, places
+from tests.warehouse.archive_runs import PARTITIONS, a_compactor_of, kill_rivals, rows_at
+from warehouse.place import Warehouse
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
+RECORDS = 2500
 
 
-def test_sixty_kills_with_a_rival_all_the_time_lose_and_double_nothing(tmp_path: Path) -> None:
-    assert kill_rivals(tmp_path, kills=60, per_partition=2500, seed=7) == 60
-    assert places(tmp_path) == Counter((p, n) for p in (0, 1) for n in range(2500))
+def test_a_hundred_kills_with_rivals_all_the_time_lose_and_double_nothing(tmp_path: Path) -> None:
+    killed = kill_rivals(tmp_path, kills=100, per_partition=RECORDS, seed=7)
+    assert killed.archivers > 20 and killed.compactors > 20
+    expected = Counter((p, n, PARTITIONS * n + p + 1) for p in range(PARTITIONS) for n in range(RECORDS))
+    assert rows_at(tmp_path) == expected
+    last = a_compactor_of(tmp_path)
+    for seal in last.due():
+        assert last.seal(seal)
+    assert rows_at(tmp_path) == expected
+    newest = max(file.day for file in Warehouse(tmp_path).samples.snapshot().files)
+    assert all(file.sealed for file in Warehouse(tmp_path).samples.snapshot().files if file.day < newest)

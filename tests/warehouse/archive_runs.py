@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import json
 import os
 import random
 import signal
@@ -9,22 +13,35 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from roo import roo_pb2 as pb
+from roo import wire
 from roo.columnar import REQUEST, Form
+from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.wire import Record
 from runtime.clock import Clock, FakeClock, SystemClock
+from runtime.health import Health
 from runtime.kafka.record_reader import MemoryReader
+from runtime.program import Stop
 from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
 from warehouse.archive import Dead
 from warehouse.archiver import Archiver, FlushRule
+from warehouse.compactor import Compactor
+from warehouse.compactor_program import Rounds
+from warehouse.config import CompactorConfig
 from warehouse.place import Warehouse
 
-PARTITIONS = 2
+PARTITIONS, DAYS = 2, 12
+DAY_MS = 86_400_000
 TOPIC_IDS = {"samples": "topic-1", "corrections": "topic-2"}
 RULE = FlushRule(bytes=1 << 14, after_ms=200)
+
+
+Begun = Callable[[], object]
 
 
 class Morgue:
@@ -37,13 +54,19 @@ class Morgue:
         self.letters += dead
 
 
-def topic(schema: Schema, per_partition: int) -> list[Record]:
-    """Samples with distinct ids, alternately in each partition."""
-    return [
-        record._replace(offset=n)
-        for p in range(PARTITIONS)
-        for n, record in enumerate(keyed(rich_records(schema, per_partition, partition=p)))
-    ]
+def topic(schema: Schema, per_partition: int, days: int = 1) -> list[Record]:
+    """Samples with distinct ids, alternately in each partition; they close in order, over so many days."""
+    made = []
+    for p in range(PARTITIONS):
+        for n, record in enumerate(keyed(rich_records(schema, per_partition, partition=p))):
+            made.append(_closed(record._replace(offset=n), n * days // per_partition, PARTITIONS * n + p + 1))
+    return made
+
+
+def _closed(record: Record, day: int, number: int) -> Record:
+    sample = pb.Sample.FromString(record.value[2:])
+    sample.close_ms, sample.sample_id = sample.close_ms + day * DAY_MS, number
+    return record._replace(value=wire.encode(wire.SAMPLE, sample), timestamp_ms=sample.close_ms)
 
 
 def an_archiver(
@@ -62,18 +85,25 @@ def an_archiver(
 
 def places(place: str | Path, table: str = "samples") -> Counter[tuple[int, int]]:
     """(partition, offset) of every row of a table → how often it is there."""
-    warehouse, found = Warehouse(place), Counter[tuple[int, int]]()
-    forms: dict[str, Form] = {"offset": REQUEST["offset"]}
+    return Counter({at[:2]: n for at, n in rows_at(place, table).items()})
+
+
+def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int, int]]:
+    """(partition, offset, sample id) of every row of a table → how often it is there."""
+    warehouse, found = Warehouse(place), Counter[tuple[int, int, int]]()
+    forms: dict[str, Form] = {name: REQUEST[name] for name in ("offset", "sample_id")}
     for file in warehouse.tables[table].snapshot().files:
         columns, _ = warehouse.open_file(table, file).columns(forms)
-        found.update((file.partition, offset) for offset in columns["offset"].values.tolist())
+        pairs = zip(columns["offset"].values.tolist(), columns["sample_id"].values.tolist(), strict=True)
+        found.update((file.partition, offset, id_) for offset, id_ in pairs)
     return found
 
 
-def archive_until_done(place: str, per_partition: int) -> None:
+def archive_until_done(place: str, records: Sequence[Record], begun: Begun) -> None:
     """What a killed process does: begin where the table says, go on until everything is there."""
-    archiver, reader, _ = an_archiver(place, topic(rich_schema(), per_partition), clock=SystemClock())
+    archiver, reader, _ = an_archiver(place, records, clock=SystemClock())
     archiver.open()
+    begun()
     while True:
         archiver.turn(0.0, max_records=13)
         if reader.at_end() and not archiver.num_waiting_bytes:
@@ -81,33 +111,86 @@ def archive_until_done(place: str, per_partition: int) -> None:
         time.sleep(0.002)
 
 
-def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> int:
-    """Two rivals of all partitions at any time, one of which is killed again and again, until `kills` of them were; then one goes
-    on to the end. How many were killed."""
-    rng, killed = random.Random(seed), 0
+def a_compactor_of(place: str | Path) -> Compactor:
+    config = CompactorConfig(warehouse=str(place), seal_after_ms=0, vacuum_after_hours=1)
+    return Compactor(Warehouse(place), config, SystemClock())
 
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.warehouse.archive_runs", str(place), str(per_partition)]
-        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
 
-    rivals = [start(), start()]
+def compact_for_ever(place: str, begun: Begun) -> None:
+    """What a killed compactor does: look what is due, again and again."""
+    rounds = Rounds(a_compactor_of(place), Health(60), Stop())
+    rounds.compactor.warehouse.create()
+    begun()
+    while True:
+        with contextlib.suppress(UnavailableError):
+            rounds.look()
+        time.sleep(0.01)
+
+
+@dataclasses.dataclass
+class Kills:
+    """How many of which were killed after they had begun."""
+
+    archivers: int = 0
+    compactors: int = 0
+
+
+def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> Kills:
+    """Two archivers of all partitions and two compactors at any time, one of which is killed again and again, at any moment after
+    it has begun, until `kills` of them were; then all are done. In a process of its own, which forks them: nothing that they use
+    may have been used before."""
+    command = [sys.executable, "-m", "tests.warehouse.archive_runs", *map(str, (place, kills, per_partition, seed))]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True)
+    return Kills(**json.loads(done.stdout))
+
+
+class Rival(NamedTuple):
+    """A process, and the pipe on which it says that it has begun."""
+
+    pid: int
+    begun: int
+
+
+def _started(n: int, place: str, records: Sequence[Record]) -> Rival:
+    """Archivers are 0 and 1, compactors 2 and 3."""
+    hears, tells = os.pipe()
+    if pid := os.fork():
+        os.close(tells)
+        return Rival(pid, hears)
+    code = 1
     try:
-        while killed < kills:
-            time.sleep(rng.uniform(0.3, 1.8))
-            victim = rng.randrange(2)
-            if rivals[victim].poll() is None:
-                rivals[victim].send_signal(signal.SIGKILL)
-            rivals[victim].wait()
-            killed += 1
-            rivals[victim] = start()
-        for rival in rivals:
-            rival.wait(timeout=300)
+        begun = functools.partial(os.write, tells, b"!")
+        archive_until_done(place, records, begun) if n < 2 else compact_for_ever(place, begun)
+        code = 0
     finally:
-        for rival in rivals:
-            rival.kill()
-            rival.wait()
+        os._exit(code)
+
+
+def _kill(rival: Rival, after_s: float = 0.0) -> bool:
+    """So long after it began; whether it wasn't done by then."""
+    has_begun = os.read(rival.begun, 1) == b"!"
+    os.close(rival.begun)
+    time.sleep(after_s)
+    os.kill(rival.pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(rival.pid, 0)[1]) == -signal.SIGKILL and has_begun
+
+
+def _kill_rivals(place: str, kills: int, per_partition: int, seed: int) -> Kills:
+    rng, killed, records = random.Random(seed), Kills(), topic(rich_schema(), per_partition, DAYS)
+    rivals = [_started(n, place, records) for n in range(4)]
+    while killed.archivers + killed.compactors < kills:
+        victim = rng.randrange(4)
+        was = _kill(rivals[victim], rng.uniform(0.0, 0.6))
+        killed.archivers += was and victim < 2
+        killed.compactors += was and victim >= 2
+        rivals[victim] = _started(victim, place, records)
+        print(killed, file=sys.stderr, flush=True)
+    for rival in rivals[:2]:
+        assert os.waitpid(rival.pid, 0)[1] == 0
+    for rival in rivals[2:]:
+        _kill(rival)
     return killed
 
 
 if __name__ == "__main__":
-    archive_until_done(sys.argv[1], int(sys.argv[2]))
+    print(json.dumps(dataclasses.asdict(_kill_rivals(sys.argv[1], *map(int, sys.argv[2:])))))
