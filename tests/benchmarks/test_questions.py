@@ -97,6 +97,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
     ],
     "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
+    "warehouse.train_files": [("from_files", [60])],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
 }
 ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
@@ -125,6 +126,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "serving.freshness/engaged": [("engaged", [1000, 4000])],
     "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
+    "warehouse.train_files": [("from_kafka", [2000])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 STARTS_PROGRAMS = {"serving.end_to_end", "serving.restart", "serving.swap", "training_workers"}

@@ -1,0 +1,27 @@
+"""How much sooner is the past trained from files than from Kafka?"""
+
+from benchmarks.question import Question, Row, Subject
+
+_HERE = "benchmarks.workloads.warehouse.train_files"
+_REQUESTS = 30_000
+
+QUESTION = Question(
+    name="train-warehouse",
+    asks="How much sooner is the past trained from files than from Kafka?",
+    rows=(
+        Row(
+            name="30,000 requests of 20 candidates",
+            unit="requests",
+            subjects=(
+                Subject("roostream train, from files", f"{_HERE}:from_files", (_REQUESTS,)),
+                Subject("a stack's worker, from Kafka", f"{_HERE}:from_kafka", (_REQUESTS,), "peer"),
+            ),
+        ),
+    ),
+    rounds=1,
+    means="""\
+The demo's schema and default model, the same samples. From files: one process that has the controller, two shards and the worker,
+from its begin to the commit that holds everything; no socket, no broker, nothing published or predicted. From Kafka: the stack's
+own programs (broker, two shards, controller, worker) on the same cores, from when the topic has all samples to when all are
+trained, without commits. What the joiner takes before that isn't counted: a log's replay through a stack takes that too.""",
+)

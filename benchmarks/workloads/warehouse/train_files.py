@@ -1,0 +1,117 @@
+"""The same samples trained from a warehouse's files in one process, and from Kafka by a stack's worker: what the past takes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.question import Work
+from benchmarks.workloads import data
+from benchmarks.workloads.training_stack import PROGRAMS, Feed, until
+from command.train.config import TrainConfig
+from command.train.offline import train_offline
+from infra.options import StackOptions
+from infra.stack import Stack
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.schema import Schema
+from roo.schema_registry import register
+from roo.wire import Record
+from runtime.program import Stop
+from runtime.scrape import fetch
+from trainer.config import LoopConfig
+from warehouse.archive import by_day, sample_rows
+from warehouse.delta_table import Step
+from warehouse.file_writer import FilePlace, write_rows
+from warehouse.place import Warehouse
+
+_KINDS, _CANDIDATES, _READY_S, _TRAIN_S, _NEVER_MS = 512, 20, 120.0, 300.0, 600_000
+
+
+class _Turns:
+    """The first step is for what warms up, and does nothing; the others are whole turns."""
+
+    def __init__(self, turn: Callable[[], tuple[float, float]]) -> None:
+        self._turn, self._is_first = turn, True
+        self.requests, self.seconds = 1.0, 1.0
+
+    def step(self) -> None:
+        if self._is_first:
+            self._is_first = False
+            return
+        self.requests, self.seconds = self._turn()
+
+    def work(self) -> Work:
+        return Work(self.step, lambda: self.requests, took_s=lambda: self.seconds)
+
+
+@contextlib.contextmanager
+def from_files(requests: int) -> Iterator[Work]:
+    """`roostream train` of so many, from nothing to the commit that has them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        _archive(Path(folder) / "warehouse", data.demo_schema(), requests)
+        homes = itertools.count()
+
+        def turn() -> tuple[float, float]:
+            home = str(Path(folder) / f"home-{next(homes)}")
+            config = TrainConfig(warehouse=str(Path(folder) / "warehouse"), home=home, schema=str(data.DEMO), partitions=4)
+            told = train_offline(config, LoopConfig(), Stop())
+            assert told["rows"] == requests, told
+            return float(requests), float(told["wall_s"])
+
+        yield _Turns(turn).work()
+
+
+def _archive(place: Path, schema: Schema, requests: int) -> None:
+    warehouse = Warehouse(place)
+    warehouse.create()
+    register(warehouse.store, schema)
+    samples = [data.sample(schema, n, candidates=_CANDIDATES) for n in range(min(_KINDS, requests))]
+    for number in range(4):
+        its = [_record(samples[n % len(samples)], n) for n in range(number, requests, 4)]
+        rows, dead = sample_rows(schema, its)
+        assert not dead
+        warehouse.samples.widen(rows.forms)
+        where = FilePlace(table="samples", day=next(iter(by_day(rows))), partition=number, fingerprint=schema.fingerprint)
+        files = [write_rows(warehouse.store, part, where) for part in by_day(rows).values()]
+        warehouse.samples.commit(files, progress={f"samples/benchmark/{number}": Step(None, len(its))})
+
+
+def _record(sample: pb.Sample, n: int) -> Record:
+    sample.sample_id, sample.close_ms = n + 1, data.T0_MS + 100 * n
+    sample.header.request_id, sample.header.time_ms = f"r{n}", sample.close_ms - 20_000
+    return Record("samples", n % 4, n // 4, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
+
+
+@contextlib.contextmanager
+def from_kafka(requests: int) -> Iterator[Work]:
+    """A stack's worker with so many in its topic: from when all are written to when all are trained; what it trained before isn't
+    counted. The stack is there for its own turn alone, so that it slows no other."""
+
+    def turn() -> tuple[float, float]:
+        with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:
+            options = StackOptions(overrides={"controller": {"commit_interval_ms": _NEVER_MS}})
+            with Stack(Path(folder) / "home", options) as stack:
+                stack.start(PROGRAMS)
+                stack.wait_ready("workers", timeout_s=_READY_S)
+                feed = Feed(stack, rate=1e9, ahead=requests).open()
+                try:
+                    return _trained(stack, feed, requests)
+                finally:
+                    feed.close()
+
+    yield _Turns(turn).work()
+
+
+def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:
+    def trained() -> float:
+        return fetch(stack.endpoints.metrics["worker"], timeout_s=2.0).value("roostream_worker_requests") or 0.0
+
+    until("all samples written", lambda: feed.num_sent >= requests, _READY_S, 0.02)
+    began_s, before = time.monotonic(), trained()
+    until("all samples trained", lambda: trained() >= requests, _TRAIN_S, 0.05)
+    return max(requests - before, 1.0), time.monotonic() - began_s
