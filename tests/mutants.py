@@ -80,7 +80,10 @@ CORE = {
         "monitoring/rates",
         "control/protocol",
         "worker",
-        "adam",
+        "dense_part/adam",
+        "dense_part/weight_average",
+        "dense_part/dense_file",
+        "selection/rehearsal",
         "predictions",
     ),
     "param_server": (
