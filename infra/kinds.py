@@ -97,12 +97,16 @@ def _shard(site: Site) -> dict[str, Any]:
 
 def _controller(site: Site) -> dict[str, Any]:
     others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name]
-    own = {"num_shards": site.options.num_shards, "num_workers": site.options.num_workers, "neighbours": others}
+    own: dict[str, Any] = {"num_shards": site.options.num_shards, "num_workers": site.options.num_workers, "neighbours": others}
+    if readers := site.options.num_readers:
+        own["readers"] = {"least": readers, "most": readers}
     return _seeded(site, listen=site.at.controller, **own)
 
 
 def _worker(site: Site) -> dict[str, Any]:
-    own = {"home": site.home.root / site.name}
+    own: dict[str, Any] = {"home": site.home.root / site.name}
+    if site.options.num_readers:
+        own["readers"] = {"by": "programs"}
     return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index, **own)
 
 
@@ -144,6 +148,10 @@ def _archiver(site: Site) -> dict[str, Any]:
 
 def _compactor(site: Site) -> dict[str, Any]:
     return {"warehouse": site.home.root / "warehouse"}
+
+
+def _reader(site: Site) -> dict[str, Any]:
+    return {"controller": site.at.controller}
 
 
 def _joiner(site: Site) -> dict[str, Any]:
@@ -286,6 +294,17 @@ KINDS = (  # in order of starting
         needs=lambda options: (),
         count=lambda options: min(options.num_archivers, 1),
         first_plain=True,
+        shared=False,
+        stop_rank=StopRank.FEATURES,
+    ),
+    Kind(
+        name="reader",
+        help="Read the warehouse's session that is trained, for the workers that train it.",
+        config="warehouse.readers.config:ReaderConfig",
+        run="warehouse.readers.reader_program:run_reader",
+        own=_reader,
+        needs=lambda options: (),
+        count=lambda options: options.num_readers,
         shared=False,
         stop_rank=StopRank.FEATURES,
     ),

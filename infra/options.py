@@ -33,6 +33,12 @@ class StackOptions(Settings):
         1, "that answer on serving's port; more than one share the rows of a `serving-rows` program", least=1, most=64
     )
     num_archivers: int = setting(0, "that keep samples in the warehouse below the home; 0 = nothing is kept", least=0, most=64)
+    num_readers: int = setting(
+        0,
+        "that read the warehouse for workers while a model is trained from it; 0 = workers read for themselves",
+        least=0,
+        most=64,
+    )
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)

@@ -38,7 +38,9 @@ def settings(site: Site) -> dict[str, Any]:
     table = {**(shared if kind.shared else {}), **kind.own(site)}
     if site.metrics:
         table["metrics_port"] = int(site.metrics.rpartition(":")[2])
-    table |= {**options.overrides.get(kind.name, {}), **options.overrides.get(site.name, {})}
+    for override in (options.overrides.get(kind.name, {}), options.overrides.get(site.name, {})):
+        for key, value in override.items():
+            table[key] = {**table.get(key, {}), **value} if isinstance(value, Mapping) else value
     if table.get("tls_certificate"):
         raise ConfigError(
             f"{site.name}: expected no tls_certificate in a local stack, which asks its programs by http on loopback; "

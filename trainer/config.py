@@ -14,6 +14,7 @@ from runtime.address import LINK_ASKS, check_addresses, check_listen
 from runtime.deployment import MAX_WORKERS, Deployment
 from runtime.kafka.topics import CORRECTIONS, SAMPLES
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
+from warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from warehouse.readers.session import DAY, Labels, SessionSpec
 
 _FULLY_GROWN = math.log(1 << 16)
@@ -153,6 +154,7 @@ class WorkerConfig(LoopConfig, Deployment):
     staleness: int = setting(
         0, "pushes that may come between the pull of a chunk's rows and its training; 0 = as in one thread", least=0, most=8
     )
+    readers: ReadersConfig = setting(factory=ReadersConfig, help="table: who reads sessions of the warehouse (docs/warehouse.md)")
     profile_share: float = setting(
         0.0, "of the batches, of which what they look up is counted for placement (docs/placement.md)", least=0, most=1
     )
@@ -203,6 +205,9 @@ class ControllerConfig(Deployment):
     warehouse: str = setting("", "of samples, a directory or s3://bucket/prefix: a new model is trained from it first")
     warehouse_from: str = setting("", "the first day of it that is trained, as 2024-05-01; '' = all days")
     warehouse_labels: Labels = setting("latest", "of its samples: with corrections until then, or as_streamed at the close")
+    readers: ReaderCountConfig = setting(
+        factory=ReaderCountConfig, help="table: how many `reader` programs there are to be while it is trained"
+    )
     handover_records: int = setting(
         100_000, "so many samples archived while the warehouse is trained are trained from it too, before the stream", least=0
     )

@@ -55,6 +55,7 @@ from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
+from warehouse.readers.remote_rows import READING_COUNTERS, ReadByPrograms, ReadersLink
 
 log = logging.getLogger("roostream.worker")
 
@@ -84,13 +85,14 @@ def work(config: WorkerConfig, stop: Stop) -> None:
     ending = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         stages, keys = Stages(clock), config.link_keys()
+        read_by = by_programs(config, keys, clock, lambda: worker.incarnation)
         shards = [SocketTransport(address, keys=keys) for address in expanded(config.shards)]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop)
         opened.callback(client.close)
         source, rows, feed = connected(
-            lambda: phased(config, open_source(config, Decoder(schema, identity.registry), clock, stages), schema, clock, stages),
+            lambda: phased(config, Decoder(schema, identity.registry), schema, clock, stages, read_by),
             ShardRows(client),
             stages,
             staleness=config.staleness,
@@ -190,18 +192,40 @@ def open_source(config: WorkerConfig, decoder: Decoder, clock: Clock, stages: St
     return RecordBatches(reader, decoder, clock, max_wait_ms=wait_ms, stages=stages, reopen=open_reader)
 
 
-def phased(config: WorkerConfig, stream: BatchSource, schema: Schema, clock: Clock, stages: Stages) -> PhasedSource:
+def by_programs(config: WorkerConfig, keys: LinkKeys, clock: Clock, incarnation: Callable[[], int]) -> ReadByPrograms | None:
+    """Who reads sessions for this worker, and its metrics; None: itself."""
+    if config.readers.by == "worker":
+        return None
+    link = ReadersLink(
+        controller=lambda: SocketTransport(config.controller, keys=keys),
+        dial=lambda address: SocketTransport(address, keys=keys),
+        worker=config.index,
+        incarnation=incarnation,
+    )
+    made = ReadByPrograms(link, config.readers, clock)
+    Exports("worker_reading", made.shown, {}, counters=READING_COUNTERS).register()
+    return made
+
+
+def phased(
+    config: WorkerConfig,
+    decoder: Decoder,
+    schema: Schema,
+    clock: Clock,
+    stages: Stages,
+    read_by: ReadByPrograms | None = None,
+) -> PhasedSource:
     """The stream, or a session of a warehouse where the controller says so."""
 
     def opened(told: TableInput) -> BatchSource:
         try:
-            from trainer.sessions.table_source import open_session
+            from trainer.sessions.table_source import local_rows, open_session
         except ModuleNotFoundError as error:
             raise ConfigError(f"expected {error.name} to read {told.table}; pip install 'roostream[warehouse]'") from None
         partitions = all_partitions(config.trained_topics, config.partitions)
-        return open_session(told, schema, partitions, config.dedupe_horizon_ms, clock, stages)
+        return open_session(told, schema, partitions, config.dedupe_horizon_ms, clock, stages, read_by or local_rows)
 
-    return PhasedSource(stream, opened)
+    return PhasedSource(open_source(config, decoder, clock, stages), opened)
 
 
 def train(

@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from infra.options import DEFAULT_HOME, DEMO_SCHEMA
-from roo.config import MAX_SEED, Settings, setting
+from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import ConfigError
 from runtime.kafka.topics import DEFAULT_PARTITIONS
+from warehouse.readers.config import ReaderCountConfig
 from warehouse.readers.session import Labels, SessionSpec, days_of
 
 
@@ -27,13 +28,28 @@ class TrainConfig(Settings):
     seed: int = setting(0, "of initial weights and rows, and of the order of files", least=0, most=MAX_SEED)
     labels: Labels = setting("latest", "with corrections until now, or as_streamed at the close")
     commit_interval_ms: int = setting(30_000, "between commits", least=100)
+    readers: int = setting(0, "`reader` programs that read for training; 0 = this process reads for itself", least=0, most=64)
+    most_readers: int = setting(
+        0, "more than readers: as many as keep training from waiting, up to so many; 0 = readers", least=0, most=64
+    )
     report: str = setting("", "file for the JSON report")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not Path(self.schema).is_file():
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
+        if self.most_readers and self.most_readers < max(self.readers, 1):
+            raise refusal("most_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.most_readers)
         assert self.session
+
+    @property
+    def reads_by_programs(self) -> bool:
+        return self.readers > 0 or self.most_readers > 0
+
+    @property
+    def reader_count(self) -> ReaderCountConfig:
+        least = max(self.readers, 1)
+        return ReaderCountConfig(least=least, most=max(self.most_readers, least))
 
     @property
     def place(self) -> str:

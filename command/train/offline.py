@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from command.train.config import TrainConfig
+from command.train.offline_readers import OfflineReaders
 from infra.home import Home
 from models.build import load_model_config
 from param_server.blobs import RocksBlobs
@@ -52,8 +53,10 @@ from trainer.predictions import Prediction
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.table_source import open_session
+from trainer.sessions.table_source import local_rows, open_session
 from trainer.worker import Worker
+from warehouse.readers.config import ReadersConfig
+from warehouse.readers.remote_rows import ReadByPrograms
 from warehouse.readers.table_session import SampleTable
 
 _READ_AHEAD = 2
@@ -111,6 +114,7 @@ class _Offline:
         register(self.store, self.schema)
         self.table = SampleTable(config.place)
         self.session = self._session()
+        self._read_by: ReadByPrograms | None = None
         self.identity = Identity(
             schema=self.schema,
             registry=open_registry(self.store),
@@ -148,12 +152,14 @@ class _Offline:
         began_s, ended = time.monotonic(), threading.Event()
         with contextlib.ExitStack() as opened:
             controller = self._controller()
+            readers = self._readers(controller, opened)
             shards = [self._shard(index, opened) for index in range(self.config.num_shards)]
-            worker = self._worker(shards, opened)
+            worker = self._worker(shards, readers, opened)
             failed = self._start(controller, shards, worker, ended, opened)
             self._train(controller, worker, stop, failed, tell)
             rows, wall_s = sum(self.session.rows.values()), time.monotonic() - began_s
             counts = dataclasses.asdict(worker.loop.counts)
+            reading = self._read_by.shown() if self._read_by else {}
         last = manifests.newest(self.store)
         assert last is not None
         metrics = next(iter(last.manifest.workers.values())).metrics
@@ -161,6 +167,7 @@ class _Offline:
         return {**seen, "wall_s": wall_s, "requests_s": counts["requests"] / wall_s, "steps": last.manifest.step, **counts} | {
             "version_of_model": last.manifest.version,
             "metrics": metrics,
+            **({"reading": reading} if reading else {}),
         }
 
     def _controller(self) -> Controller:
@@ -179,6 +186,13 @@ class _Offline:
         return Controller(
             coordinator, self.store, self.clock, check=self.identity.check, open_session=lambda: self.session, hold_s=0.1
         )
+
+    def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
+        if not self.config.reads_by_programs:
+            return None
+        readers = OfflineReaders(self.config, self.home, controller, self.schema, self.clock).open()
+        opened.callback(readers.close)
+        return readers
 
     def _shard(self, index: int, opened: contextlib.ExitStack) -> Shard:
         home = self.home.root / f"shard-{index}"
@@ -199,8 +213,9 @@ class _Offline:
         opened.callback(shard.leave)
         return shard
 
-    def _worker(self, shards: list[Shard], opened: contextlib.ExitStack) -> Worker:
+    def _worker(self, shards: list[Shard], readers: OfflineReaders | None, opened: contextlib.ExitStack) -> Worker:
         set_numerics(self.settings)
+        self._read_by = readers.reading(ReadersConfig(by="programs"), lambda: worker.incarnation) if readers else None
         stages = Stages(self.clock)
         client = Client(self.schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)
         opened.callback(client.close)
@@ -217,14 +232,17 @@ class _Offline:
         wiring = Wiring(source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
         loop = TrainLoop(self.settings, self.schema, model, wiring)
         opened.callback(loop.feed.close)
-        return Worker(loop, outputs, self.store, self.identity)
+        worker = Worker(loop, outputs, self.store, self.identity)
+        return worker
 
     def _source(self, stages: Stages) -> PhasedSource:
         """Behind the session comes nothing."""
         partitions = all_partitions((SAMPLES,), self.config.partitions)
         nothing = RecordBatches(MemoryReader(partitions), Decoder(self.schema, self.identity.registry), self.clock, max_wait_ms=0)
-        horizon_ms = self.settings.dedupe_horizon_ms
-        return PhasedSource(nothing, lambda told: open_session(told, self.schema, partitions, horizon_ms, self.clock, stages))
+        horizon_ms, read_by = self.settings.dedupe_horizon_ms, self._read_by or local_rows
+        return PhasedSource(
+            nothing, lambda told: open_session(told, self.schema, partitions, horizon_ms, self.clock, stages, read_by)
+        )
 
     def _start(
         self,

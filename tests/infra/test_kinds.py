@@ -87,3 +87,15 @@ def test_a_local_stack_asks_by_http_and_says_so(tmp_path: Path) -> None:
     options = StackOptions(overrides={"serving": {"tls_certificate": "c", "tls_key": "k"}})
     with pytest.raises(ConfigError, match="serving: expected no tls_certificate in a local stack"):
         settings(site_of("serving", Home(tmp_path), options, placed(options, ["serving"])))
+
+
+def test_readers_read_for_workers_where_there_are_any(tmp_path: Path) -> None:
+    options = StackOptions(num_readers=2, overrides={"worker": {"readers": {"most_units": 9}}})
+    places = placed(options, ["worker", "controller", "reader-0", "reader-1"])
+    tables = {n: settings(site_of(n, Home(tmp_path), options, places)) for n in ("worker", "controller", "reader-1")}
+    assert tables["worker"]["readers"] == {"by": "programs", "most_units": 9}
+    assert tables["controller"]["readers"] == {"least": 2, "most": 2}
+    assert tables["reader-1"]["controller"] == places.endpoints(options).controller
+    assert [n for n in kinds.names(StackOptions()) if n.startswith("reader")] == []
+    for name, table in tables.items():
+        build(kind_of(name).settings(), from_dict(kind_of(name).settings(), plain(table)))

@@ -10,8 +10,22 @@ from tests.k8s.manifests import built, named, of_kind, workloads
 from tests.k8s.network import Place, allows, selects
 
 ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = 7000, 7100, 8080, 8081, 9090, 9249, 9093, 443, 53
-PORTS = (ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS, 6121, 6122, 6123, 6124, 6379, 6380, 6443, 22)
-PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch", "joiner")
+UNITS = 7200
+PORTS = (ROWS, MEET, UNITS, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS, 6121, 6122, 6123, 6124, 6379, 6380, 6443, 22)
+PROGRAMS = (
+    "shard",
+    "controller",
+    "worker",
+    "serving",
+    "features",
+    "auditor",
+    "archiver",
+    "compactor",
+    "reader",
+    "joiner-watch",
+    "joiner",
+)
+WITHOUT_KAFKA = {"compactor", "reader"}
 WATCHED = ("worker", "serving", "features", "auditor", "archiver", "compactor", "joiner-watch")  # on the controller's page
 OTHERS = (
     Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
@@ -26,11 +40,12 @@ OTHERS = (
 ARROWS = {
     *(("gateway", "serving", RANK), ("worker", "shard", ROWS), ("serving", "shard", ROWS)),
     *(("shard", "controller", ROWS), ("worker", "controller", ROWS)),
+    *(("reader", "controller", ROWS), ("worker", "reader", UNITS)),
     *(("controller", watched, METRICS) for watched in WATCHED),
     *(("worker", "worker", port) for port in PORTS),
     *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
-    *((program, "kafka", KAFKA) for program in PROGRAMS if program != "compactor"),
+    *((program, "kafka", KAFKA) for program in PROGRAMS if program not in WITHOUT_KAFKA),
     *((program, "names", DNS) for program in PROGRAMS),
     *((program, "outside", STORE) for program in PROGRAMS),
     *((program, "outside", 6380) for program in ("serving", "features")),
@@ -73,7 +88,7 @@ def test_kafka_lets_in_whoever_has_leave_to_go_there(overlay: str) -> None:
     assert listener["tls"] and listener["authentication"] == {"type": "tls"} and listener["port"] == KAFKA
     peer = listener["networkPolicyPeers"][0]["podSelector"]
     assert {w.name for w in workloads(built(overlay)) if selects(peer, w.labels)} == {
-        w.name for w in workloads(built(overlay)) if w.labels.get("app.kubernetes.io/component") in set(PROGRAMS) - {"compactor"}
+        w.name for w in workloads(built(overlay)) if w.labels.get("app.kubernetes.io/component") in set(PROGRAMS) - WITHOUT_KAFKA
     }
 
 

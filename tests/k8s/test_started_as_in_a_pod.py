@@ -27,7 +27,7 @@ from tests.k8s.pod import Kubelet, Started
 
 Objects = tuple[dict[str, Any], ...]
 LINKED = ("shard", "controller", "worker", "serving", "serving-rows")
-PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "joiner")
+PROGRAMS = ("shard", "controller", "worker", "serving", "features", "auditor", "archiver", "compactor", "reader", "joiner")
 
 
 class Anything(dict[str, dict[str, bytes]]):
@@ -184,6 +184,7 @@ def _find(program: str, overlay: str) -> tuple[Workload, dict[str, Any]]:
         ("auditor", "starting|waits for"),
         ("archiver", "starting|waits for"),
         ("compactor", "starting|waits for|no table|nothing"),
+        ("reader", "starting|waits for"),
         ("joiner", "Flink|starting"),
     ],
 )

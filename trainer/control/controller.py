@@ -350,10 +350,11 @@ class Controller:
         committed = {number: at for (topic, number), at in offsets.items() if topic == SAMPLES}
         return Historical(tuple(self.history(committed)), False)
 
-    def session(self) -> TableInput | None:
-        """Of the warehouse, that is trained now or has been trained last. Any thread."""
+    def trained(self) -> tuple[int, TableInput | None]:
+        """The incarnation, and the session of the warehouse that it trains; None = the stream. Any thread."""
         with self._changed:
-            return self.coordinator.phases.session if self.coordinator.phases.is_initial else None
+            phases = self.coordinator.phases
+            return self.coordinator.incarnation, phases.session if phases.is_initial else None
 
     def follow_by(self, session: TableInput | None) -> None:
         """What comes behind the session of now when all of that is trained; None = the stream. Any thread."""

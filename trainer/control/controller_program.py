@@ -34,6 +34,7 @@ from trainer.control.neighbours import Neighbours
 from trainer.control.page import StatusPage, files
 from trainer.control.phases import historical_range
 from trainer.control.protocol import PERMANENT, TRANSIENT, Facts, State
+from trainer.control.read_master import ReadMaster
 from trainer.identity import Identity, kafka_identity
 
 log = logging.getLogger("roostream.controller")
@@ -90,7 +91,8 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
         page.observe()
 
-    server = RpcServer(controller.handle, host, port, keys=config.link_keys())
+    master = ReadMaster(controller.trained, schema, clock, config.readers)
+    server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_keys())
     server.start()
     log.info("controller on %s", server.address)
     threading.Thread(target=neighbours.run, args=(stop,), name="neighbours", daemon=True).start()

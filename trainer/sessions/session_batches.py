@@ -19,7 +19,7 @@ from runtime.work_unit import TableInput
 from trainer.batches import Chunk, NewestIds
 from trainer.pipeline.stages import Stages
 from warehouse.readers.reading import Piece, SessionRows
-from warehouse.readers.splits import ReadOrder
+from warehouse.readers.splits import ReadOrder, TableSplit
 
 MOST_EXPECTED = 64  # splits of which readers are told that they come
 
@@ -48,10 +48,14 @@ class SessionBatches:
         self._reached: Progress | None = None  # those of `_ends` before which nothing is left
         self._gathered: list[Piece] = []
         self._num_gathered = 0
+        self._expected_for: tuple[bool, Progress] = False, {}  # are partitions asked for in turns? bounds
         self._begin(self._all)
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         ends, ends_s = self._ends, self.clock.monotonic_s() + timeout_s
+        if (partition is not None, ends) != self._expected_for:
+            self._expected_for = partition is not None, ends
+            self._expect()
         while self._num_gathered < max_requests and (number := self._turn(partition, ends)) is not None:
             if not self._gather(number, max_requests, ends, max(ends_s - self.clock.monotonic_s(), 0.0)):
                 return None
@@ -123,6 +127,7 @@ class SessionBatches:
         self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # gathered up to it
         self._left: dict[int, Piece] = {}  # read, behind what is gathered
         self._gathered, self._num_gathered = [], 0
+        self._expected_for = False, {}
 
     def _rows(self, partition: Partition) -> int:
         return self.order.rows.get(partition[1], 0) if partition[0] == SAMPLES else 0
@@ -161,7 +166,17 @@ class SessionBatches:
         return True
 
     def _expect(self) -> None:
-        self.rows.expect(self.order.from_here(self._at, MOST_EXPECTED))
+        """What lies before the bounds comes first; of partitions in turns, the next split of each."""
+        in_turns, ends = self._expected_for
+        its = self.order.from_here(self._at, MOST_EXPECTED)
+        open_ = {number for number, at in self._at.items() if at < self._end(number, ends)}
+        heads = {split.partition: split.number for split in reversed(its)} if in_turns else {}
+
+        def turn(split: TableSplit) -> tuple[bool, bool, int]:
+            is_bounded = split.at >= self._end(split.partition, ends) or split.partition not in open_
+            return is_bounded, in_turns and split.number != heads[split.partition], split.number
+
+        self.rows.expect(sorted(its, key=turn), self._at, len(open_) if in_turns else 1)
 
     def _at_bounds(self, ends: Progress, partition: Partition | None) -> Chunk | None:
         """As `bound` says: an empty chunk, so that the turn of a partition at its bound passes. None: everything was given."""

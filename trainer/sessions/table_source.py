@@ -1,4 +1,4 @@
-"""A session of the warehouse as a worker reads it: by itself, in the thread of its source."""
+"""A session of the warehouse as a worker reads it: by itself, in the thread of its source, or through `reader` programs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.work_unit import TableInput
 from trainer.batches import NewestIds
 from trainer.pipeline.stages import Stages
 from trainer.sessions.session_batches import SessionBatches
-from warehouse.readers.reading import LocalRows, OpenSession, SessionRows, TableRows, newest_ids
-from warehouse.readers.table_session import SampleTable
+from warehouse.readers.reading import LocalRows, OpenSession, SessionRows, newest_ids
+from warehouse.readers.table_session import SampleTable, TableFiles
 
-OpenRows = Callable[[TableInput, OpenSession, TableRows], SessionRows]
+OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
 """Who reads the rows of a session."""
 
 
-def local_rows(told: TableInput, session: OpenSession, rows: TableRows) -> SessionRows:
+def local_rows(told: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
     return LocalRows(session, rows)
 
 

@@ -68,8 +68,9 @@ class Piece(NamedTuple):
 class SessionRows(Protocol):
     """Pieces of the splits of one session, whoever reads them. One thread."""
 
-    def expect(self, splits: Sequence[TableSplit]) -> None:
-        """These come next, in this order; any others may be forgotten. Returns at once."""
+    def expect(self, splits: Sequence[TableSplit], positions: Mapping[int, int], at_once: int) -> None:
+        """These come next, in this order, from these positions of their partitions; any others may be forgotten. The first
+        `at_once` are asked for in turns. Returns at once."""
 
     def piece(self, split: TableSplit, position: int, timeout_s: float) -> Piece | None:
         """From `position` on, some rows of `split`; its `end` is beyond `position`. None: it isn't there yet.
@@ -116,7 +117,7 @@ class LocalRows:
         self.session, self.rows = session, rows
         self._counts: OrderedDict[tuple[str, int], Mapping[str, np.ndarray]] = OrderedDict()
 
-    def expect(self, splits: Sequence[TableSplit]) -> None:
+    def expect(self, splits: Sequence[TableSplit], positions: Mapping[int, int], at_once: int) -> None:
         """Nothing is read ahead."""
 
     def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:

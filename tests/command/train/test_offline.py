@@ -47,6 +47,11 @@ def dense(place: Path, home: str) -> bytes:
     return manifests.read_file(store, last(place, home).dense)
 
 
+def same_bits(place: Path, one: str, other: str) -> bool:
+    a, b = tensor_file.decode(dense(place, one))[0], tensor_file.decode(dense(place, other))[0]
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
 def trained(place: Path, home: str, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
     return train_offline(config(place, home, **more), EXACT, stop or Stop(), lambda done, rows, rate: None)
 
@@ -87,8 +92,7 @@ def test_g11_training_that_was_interrupted_goes_on_at_its_last_commit_and_ends_w
     assert last(place, "d").workers[0].metrics["requests"] == 60
     mine, undisturbed = last(place, "d"), last(place, "c")
     assert mine.step == undisturbed.step
-    a, b = tensor_file.decode(dense(place, "c"))[0], tensor_file.decode(dense(place, "d"))[0]
-    assert a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+    assert same_bits(place, "c", "d")
 
 
 @pytest.mark.parametrize(
@@ -106,3 +110,11 @@ def test_what_can_not_be_trained_is_told(place: Path, more: dict[str, Any], says
 def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; expected a schema TOML"):
         config(place, "g", schema="nowhere.toml")
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_g11_readers_as_programs_change_no_bit(place: Path, readers: int) -> None:
+    trained(place, f"local-{readers}")
+    report = trained(place, f"read-{readers}", readers=readers)
+    assert report["reading"]["fetched_requests"] >= 60 and last(place, f"read-{readers}").workers[0].metrics["requests"] == 60
+    assert same_bits(place, f"read-{readers}", f"local-{readers}")

@@ -43,8 +43,8 @@ class FakeController:
         self.now: TableInput | None = SESSION
         self.followed: list[TableInput | None] = []
 
-    def session(self) -> TableInput | None:
-        return self.now
+    def trained(self) -> tuple[int, TableInput | None]:
+        return 1, self.now
 
     def follow_by(self, session: TableInput | None) -> None:
         self.followed.append(session)

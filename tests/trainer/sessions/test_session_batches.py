@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -28,7 +28,7 @@ class SlowRows(LocalRows):
         super().__init__(session, rows)
         self.random, self.expected = random.Random(seed), list[Sequence[TableSplit]]()
 
-    def expect(self, splits: Sequence[TableSplit]) -> None:
+    def expect(self, splits: Sequence[TableSplit], positions: Mapping[int, int], at_once: int) -> None:
         self.expected.append(splits)
 
     def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:

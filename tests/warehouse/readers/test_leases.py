@@ -1,4 +1,4 @@
-"""Who reads which split, through readers that are lost, restores and other numbers of workers."""
+"""Who reads which split, through readers that are lost or late and other numbers of workers."""
 
 from __future__ import annotations
 
@@ -8,125 +8,123 @@ from collections import Counter
 import pytest
 
 from tests.warehouse.readers.test_splits import SPEC, file
-from warehouse.readers.leases import LEASE_S, Leases
-from warehouse.readers.splits import ReadOrder, TableSplit, plan
+from warehouse.readers.leases import LEASE_S, MOST_WANTED, Lease, Leases
+from warehouse.readers.splits import plan
 
 FILES = [file(f"f{i}", day=1 + i // 6, partition=i % 3, rows=4 + i % 5, first=100 * i) for i in range(18)]
 ORDER = plan(FILES, SPEC, 4)
 
 
-def leases(workers: int = 1, in_flight: int = 2, order: ReadOrder = ORDER) -> Leases:
-    made = Leases(order)
-    made.deal(workers, in_flight)
+def leases(*wanted: int, worker: int = 0) -> Leases:
+    made = Leases()
+    made.tell(worker, [(number, 10 * number) for number in wanted])
     return made
 
 
-def test_splits_are_leased_in_order_within_what_workers_wait_for() -> None:
-    its = leases(in_flight=2)
-    assert [its.lease("a", 0), its.lease("b", 0)] == list(ORDER.splits[:2])
-    assert its.lease("c", 0) is None
-    its.done(ORDER.splits[0])
-    assert its.lease("c", 0) == ORDER.splits[2]
-    assert its.holders(0, 0) == {1: "b", 2: "c"}
+def split(lease: Lease | None) -> int:
+    return -1 if lease is None else lease.split
+
+
+def test_splits_are_leased_in_the_order_of_whoever_waits_for_them() -> None:
+    its = leases(5, 3, 4)
+    assert its.lease("a", 0) == (5, 50, 1, "a")
+    assert [split(its.lease(reader, 0)) for reader in "bca"] == [3, 4, -1]
+    assert [(held.split, held.reader) for held in its.holders(0, 0)] == [(5, "a"), (3, "b"), (4, "c")]
+
+
+def test_the_first_of_each_worker_comes_before_the_second_of_any() -> None:
+    its = leases(0, 1, 2)
+    its.tell(1, [(7, 0), (8, 0)])
+    assert [split(its.lease("a", 0)) for _ in range(5)] == [0, 7, 1, 8, 2]
+    assert its.num_wanted == 5
+    assert [held.split for held in its.holders(1, 0)] == [7, 8]
 
 
 def test_a_lease_ends_unless_its_reader_beats() -> None:
-    its = leases(in_flight=2)
+    its = leases(0, 1)
     its.lease("a", 0)
     its.lease("b", 0)
-    assert its.renew("a", LEASE_S - 0.1) == [ORDER.splits[0]]
-    assert its.lease("c", LEASE_S) == ORDER.splits[1]
-    assert its.renew("b", LEASE_S) == [], "it may forget what it holds"
+    assert [held.split for held in its.renew("a", LEASE_S - 0.1)] == [0]
+    again = its.lease("c", LEASE_S)
+    assert again is not None and (again.split, again.grant) == (1, 3), "under another grant"
+    assert its.renew("b", LEASE_S) == [] and its.num_expired == 1
 
 
 def test_a_reader_that_ends_gives_its_splits_back_at_once() -> None:
-    its = leases(in_flight=1)
+    its = leases(0)
     its.lease("a", 0)
     its.lost("a")
-    assert its.lease("b", 0) == ORDER.splits[0]
+    assert split(its.lease("b", 0)) == 0
 
 
-def test_each_worker_has_the_splits_of_its_partitions_and_its_own_bound() -> None:
-    its = leases(workers=2, in_flight=1)
-    first_of = [next(s for s in ORDER.splits if s.partition % 2 == w) for w in (0, 1)]
-    assert its.num_wanted == 2
-    got = [its.lease("a", 0), its.lease("a", 0)]
-    assert sorted(s.number for s in got if s) == sorted(s.number for s in first_of)
-    assert its.lease("a", 0) is None
-    its.tell(0, [0], 3)
-    assert its.num_wanted == 4, "more in flight for the one"
-    assert its.holders(1, 0) == {first_of[1].number: "a"}
+def test_a_reader_that_does_not_answer_loses_that_split_and_a_late_word_of_it_changes_nothing() -> None:
+    its = leases(0, 1)
+    its.lease("a", 0)
+    its.void(0, 1)
+    assert split(its.lease("b", 0)) == 0
+    its.void(0, 1)
+    its.void(9, 9)
+    assert [held.reader for held in its.holders(0, 0)] == ["b"]
 
 
-def test_what_was_taken_is_never_given_again_and_late_words_change_nothing() -> None:
-    its = leases(in_flight=1)
-    split = its.lease("a", 0)
-    assert split is not None
-    its.done(split)
-    its.took(split.partition, 0)
-    its.took(99, 5)
-    assert its.cursor()[split.partition] == split.behind
-    assert its.lease("a", 0) != split
+def test_what_nobody_waits_for_any_more_is_no_lease() -> None:
+    its = leases(0, 1)
+    its.lease("a", 0)
+    its.lease("a", 0)
+    its.tell(0, [(1, 12), (2, 20)])
+    assert [held.split for held in its.renew("a", 0)] == [1]
+    assert split(its.lease("b", 0)) == 2
 
 
-def test_a_restore_goes_back_and_voids_every_lease() -> None:
-    its = leases(in_flight=3)
-    for _ in range(3):
-        split = its.lease("a", 0)
-        assert split is not None
-        its.done(split)
-    its.restore({0: 2})
-    assert its.cursor() == {0: 2, 1: 0, 2: 0}
-    assert its.lease("a", 0) is None, "no worker has told of itself yet"
-    its.deal(1, 1)
-    assert its.lease("b", 0) == ORDER.splits[0]
+def test_a_worker_that_asks_for_everything_is_heard_in_part() -> None:
+    its = leases(*range(1000))
+    assert its.num_wanted == MOST_WANTED
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: int) -> None:
-    """Readers die, are slow and come back; commits are kept and gone back to; the number of workers changes."""
+    """Readers die, are slow and come back; workers begin anew at a commit, and their number changes: rows are taken by position
+    and grant, each once, and all of them in the end."""
     draw = random.Random(seed)
-    its, now_s, workers = leases(1, 2), 0.0, 1
-    held: dict[str, list[TableSplit]] = {f"r{i}": [] for i in range(3)}
-    taken: Counter[tuple[int, int]] = Counter()  # (partition, position), as of now
-    committed: tuple[dict[int, int], Counter[tuple[int, int]]] = ({}, Counter())
-    for _ in range(4000):
+    its, now_s, workers, at = Leases(), 0.0, 1, dict.fromkeys(ORDER.rows, 0)
+    held: dict[str, list[Lease]] = {f"r{i}": [] for i in range(3)}
+    taken: Counter[tuple[int, int]] = Counter()
+    committed = dict(at), Counter(taken)
+
+    def tell() -> None:
+        for worker in range(workers):
+            mine = {p: at[p] for p in at if p % workers == worker}
+            its.tell(worker, [(s.number, max(at[s.partition], s.at)) for s in ORDER.from_here(mine, draw.randint(1, 3))])
+
+    def give(lease: Lease) -> None:
+        """The worker takes it under the grant that it was told."""
+        of = ORDER.splits[lease.split]
+        end = of.behind if draw.random() < 0.7 else draw.randint(of.at, of.behind)
+        if lease in its.holders(of.partition % workers, now_s) and of.at <= at[of.partition] < end:
+            taken.update((of.partition, position) for position in range(at[of.partition], end))
+            at[of.partition] = end
+
+    for _ in range(20_000):
         now_s += draw.choice((0.0, 0.3, 1.0))
         reader = draw.choice(sorted(held))
+        tell()
         match draw.choice(("lease", "renew", "give", "give", "give", "die", "commit", "back", "deal")):
-            case "lease":
-                if split := its.lease(reader, now_s):
-                    assert all(split not in others for r, others in held.items() if r != reader) or now_s > 0
-                    held[reader].append(split)
+            case "lease" if lease := its.lease(reader, now_s):
+                held[reader].append(lease)
             case "renew":
                 its.renew(reader, now_s)  # it keeps what it may forget: a late twin
-            case "give" if held[reader]:  # the worker accepts what it waits for, in order, and a part of it at times
-                split = held[reader].pop(0)
-                at, whole = its.cursor()[split.partition], draw.random() < 0.8
-                end = split.behind if whole else draw.randint(split.at, split.behind)
-                if split.at <= at < end:
-                    taken.update((split.partition, position) for position in range(at, end))
-                    its.took(split.partition, end)
-                elif not whole:
-                    its.took(split.partition, min(end, at))
+            case "give" if held[reader]:
+                give(held[reader].pop(0))
             case "die" if draw.random() < 0.3:
                 held[reader].clear()
                 its.lost(reader) if draw.random() < 0.5 else None
             case "commit":
-                committed = its.cursor(), Counter(taken)
+                committed = dict(at), Counter(taken)
             case "back" if draw.random() < 0.1:
-                its.restore(committed[0])
-                taken = Counter(committed[1])
-                its.deal(workers, draw.randint(1, 4))
+                at, taken, its = dict(committed[0]), Counter(committed[1]), Leases()
             case "deal" if draw.random() < 0.1:
-                workers = draw.randint(1, 3)
-                its.deal(workers, draw.randint(1, 4))
-        if its.is_over:
+                workers, its = draw.randint(1, 3), Leases()
+        if at == ORDER.rows:
             break
-    while (split := its.lease("last", now_s := now_s + 1)) is not None or not its.is_over:
-        if split is not None:
-            at = its.cursor()[split.partition]
-            if split.at <= at:
-                taken.update((split.partition, position) for position in range(at, split.behind))
-                its.done(split)
+    assert at == ORDER.rows, "it ends"
     assert taken == Counter((p, position) for p, rows in ORDER.rows.items() for position in range(rows))

@@ -1,0 +1,107 @@
+"""The controller's part of reading: leases by incarnation, and how many readers it wishes for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roo.errors import FencedError, RoostreamError
+from roo.schema_registry import to_toml
+from runtime.clock import FakeClock
+from runtime.work_unit import TableInput
+from tests.trainer import samples
+from tests.trainer.sessions.reading_fleet import session_of
+from tests.warehouse.memory_table import table_of
+from trainer.control.read_master import SILENT_S, ReadMaster
+from warehouse.readers.config import ReaderCountConfig
+
+TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
+
+
+class Case:
+    def __init__(self, least: int = 1, most: int = 1) -> None:
+        self.incarnation, self.session, self.clock = 4, TOLD, FakeClock()
+        count = ReaderCountConfig(least=least, most=most)
+        self.it = ReadMaster(self._trained, samples.schema(), self.clock, count, hold_s=0)
+
+    def _trained(self) -> tuple[int, TableInput | None]:
+        return self.incarnation, self.session
+
+    def lease(self, reader: str = "a", free: int = 2, **more: Any) -> dict[str, Any]:
+        header = {"reader": reader, "at": f"{reader}:1", "incarnation": 4, "session": TOLD.digest, "free": free, **more}
+        return dict(self.it.handle("lease", header, ())[0])
+
+    def want(self, *wanted: tuple[int, int], **more: Any) -> dict[str, Any]:
+        header = {"worker": 0, "incarnation": 4, "session": TOLD.digest, "wanted": wanted, "voided": [], **more}
+        return dict(self.it.handle("want", {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **header}, ())[0])
+
+
+def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_workers_wait_for() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    told = case.lease(incarnation=0, session="")
+    assert TableInput.of(told["input"]) == TOLD and told["schema"] == to_toml(samples.schema())
+    assert (told["incarnation"], told["session"], told["leases"]) == (4, TOLD.digest, [])
+    got = case.lease()
+    assert got["leases"] == [(3, 8, 1, "a"), (4, 12, 2, "a")] and "input" not in got
+    assert case.want((3, 8)) == {"holders": [(3, 8, 1, "a")], "readers": {"a": "a:1"}}
+
+
+def test_of_another_incarnation_all_leases_are_void_and_its_worker_is_heard_alone() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease()
+    case.incarnation = 5
+    with pytest.raises(FencedError, match="expected a worker of incarnation 5"):
+        case.want((3, 8))
+    assert case.lease()["leases"] == [] and case.lease()["incarnation"] == 5
+    assert case.want((3, 9), incarnation=5)["holders"] == []
+
+
+def test_behind_the_session_readers_have_nothing_and_nobody_is_wanted() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease()
+    assert case.it.status()["wanted"] == 1
+    case.session = None  # type: ignore[assignment]
+    assert case.lease() == {"incarnation": 4, "session": "", "leases": []}
+    assert case.it.status()["wanted"] == 1, "one less in ten seconds"
+    case.clock.advance(11)
+    assert case.it.status()["wanted"] == 0
+
+
+def test_a_reader_that_leaves_or_is_silent_is_no_reader_any_more() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease("a")
+    case.lease("b")
+    case.lease("a", leaving=True)
+    assert case.it.status()["there"] == 1 and case.lease("b")["leases"] == [(3, 8, 2, "b")]
+    case.clock.advance(SILENT_S + 1)
+    assert case.it.status()["there"] == 0
+
+
+def test_a_reader_that_a_worker_can_not_reach_loses_that_split() -> None:
+    case = Case()
+    case.want((3, 8))
+    case.lease("a")
+    assert case.want((3, 8), voided=[(3, 1)])["holders"] == []
+    assert case.lease("b")["leases"] == [(3, 8, 2, "b")]
+
+
+@pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (2, 1), (3, 2), (8, 4), (40, 5)])
+def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(in_flight: int, wanted: int) -> None:
+    case = Case(least=1, most=5)
+    case.want(*((n, 0) for n in range(in_flight)))
+    assert case.it.status()["wanted"] == wanted
+    assert case.it.status()["buffers"] == {"0": {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0}}
+
+
+def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:
+    case = Case()
+    with pytest.raises(RoostreamError, match="expected a call of lease or want, got 'beat'"):
+        case.it.handle("beat", {}, ())
+    beside = case.it.beside(lambda method, header, arrays: ({"method": method}, ()))
+    assert beside("beat", {}, [])[0] == {"method": "beat"}
+    assert beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0]["incarnation"] == 4

@@ -1,0 +1,182 @@
+"""A worker, a controller's master and readers without threads, processes or sockets: every word between them is a step of a
+schedule, and so are deaths, words that are lost, and readers that go on after they have lost everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from roo.batch import Batch
+from roo.errors import FencedError, RoostreamError, TransportError
+from roo.schema import Schema
+from runtime.clock import FakeClock
+from runtime.kafka.topics import Partition, Progress
+from runtime.transport import Answer, Arrays, Header, InMemoryTransport, Transport
+from runtime.work_unit import TableInput
+from tests.trainer import samples
+from tests.trainer.loops import PARTITIONS
+from tests.warehouse.memory_table import MemoryTable, table_of
+from trainer.batches import Chunk, NewestIds
+from trainer.control.read_master import ReadMaster
+from trainer.sessions.session_batches import SessionBatches, without_requests
+from warehouse.readers.ahead import Fetch
+from warehouse.readers.config import ReadersConfig
+from warehouse.readers.reader_program import LeasedReader
+from warehouse.readers.reading import LocalRows, OpenSession, SessionRows
+from warehouse.readers.remote_rows import ReadersLink, RemoteRows
+from warehouse.readers.split_reader import SplitReader
+
+NUMBERS = [*range(1, 60), 3, 8, 41]
+
+
+def session_of(table: MemoryTable, batch_requests: int = 3) -> tuple[TableInput, OpenSession]:
+    opened = table.session(shuffle_seed=None, batch_requests=batch_requests)
+    told = TableInput(
+        table="memory",
+        version=1,
+        digest=opened.spec.digest,
+        spec=opened.spec.plain(),
+        rows=opened.order.rows,
+        begins={},
+        ends={},
+    )
+    return told, opened
+
+
+class Cut:
+    """A transport whose other end may be gone."""
+
+    def __init__(self, inner: Transport, is_cut: Sequence[str], name: str) -> None:
+        self.inner, self.is_cut, self.name = inner, is_cut, name
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        if self.name in self.is_cut:
+            raise TransportError(f"{self.name} is away")
+        return self.inner.call(method, header, arrays, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Fleet:
+    def __init__(self, table: MemoryTable | None = None, num_readers: int = 2, **limits: int) -> None:
+        self.clock = FakeClock(samples.T0)
+        self.table = table or table_of(samples.records(NUMBERS), rows_of_file=6, seed=2)
+        self.told, self.session = session_of(self.table)
+        self.incarnation, self.worker_incarnation = 1, 1
+        self.schema: Schema = samples.schema()
+        self.master = ReadMaster(lambda: (self.incarnation, self.told), self.schema, self.clock, hold_s=0)
+        self.silent: list[str] = []  # readers that the controller doesn't hear
+        self.gone: list[str] = []  # readers that answer nobody
+        self.readers: dict[str, LeasedReader] = {}
+        self.num_begun = 0
+        for _ in range(num_readers):
+            self.begin_reader()
+        self.pending: list[Fetch] = []  # asked for, and not answered yet
+        self.rows = self.client(**limits)
+        self.source = self.batches(self.rows)
+
+    # Parts
+
+    def begin_reader(self) -> None:
+        self.num_begun += 1
+        reader = SplitReader(self.clock, most_bytes=1 << 20, most_units=6)
+        leased = LeasedReader(
+            reader, f"r{self.num_begun}:1", 2, lambda told, schema: (LocalRows(self.session, self.table), self.schema)
+        )
+        self.readers[leased.at] = leased
+
+    def controller(self, name: str = "") -> Transport:
+        return Cut(InMemoryTransport(self.master.handle), self.silent, name)
+
+    def dial(self, address: str) -> Transport:
+        return Cut(InMemoryTransport(self.readers[address].handle), self.gone, address)
+
+    def client(self, **limits: int) -> RemoteRows:
+        link = ReadersLink(
+            controller=self.controller, dial=self.dial, worker=0, incarnation=lambda: self.worker_incarnation, wait_s=0
+        )
+        config = ReadersConfig(**{"by": "programs", "most_units": 4, "most_in_flight": 3, **limits})  # type: ignore[arg-type]
+        return RemoteRows(self.told.digest, self.schema, link, config, self.clock)
+
+    def batches(self, rows: SessionRows) -> SessionBatches:
+        empty = without_requests(next(iter(self.table.batches.values())))
+        made = SessionBatches(
+            self.session.order,
+            rows,
+            empty,
+            self.clock,
+            partitions=PARTITIONS,
+            newest=lambda n: NewestIds(empty.offset_R, empty.offset_R),
+        )
+        made.seek({})
+        return made
+
+    # Steps
+
+    def reader_asks(self, at: str) -> None:
+        try:
+            self.readers[at].ask(self.controller(at))
+        except RoostreamError:
+            assert at in self.silent
+
+    def reader_reads(self, at: str) -> None:
+        self.readers[at].reader.step(0.0)
+
+    def worker_asks(self) -> None:
+        try:
+            self.rows.ask(self.controller())
+        except FencedError:
+            assert self.worker_incarnation != self.incarnation
+
+    def worker_begins_to_fetch(self) -> None:
+        fetch = self.rows.ahead.fetch(self.rows.appetite.in_flight)
+        if fetch is not None:
+            self.pending.append(fetch)
+
+    def answer_comes(self, number: int = 0) -> None:
+        if self.pending:
+            fetch = self.pending.pop(number % len(self.pending))
+            self.rows.fetch(fetch, self.dial(fetch.address) if fetch.address in self.readers else _Nobody())
+
+    def poll(self, size: int = 5, partition: Partition | None = None) -> Chunk | None:
+        return self.source.poll(size, 0.0, partition)
+
+    def restore(self, at: Progress) -> None:
+        """Another incarnation: the worker goes back to a commit; answers to what it asked before may still come."""
+        self.incarnation += 1
+        self.source.seek(at)
+        self.worker_incarnation = self.incarnation
+
+    def turn(self, draw: random.Random) -> None:
+        """Something that isn't a fault."""
+        at = draw.choice(sorted(self.readers)) if self.readers else ""
+        match draw.choice(("asks", "reads", "reads", "want", "fetch", "fetch", "answer", "answer")):
+            case "asks" if at:
+                self.reader_asks(at)
+            case "reads" if at:
+                self.reader_reads(at)
+            case "want":
+                self.worker_asks()
+            case "fetch":
+                self.worker_begins_to_fetch()
+            case "answer":
+                self.answer_comes(draw.randrange(8))
+        self.clock.advance(draw.choice((0.0, 0.02, 0.08)))
+
+
+class _Nobody:
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        raise TransportError("it is gone")
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def bits(batch: Batch) -> list[bytes]:
+    """Of every array."""
+    arrays = [value for value in vars(batch).values() if hasattr(value, "tobytes")]
+    for lists in (batch.ro_lists, batch.nro_lists):
+        arrays += [lists.lengths_KN, lists.values, lists.present_KN, *lists.columns.values()]
+        arrays += [lists.weights] if lists.weights is not None else []
+    return [f"{array.dtype}{array.shape}".encode() + array.tobytes() for array in arrays]

@@ -1,0 +1,120 @@
+"""A reader keeps what it read until it is fetched, and no more than it has room for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from roo.errors import CheckpointError, FencedError, UnavailableError
+from runtime.clock import FakeClock, SystemClock
+from tests.trainer import samples
+from tests.warehouse.memory_table import MemoryTable, table_of
+from warehouse.readers.leases import Lease
+from warehouse.readers.reading import LocalRows, Piece
+from warehouse.readers.split_reader import SplitReader
+from warehouse.readers.splits import TableSplit
+
+
+def reader(most_units: int = 4, table: MemoryTable | None = None, **more: int) -> SplitReader:
+    """Of files of 8 rows, row groups of 4, units of 3."""
+    table = table or table_of(samples.records(list(range(1, 60))), rows_of_file=8)
+    its = SplitReader(FakeClock(), **{"most_bytes": 1 << 30, "most_units": most_units, **more})
+    its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    return its
+
+
+def lease(split: int, position: int = -1, grant: int = 0) -> Lease:
+    return Lease(split, 8 * (split // 2) if position < 0 else position, grant or 100 + split, "r")
+
+
+def test_units_have_the_size_of_the_session_and_end_with_their_row_group() -> None:
+    its = reader()
+    its.hold([lease(0)])
+    assert its.step(0) and its.step(0) and not its.step(0)
+    found = [its.unit(0, 100, at, 0) for at in (0, 3, 4, 7)]
+    assert [(u.start, u.end) for u in found if u] == [(0, 3), (3, 4), (4, 7), (7, 8)]
+    assert its.unit(0, 100, 8, 0) is None
+
+
+def test_a_unit_is_given_again_until_the_next_one_is_asked_for() -> None:
+    its = reader()
+    its.hold([lease(0)])
+    its.step(0)
+    first = its.unit(0, 100, 0, 0)
+    assert first is not None and its.unit(0, 100, 0, 0) is first
+    assert its.shown()["held_units"] == 2
+    its.unit(0, 100, 3, 0)
+    assert its.shown()["held_units"] == 1
+
+
+def test_whoever_begins_anew_gets_rows_from_there() -> None:
+    its = reader()
+    its.hold([lease(0)])
+    its.step(0)
+    assert its.unit(0, 100, 2, 0) is None, "it was read from 0"
+    its.step(0)
+    unit = its.unit(0, 100, 2, 0)
+    assert unit is not None and (unit.start, unit.end) == (2, 4)
+    its.hold([lease(0, position=6, grant=7)])
+    its.step(0)
+    assert (unit := its.unit(0, 7, 6, 0)) is not None and unit.start == 6
+
+
+def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_same() -> None:
+    its = reader(most_units=1)
+    its.hold([lease(0), lease(2)])
+    assert its.step(0) and not its.step(0), "a row group more than there is room for"
+    assert its.free(2) == 0 and its.unit(2, 102, 8, 0) is None
+    threading.Timer(0.05, lambda: its.step(1.0)).start()
+    its.clock = SystemClock()
+    assert its.unit(2, 102, 8, 5.0) is not None
+
+
+def test_leases_are_asked_for_while_splits_are_unread() -> None:
+    its = reader(most_units=100)
+    assert its.free(2) == 2
+    its.hold([lease(0), lease(2)])
+    assert its.free(2) == 0
+    while its.step(0):
+        pass
+    assert its.free(2) == 2
+
+
+def test_of_another_s_or_a_lost_lease_nothing_is_given() -> None:
+    its = reader()
+    its.hold([lease(0)])
+    its.step(0)
+    with pytest.raises(FencedError, match="ask the controller"):
+        its.unit(0, 99, 0, 0)
+    its.hold([lease(2)])
+    with pytest.raises(FencedError, match="ask the controller"):
+        its.unit(0, 100, 0, 0)
+    its.begin(None)
+    assert its.shown()["held_splits"] == 0 and not its.step(0)
+
+
+class Broken(LocalRows):
+    def piece(self, split: TableSplit, position: int, timeout_s: float = 0.0) -> Piece:
+        raise (UnavailableError if split.number else CheckpointError)(f"file {split.path}")
+
+
+def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_for() -> None:
+    table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
+    its = SplitReader(FakeClock(), most_bytes=1 << 30, most_units=4)
+    its.begin(Broken(table.session(shuffle_seed=None), table))
+    its.hold([lease(0), lease(2)])
+    assert not its.step(0)
+    with pytest.raises(CheckpointError, match=r"file 2023-11-14/0/0\.parquet"):
+        its.unit(0, 100, 0, 0)
+    with pytest.raises(UnavailableError):
+        its.step(0)
+    assert its.unit(2, 102, 8, 0) is None
+
+
+def test_a_reader_that_spares_the_store_takes_the_time_that_its_rows_are_worth() -> None:
+    its = reader(most_requests_s=2)
+    its.hold([lease(0)])
+    its.step(0)
+    its.step(0)
+    assert its.clock.monotonic_s() == pytest.approx(8 / 2)

@@ -1,0 +1,81 @@
+"""A unit comes out of a frame as it went in, every array and bit; anything else is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roo.errors import SchemaError, WireError
+from runtime import frames
+from tests.trainer.sessions.reading_fleet import bits
+from tests.warehouse.sample_cases import rich_schema
+from tests.warehouse.small_warehouse import ROWS, small_warehouse
+from warehouse.readers.reading import LocalRows, Piece
+from warehouse.readers.session import SessionSpec
+from warehouse.readers.table_session import SampleTable
+from warehouse.readers.unit_frames import digest_of, from_frame, num_bytes, to_frame
+
+SCHEMA = rich_schema()
+DIGEST = digest_of(SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def piece(tmp_path_factory: pytest.TempPathFactory) -> Piece:
+    place = tmp_path_factory.mktemp("units")
+    small_warehouse(place)
+    table = SampleTable(str(place))
+    told = table.newest(SessionSpec(table="", version=0), {})
+    assert told is not None
+    session, files = table.opened(told, SCHEMA)
+    split = session.order.splits[0]
+    return LocalRows(session, files).piece(split, split.at)
+
+
+def sent(piece: Piece) -> Piece:
+    """Through the bytes of a call."""
+    header, arrays = to_frame(piece, DIGEST)
+    buffers = frames.encode(frames.ANSWER, {"header": header}, arrays)
+    data = np.frombuffer(b"".join(bytes(buffer) for buffer in buffers), np.uint8)
+    prefix = frames.parse_prefix(bytes(data[: frames.PREFIX_BYTES]))
+    body = frames.parse_header(prefix, bytes(data[frames.PREFIX_BYTES : frames.PREFIX_BYTES + prefix.header_bytes]))
+    payload = data[frames.PREFIX_BYTES + prefix.header_bytes :].copy()
+    return from_frame(body["header"], frames.views(body, payload), SCHEMA, DIGEST)
+
+
+def test_a_unit_with_every_kind_of_feature_comes_as_it_was(piece: Piece) -> None:
+    got = sent(piece)
+    assert piece.num_rows == got.num_rows == ROWS and got.end == piece.end
+    assert bits(got.batch) == bits(piece.batch) and (got.at_R == piece.at_R).all()
+
+
+def test_a_part_and_nothing_come_too(piece: Piece) -> None:
+    part, _ = piece.parted(7)
+    none, _ = piece.parted(0)
+    assert bits(sent(part).batch) == bits(part.batch) and sent(part).end == part.end
+    assert sent(none).num_rows == 0 and sent(none).end == none.end
+
+
+def test_units_of_another_schema_are_refused(piece: Piece) -> None:
+    header, arrays = to_frame(piece, "0" * 16)
+    with pytest.raises(SchemaError, match=r"expected units of the schema .* with digest"):
+        from_frame(header, arrays, SCHEMA, DIGEST)
+
+
+@pytest.mark.parametrize("wrong", ["fewer", "more lists", "shape"])
+def test_what_is_no_unit_is_refused(piece: Piece, wrong: str) -> None:
+    header, arrays = to_frame(piece, DIGEST)
+    if wrong == "fewer":
+        arrays = arrays[:-1]
+    elif wrong == "more lists":
+        header["lists"]["ro_lists"]["keys"].append("another")
+    else:
+        arrays[0] = arrays[0][:-1]
+    with pytest.raises(WireError, match="expected a unit of rows"):
+        from_frame(header, arrays, SCHEMA, DIGEST)
+
+
+def test_its_size_is_that_of_its_arrays(piece: Piece, tmp_path: Path) -> None:
+    _, arrays = to_frame(piece, DIGEST)
+    assert num_bytes(arrays) == sum(len(array.tobytes()) for array in arrays) > 8 * ROWS
