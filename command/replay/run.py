@@ -17,6 +17,7 @@ from command.replay.choices import choices_of
 from command.replay.report_page import write_page
 from command.replay.report_table import table_of
 from command.replay.stage import Engine, Outcome, Stage
+from infra.programs import plain
 from roo.errors import UnavailableError
 from roo.schema import Schema
 from roo.schema_file import load_schema
@@ -107,4 +108,4 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
 
 def settings_of(config: ReplayConfig) -> dict[str, Any]:
     """Everything that was given or left at its default; model and trainer beside, under `training`."""
-    return {**dataclasses.asdict(config), "worker": choices_of(config).worker}
+    return {**dataclasses.asdict(config), "worker": plain(choices_of(config).worker)}

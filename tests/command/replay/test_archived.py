@@ -38,6 +38,7 @@ def config_of(folder: Path, days: str = "") -> ReplayConfig:
         schema=str(folder / "schema.toml"),
         engine="local",
         report=str(folder / "of_table.json"),
+        set=("worker.rehearsal={batches=200}",),  # as the log's own replay has by itself
         batch_requests=32,
     )
 
