@@ -30,11 +30,15 @@ CHECKS = [
     response_schema_conformance,
     response_headers_conformance,
 ]
+GIVEN_MS = 60_000
+KEEPS_DEADLINE = 8
+"""Every so many-th case keeps the deadline that was made up for it: most of these are too short for a score."""
 
 
 def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counter[int]:
-    """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered with which status.
-    Raises what a check finds, with the case."""
+    """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered with which status: of
+    those from 500 on only 504 can be there, where the caller's own deadline had passed. Raises what a check finds, with the
+    case."""
     kept = retrieving(home, FakeRows(SCHEMA), log_bytes=1 << 28)
     kept.turn()
     built = kept.built
@@ -59,18 +63,27 @@ def _run(strategy: Any, num_cases: int, seed_number: int, statuses: Counter[int]
     @given(case=strategy)
     def ask(case: Case) -> None:
         case.body = _whole(case.body)
-        _give_time(case)
+        if statuses.total() % KEEPS_DEADLINE:
+            _give_time(case)
         answer = case.call()
         statuses[answer.status_code] += 1
-        case.validate_response(answer, checks=CHECKS)
+        lawful = answer.status_code == 504 and 0 < own_deadline_ms(case) < GIVEN_MS
+        case.validate_response(answer, checks=[check for check in CHECKS if not (lawful and check is not_a_server_error)])
 
     ask()
 
 
+def own_deadline_ms(case: Case) -> int:
+    """What the caller asks for; 0 = nothing, or what isn't one."""
+    stated = next((str(value).strip() for name, value in (case.headers or {}).items() if name.lower() == DEADLINE), "")
+    return int(stated) if stated.isascii() and stated.isdigit() else 0
+
+
 def _give_time(case: Case) -> None:
     """A deadline of a millisecond is answered 504, as it asks; here it is one that a busy machine keeps."""
-    for name in [name for name in case.headers or () if name.lower() == DEADLINE and str(case.headers[name]).isdigit()]:
-        case.headers[name] = "60000"
+    if own_deadline_ms(case):
+        for name in [name for name in case.headers if name.lower() == DEADLINE]:
+            case.headers[name] = str(GIVEN_MS)
 
 
 def _whole(value: Any) -> Any:
