@@ -60,6 +60,15 @@ class ImpressionFields(NamedTuple):
     weight: int
 
 
+class RankAnswerFields(NamedTuple):
+    request_id: int
+    model_version: int
+    tasks: int
+    scores: int
+    order: int
+    degraded: int
+
+
 class SampleFields(NamedTuple):
     header: int
     sample_id: int
@@ -96,6 +105,7 @@ HEADER = _numbered(HeaderFields, pb.Header)
 BLOCK = _numbered(BlockFields, pb.Block)
 PART = _numbered(PartFields, pb.Part)
 IMPRESSION = _numbered(ImpressionFields, pb.Impression)
+RANK_ANSWER = _numbered(RankAnswerFields, pb.RankAnswer)
 SAMPLE = _numbered(SampleFields, pb.Sample)
 
 

@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 from numba import njit
 
-from roo import roo_pb2 as pb
+from roo.columns import fields_of
+from roo.wire_fields import RANK_ANSWER, VARINT
 
 _LEAST = 1e-12
+_DEGRADED = bytes((RANK_ANSWER.degraded << 3 | VARINT, 1))
 _POWERS = np.array([float(f"1e{k}") for k in range(23)])
 
 
@@ -61,14 +63,15 @@ class RankAnswer:
 
     def protobuf(self) -> bytes:
         """A `roo.RankAnswer`; it has no ids. Of what was asked for by `top`, `order` has so many slots; `scores` has all."""
-        return pb.RankAnswer(
-            request_id=self.request_id,
-            model_version=self.model_version,
-            tasks=self.tasks,
-            scores=self.scores_nT.ravel().tolist(),
-            order=self.order if self.top is None else self.order[: len(self.top)],
-            degraded=self.degraded,
-        ).SerializeToString(deterministic=True)
+        order = self.order if self.top is None else self.order[: len(self.top)]
+        fields = (
+            (RANK_ANSWER.request_id, self.request_id.encode() or None),
+            (RANK_ANSWER.model_version, self.model_version.encode() or None),
+            *((RANK_ANSWER.tasks, task.encode()) for task in self.tasks),
+            (RANK_ANSWER.scores, self.scores_nT.astype("<f4").tobytes() or None),
+            (RANK_ANSWER.order, np.array(order, dtype="<u4").tobytes() or None),
+        )
+        return fields_of(fields) + (_DEGRADED if self.degraded else b"")
 
 
 @functools.lru_cache(maxsize=16)

@@ -148,7 +148,7 @@ def build_process(
     hydrator = Hydrator(config.redis_url, config.prefix, schema) if config.redis else None
     service = RankService(schema, versions, rows, hydrator, policy)
     service.stages, service.scores = metrics.stages, metrics.scores
-    service.rows_ready = lambda: rows.ready and rows.complete
+    service.rows_ready, service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
     quiet = Quiet(clock)
     items = open_retrieval(config, schema, service, quiet, clock, registry)
     parts = Parts(

@@ -97,6 +97,7 @@ class RankService:
         self.filler = Filler(schema)
         self.stages, self.scores = RankTimes(), ScoreSpread(schema.tasks)  # those that are exported, where they are
         self.rows_ready: Callable[[], bool] = lambda: True  # until the replica is bootstrapped, answers are marked degraded
+        self.rows_complete: Callable[[], bool] = lambda: True  # of what was just gathered; else the answers are marked too
         self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
         self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, in the scoring thread
 
@@ -172,7 +173,7 @@ class RankService:
             tasks=self.schema.tasks,
             scores_nT=scores_nT,
             order=order,
-            degraded=complete.degraded or not self.rows_ready(),  # a row may have been missed just now
+            degraded=complete.degraded or not self.rows_complete(),
             ranked=[request.given_ids[i] for i in order] if request.wants_ranked else None,
             top=[request.given_ids[i] for i in order[: request.top]] if request.top else None,
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
+from roo import roo_pb2 as pb
 from serving.answer import RankAnswer, shortest
 
 
@@ -20,6 +22,29 @@ def test_scores_are_written_as_the_shortest_decimals_that_are_them() -> None:
     assert max(digits) <= 9, "no float32 needs more"
     longer = [len(repr(w)) - len(str(v)) for w, v in zip(wide[:20_000].tolist(), values[:20_000], strict=True)]
     assert np.mean(longer) < 0.01 and max(longer) <= 1
+
+
+@pytest.mark.parametrize("degraded", [False, True])
+@pytest.mark.parametrize(
+    ("n", "tasks", "top"), [(1, ("click",), None), (200, ("click", "dwell"), None), (3, ("click", "dwell"), [7, 8])]
+)
+def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
+    n: int, tasks: tuple[str, ...], top: list[int] | None, degraded: bool
+) -> None:
+    scores_nT = np.random.default_rng(n).random((n, len(tasks)), dtype=np.float32)
+    order = list(range(n))[::-1]
+    answer = RankAnswer(
+        request_id="é" * 32, model_version="1-2", tasks=tasks, scores_nT=scores_nT, order=order, degraded=degraded, top=top
+    )
+    message = pb.RankAnswer(
+        request_id="é" * 32,
+        model_version="1-2",
+        tasks=tasks,
+        scores=scores_nT.ravel().tolist(),
+        order=order if top is None else order[: len(top)],
+        degraded=degraded,
+    )
+    assert answer.protobuf() == message.SerializeToString(deterministic=True)
 
 
 def test_an_answer_in_json() -> None:

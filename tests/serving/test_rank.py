@@ -107,17 +107,18 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built:
             np.testing.assert_array_equal(together, logits)
 
 
-def test_the_request_that_misses_the_first_row_is_marked_degraded(built: Built) -> None:
+def test_the_request_that_misses_a_row_is_marked_degraded_and_the_next_one_is_not(built: Built) -> None:
     service, gather = built.service, built.service.rows.gather
-    away: list[bool] = []
+    missed = [False]
 
     class Missing:
         def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-            away.append(True)
+            missed.append(not missed[-1])
             return gather(lookup)
 
-    service.rows, service.rows_ready = Missing(), lambda: not away
+    service.rows, service.rows_complete = Missing(), lambda: not missed[-1]
     assert rank(service)[1]["degraded"] is True
+    assert rank(service)[1]["degraded"] is False
 
 
 def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:

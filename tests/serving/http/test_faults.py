@@ -21,16 +21,19 @@ from serving_fakes import FakeRows, FakeRowTopic, FakeSink
 from features.hydration import Hydrator
 from models.build import build_model
 from param_server.replica.replica import Replica
+from param_server.replica.row_cache import CachePolicy, RowCache
+from param_server.replica.shard_reads import ShardReads
 from roo import wire
 from runtime import tensor_file
 from runtime.checkpoint_store import FileStore
 from runtime.clock import FakeClock
 from runtime.manifest import dense_name, store_file
-from runtime.transport import InMemoryTransport
+from runtime.transport import Answer, InMemoryTransport
 from serving import heartbeat
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import LogSender
 from serving.rows.row_follower import RowFollower
+from serving.rows.served_rows import CachedRows
 from serving.versions.dense_follower import DenseFollower
 from tests.runtime.manifest_cases import a_manifest
 from tests.serving.rows.test_row_follower import Shard
@@ -115,6 +118,32 @@ def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_serve
             follower.poll()
             served.append(rank(live, ro={}).json()["model_version"])
     assert served == ["1-1", "1-1", "1-3"]
+
+
+def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_missing(tmp_path: Path) -> None:
+    def shard(method: str, header: dict[str, Any], arrays: Any) -> Answer:
+        if method == "pull":
+            return {}, []
+        dims = [SCHEMA.stacks[stack][0].dim for stack in header["stacks"]]
+        rows = [np.full((len(ids), dim), 0.5, np.float32) for dim, ids in zip(dims, arrays[1::2], strict=True)]
+        there = [(each, np.ones(len(each), np.uint8), np.ones(len(each), np.uint64)) for each in rows]
+        return {"incarnation": 1}, [array for parts in there for array in parts]
+
+    clock, transport = FakeClock(NOW_MS), InMemoryTransport(shard)
+    cache = RowCache(SCHEMA, 0, ShardReads([transport], 64, 0.05, clock), CachePolicy(max_bytes=1 << 20))
+    rows = CachedRows(RowFollower(cache, FakeRowTopic(), [transport], lambda stage, ms: None, clock), cache)
+    rows.follower.bootstrap()
+    built = build(tmp_path, rows)
+    built.service.rows_ready, built.service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
+    others = {"candidates": [{"item_id": 77}]}
+    with serving_live(built) as live:
+        degraded = [rank(live, request_id="r-0").json()["degraded"]]
+        transport.down = True
+        degraded += [rank(live, request_id=f"r-{n}", **more).json()["degraded"] for n, more in ((1, {}), (2, others))]
+        transport.down = False
+        clock.advance(60)
+        degraded += [rank(live, request_id="r-3", **others).json()["degraded"]]
+    assert degraded == [False, False, True, False], "what the cache has, it has; what it lacks is told; and it is read later"
 
 
 def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tmp_path: Path) -> None:
