@@ -52,13 +52,17 @@ class Calls:
         raise RoostreamError(f"expected a call of owners, pull, push, read, scan or stats, got {method!r}")
 
     def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
+        return self.shard.push(integer(header, "incarnation"), self.update_of(header, arrays))
+
+    def update_of(self, header: Header, arrays: Sequence[np.ndarray]) -> Update:
+        """What a push carries, checked. Raises SchemaError, WireError: it doesn't fit."""
         asked = self._asked(header, arrays, 3)
         for table, keys, (gradient_UD,) in asked:
             table.check_gradient(keys, gradient_UD)
         workers = integer(header, "workers") if "workers" in header else 1
         if workers != 1:
             check_workers(integer(header, "worker"), workers)
-        update = Update(
+        return Update(
             worker=integer(header, "worker"),
             sequence=integer(header, "sequence"),
             time_ms=integer(header, "time_ms"),
@@ -69,7 +73,6 @@ class Calls:
             workers=workers,
             clip_row_norm=_norm(header) if workers > 1 else 0.0,
         )
-        return self.shard.push(integer(header, "incarnation"), update)
 
     def _scan(self, header: Header) -> tuple[Header, Sequence[np.ndarray]]:
         """Whole buckets from number `cursor` on, until `limit` rows are reached. Each comes as it is at one moment: `buckets`

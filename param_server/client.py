@@ -29,8 +29,8 @@ from runtime.transport import Answer, Arrays, Header, Transport
 _TIMEOUT_S = 30.0  # of one call
 
 
-class _Share(NamedTuple):
-    """A shard's keys of one stack: positions in U, and the keys there."""
+class KeyShare(NamedTuple):
+    """An owner's keys of one stack: positions in U, and the keys there."""
 
     stack: str
     at_M: np.ndarray | slice
@@ -60,7 +60,7 @@ class Client:
         self._sequence_S = [0] * len(transports)
         self._lost = ""
         self._push_lock, self._split_lock = threading.Lock(), threading.Lock()
-        self._splits: WeakKeyDictionary[Lookup, list[list[_Share]]] = WeakKeyDictionary()
+        self._splits: WeakKeyDictionary[Lookup, list[list[KeyShare]]] = WeakKeyDictionary()
         self._pool = ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
@@ -87,7 +87,7 @@ class Client:
         """
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 
-        def pull_from(shard: int, shares: Sequence[_Share]) -> None:
+        def pull_from(shard: int, shares: Sequence[KeyShare]) -> None:
             arrays = [a for share in shares for a in (share.table_M, share.id_M)]
             header = {"incarnation": self.incarnation, "stacks": [share.stack for share in shares]}
             _, rows = self._call(shard, "pull", header, arrays)
@@ -129,7 +129,7 @@ class Client:
         `set_incarnation`, since the shards must be restored first.
         """
         parts = {
-            stack: _checked(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
+            stack: checked_gradient(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
             for stack, gradient_UD in gradients.items()
         }
         shares = [[share for share in of_shard if share.stack in parts] for of_shard in self._shares(lookup)]
@@ -156,8 +156,8 @@ class Client:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _push_to(self, shard: int, shares: Sequence[_Share], header: Header, gradients: Mapping[str, np.ndarray]) -> None:
-        arrays = [a for s in shares for a in (s.table_M, s.id_M, _part(gradients[s.stack], s.at_M))]
+    def _push_to(self, shard: int, shares: Sequence[KeyShare], header: Header, gradients: Mapping[str, np.ndarray]) -> None:
+        arrays = [a for s in shares for a in (s.table_M, s.id_M, part_of(gradients[s.stack], s))]
         sequence = self._sequence_S[shard] + 1
         own = {"incarnation": self.incarnation, "sequence": sequence, "stacks": [share.stack for share in shares]}
         self._call(shard, "push", {**header, **own}, arrays)
@@ -169,33 +169,16 @@ class Client:
         transport = self.transports[shard]
         return backoff.until(lambda: transport.call(method, header, arrays, timeout_s=_TIMEOUT_S), (TransportError,), self.stop)
 
-    def _shares(self, lookup: Lookup) -> list[list[_Share]]:
+    def _shares(self, lookup: Lookup) -> list[list[KeyShare]]:
         """Each shard's keys, kept as long as the lookup."""
         with self._split_lock:
             shares = self._splits.get(lookup)
             if shares is None:
-                shares = self._splits[lookup] = self._split(lookup)
+                shares = self._splits[lookup] = split_by_owner(lookup, self.owners)
             return shares
 
-    def _split(self, lookup: Lookup) -> list[list[_Share]]:
-        """Each shard's keys; stacks and shards without any are left out."""
-        shares: list[list[_Share]] = [[] for _ in self.transports]
-        for stack, found in lookup.stacks.items():
-            if len(found.id_U) == 0:
-                continue
-            if len(self.transports) == 1:
-                shares[0].append(_Share(stack, slice(None), found.table_U, found.id_U))
-                continue
-            order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(len(self.transports) + 1, np.int64)
-            kernels.split_by_shard(found.table_U, found.id_U, self.owners.owner_B, len(self.transports), order_U, starts_S1)
-            for shard in range(len(self.transports)):
-                at_M = order_U[starts_S1[shard] : starts_S1[shard + 1]]
-                if len(at_M):
-                    shares[shard].append(_Share(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
-        return shares
-
     def _each_shard(
-        self, shares: Sequence[Sequence[_Share]], do: Callable[[int, Sequence[_Share]], None], *, every: bool = False
+        self, shares: Sequence[Sequence[KeyShare]], do: Callable[[int, Sequence[KeyShare]], None], *, every: bool = False
     ) -> None:
         """All shards at once, with `every` also those that have no share; waits for all of them, then raises the first error."""
         busy = [(shard, share) for shard, share in enumerate(shares) if share or every]
@@ -206,20 +189,40 @@ class Client:
         _wait_all([self._pool.submit(do, shard, share) for shard, share in busy])
 
 
-def _wait_all(futures: Iterable[Any]) -> None:
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
+def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[KeyShare]]:
+    """Each owner's keys; stacks and owners without any are left out."""
+    num_owners = owners.num_owners
+    shares: list[list[KeyShare]] = [[] for _ in range(num_owners)]
+    for stack, found in lookup.stacks.items():
+        if len(found.id_U) == 0:
+            continue
+        if num_owners == 1:
+            shares[0].append(KeyShare(stack, slice(None), found.table_U, found.id_U))
+            continue
+        order_U, starts_S1 = np.empty(len(found.id_U), np.int64), np.empty(num_owners + 1, np.int64)
+        kernels.split_by_shard(found.table_U, found.id_U, owners.owner_B, num_owners, order_U, starts_S1)
+        for owner, its in enumerate(shares):
+            at_M = order_U[starts_S1[owner] : starts_S1[owner + 1]]
+            if len(at_M):
+                its.append(KeyShare(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
+    return shares
 
 
-def _part(gradient_UD: np.ndarray, at_M: np.ndarray | slice) -> np.ndarray:
-    return gradient_UD if isinstance(at_M, slice) else kernels.take_rows(gradient_UD, at_M)
+def part_of(gradient_UD: np.ndarray, share: KeyShare) -> np.ndarray:
+    """The rows of a share's keys."""
+    return gradient_UD if isinstance(share.at_M, slice) else kernels.take_rows(gradient_UD, share.at_M)
 
 
-def _checked(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """The gradient, contiguous."""
+def checked_gradient(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The gradient, contiguous. Raises WireError: it has another shape."""
     if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
         raise WireError(
             "bad_shape", f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}"
         )
     return np.ascontiguousarray(gradient_UD)
+
+
+def _wait_all(futures: Iterable[Any]) -> None:
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]

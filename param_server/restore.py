@@ -19,7 +19,7 @@ from param_server.initial import initial_rows
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import BEGINNING, Commit, Segments, commit_of
-from param_server.table import StackTable
+from param_server.table import Generation, StackTable
 from roo.errors import SchemaError, UnavailableError
 from roo.ids import buckets_of
 from roo.rules import RULES
@@ -47,6 +47,26 @@ class Frozen:
     def name(self) -> str:
         """Of the segment that it becomes."""
         return f"{self.seq}-{self.incarnation}"
+
+
+def frozen_of(
+    seq: int,
+    incarnation: int,
+    generations: Mapping[str, Generation],
+    whole: frozenset[int],
+    tables: Mapping[str, StackTable],
+    rows_end: Mapping[int, int],
+) -> Frozen:
+    """What `freeze` keeps of the tables' generations."""
+    return Frozen(
+        seq=seq,
+        incarnation=incarnation,
+        changes={name: generation.block for name, generation in generations.items()},
+        changed={name: generation.changed for name, generation in generations.items()},
+        whole=whole,
+        residency={name: table.residency.state() for name, table in tables.items()},
+        rows_end=dict(rows_end),
+    )
 
 
 class Target(NamedTuple):

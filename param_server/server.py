@@ -27,7 +27,7 @@ from param_server.config import ShardIdentity
 from param_server.index import Keys
 from param_server.outbox import BucketPage, Rollback, Round
 from param_server.residency import Expiry, Policy
-from param_server.restore import Frozen, Target, linked, reload, roll_back, target_of
+from param_server.restore import Frozen, Target, frozen_of, linked, reload, roll_back, target_of
 from param_server.segments import BEGINNING, Commit, Segments
 from param_server.step_sum import StepSums, added
 from param_server.table import ReadRows, StackTable, Update, build_tables, check_owned
@@ -54,10 +54,8 @@ class Shard:
     ) -> None:
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
         self.tables = build_tables(identity, residency)
-        self.owners = identity.first_owners
-        self.buckets = self.owners.buckets_of(identity.index)
-        self.incarnation = 0
-        self.ready = False
+        self.owners, self.buckets = identity.first_owners, identity.first_owners.buckets_of(identity.index)
+        self.incarnation, self.ready = 0, False
         self.committed = BEGINNING
         self.num_pulls = self.num_pushes = self.num_repeats = 0
         self._lock = threading.Lock()
@@ -112,6 +110,16 @@ class Shard:
             else:
                 self._apply([update])
         return True
+
+    def push_step(self, incarnation: int, updates: Sequence[Update]) -> None:
+        """Every worker's push of a step at once, in their order: as `push` of each, which need not wait. Raises as `push`."""
+        with self._lock:
+            self._check(incarnation)
+            for update in updates:
+                check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
+                if not self._is_next(update.worker, update.sequence):
+                    raise FencedError(f"worker {update.worker}: push {update.sequence} was applied before; it must be restored")
+            self._apply(updates)
 
     def _apply(self, pushes: Sequence[Update]) -> None:
         """Inside the lock: one update, of all workers."""
@@ -243,15 +251,7 @@ class Shard:
                 raise CheckpointError(f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen")
             with self._breaking("a freeze"):
                 generations = {name: table.freeze(watermark_ms, whole) for name, table in self.tables.items()}
-                self._frozen = Frozen(
-                    seq=seq,
-                    incarnation=self.incarnation,
-                    changes={name: generation.block for name, generation in generations.items()},
-                    changed={name: generation.changed for name, generation in generations.items()},
-                    whole=whole,
-                    residency={name: table.residency.state() for name, table in self.tables.items()},
-                    rows_end=dict(self._rows_end),
-                )
+                self._frozen = frozen_of(seq, self.incarnation, generations, whole, self.tables, self._rows_end)
         rows = sum(len(generation.block.keys) for generation in generations.values())
         return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
 

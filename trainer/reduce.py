@@ -15,9 +15,11 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -41,6 +43,7 @@ class Meeting(NamedTuple):
     worker: int  # which of them this one is
     workers: int
     address: str  # where worker 0 listens; "" for a worker alone
+    about: str = ""  # what the meeting is for, where a worker has several
 
 
 class Reduction(Protocol):
@@ -64,9 +67,12 @@ class Reduction(Protocol):
 
 
 class Alone:
-    """See `Reduction`. Of one worker: nothing is sent anywhere."""
+    """See `Reduction` and `param_server.exchange.exchanged_rows.Peers`. Of one worker: nothing is sent anywhere."""
 
     index, workers = 0, 1
+
+    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return list(parts)
 
     def sum(self, bucket_N: Tensor) -> None:
         """It is its sum."""
@@ -138,7 +144,8 @@ class MeetingPlace:
 
 
 class TorchReduction:
-    """See `Reduction`. A process group of torch: gloo, or NCCL where the buckets are on CUDA."""
+    """See `Reduction`. A process group of torch: gloo, or NCCL where the buckets are on CUDA. Where it is gloo, also `Peers` of
+    `param_server.exchange.exchanged_rows`: which of the two a meeting is for, all of it is."""
 
     def __init__(self, meeting: Meeting, place: MeetingPlace) -> None:
         """`place`: of this process."""
@@ -152,12 +159,25 @@ class TorchReduction:
         self._options.timeout = _span(self.timeout_s)
 
     def sum(self, bucket_N: Tensor) -> None:
+        self._together(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
+
+    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """uint8 each; sizes first, then all bytes at once. Raises as `sum`."""
+        sizes_W, wanted_W = torch.tensor([len(part) for part in parts]), torch.zeros(self.workers, dtype=torch.int64)
+        ones = [1] * self.workers
+        self._together(lambda group: self._wait(group.alltoall_base(wanted_W, sizes_W, ones, ones)))
+        sizes, sent = wanted_W.tolist(), torch.from_numpy(np.concatenate(list(parts)))
+        got = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._together(lambda group: self._wait(group.alltoall_base(got, sent, sizes, sizes_W.tolist())))
+        return np.split(got.numpy(), np.cumsum(sizes)[:-1])
+
+    def _together(self, do: Callable[[Any], None]) -> None:
         if self._left:
             raise UnavailableError(f"this worker has left the others ({self._left}); waiting for RESTORE")
         try:
             if self._group is None:
                 self._group = self._meet()
-            self._wait(self._group.allreduce([bucket_N], self._options))
+            do(self._group)
         except _ERRORS as error:
             self._leave(str(error).split("\n")[0][:200])
             raise UnavailableError(f"the other workers can't be summed with: {self._left}") from None
@@ -193,7 +213,7 @@ class TorchReduction:
 
     def _meet(self) -> Any:
         """All must have come before a group is made, whose making can't be interrupted."""
-        store = c10d.PrefixStore(f"{self.meeting.incarnation}", self._open())
+        store = c10d.PrefixStore(f"{self.meeting.incarnation}{self.meeting.about}", self._open())
         store.set(f"here {self.index}", "")
         everyone = [f"here {index}" for index in range(self.workers)]
         self._until(lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.meeting.address}", 0.02)

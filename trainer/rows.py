@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
 from runtime.layout.bucket_map import BucketMap
 from trainer.corrections import due_ms_of
+
+if TYPE_CHECKING:
+    from param_server.exchange.exchanged_rows import ExchangedRows
 
 
 class PushTimes(NamedTuple):
@@ -86,9 +89,9 @@ def no_rows(schema: Schema) -> Lookup:
 
 
 class ShardRows:
-    """See `Rows`: those of the shards behind `client`, on the host."""
+    """See `Rows`: those of the shards behind `client`, on the host, or of the workers' own."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client | ExchangedRows) -> None:
         self.client = client
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "infra": {"roo", "runtime"},
     "warehouse": {"roo", "runtime"},
     "placement": {"roo", "runtime"},
-    "trainer": {"roo", "runtime", "models", "placement", "param_server.client", "warehouse.readers"},
+    "trainer": {"roo", "runtime", "models", "placement", "param_server.client", "param_server.exchange", "warehouse.readers"},
     "serving": {"roo", "runtime", "models", "features", "param_server.replica"},
     "command": set(FOLDERS),
 }

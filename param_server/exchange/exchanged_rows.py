@@ -1,0 +1,208 @@
+"""Rows at the workers' own processes: each has a shard in it, and all of them swap what they ask for.
+
+    pull   split by owner ─► swap: keys ─► each owner answers all, worker by worker ─► swap: rows ─► back in place
+    push   split by owner ─► swap: keys, gradients ─► each owner applies one update of all, in their order ─► swap: done
+
+Both are calls of all workers: whoever has nothing to ask takes part all the same. A message is the frame of a shard's call
+(docs/protocols.md), one a peer with all stacks in it, and so are keys, rules, sums and refusals: what rows come to is equal, to
+the bit, to what they come to at shards. A worker's own part is not sent and not encoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from param_server import kernels
+from param_server.calls import Calls, integer
+from param_server.client import KeyShare, checked_gradient, part_of, split_by_owner
+from param_server.server import Shard
+from roo.errors import ConfigError, RoostreamError, UnavailableError
+from roo.lookup import Lookup
+from runtime import frames
+from runtime.layout.bucket_map import BucketMap
+from runtime.rpc_client import error_of
+from runtime.rpc_server import error_body
+from runtime.transport import Header
+
+
+class Peers(Protocol):
+    """The workers of one incarnation."""
+
+    index: int
+    workers: int
+
+    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What each worker has for this one (uint8), given what this one has for each; its own part comes back as it is. All call
+        it, in the same order of calls.
+
+        Raises:
+            UnavailableError: one is gone or too late; everyone must be restored.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnerCall:
+    """A call of a shard, before it is a frame."""
+
+    method: str
+    header: Header
+    arrays: list[np.ndarray]
+
+
+class ExchangedRows:
+    """One worker's, beside the `shard` that it holds. As `param_server.client.Client`, but that all workers call `pull` and
+    `push` at the same places, from one thread each."""
+
+    def __init__(self, shard: Shard, peers: Peers) -> None:
+        self.shard, self.peers, self.calls = shard, peers, Calls(shard)
+        self.incarnation, self.owners = 0, shard.identity.first_owners
+        self.sent_bytes = 0  # to others, so far
+        self._sequence = 0
+        self._lost = ""
+
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        """The shards were restored: as `Client.set_incarnation`.
+
+        Raises:
+            ConfigError: owners are not the workers that meet. Nothing was changed.
+        """
+        owners = owners or self.shard.identity.first_owners
+        owners.check(self.shard.identity.num_buckets, self.peers.workers)
+        if workers != self.peers.workers:
+            raise ConfigError(f"expected {self.peers.workers} workers, each of which holds rows, got {workers}")
+        self.incarnation, self.owners, self._sequence, self._lost = incarnation, owners, 0, ""
+
+    def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
+
+        Raises:
+            FencedError, UnavailableError: an owner is in another incarnation, or gone; everyone must be restored.
+        """
+        tables = self.shard.tables
+        out = {name: np.empty((len(its.id_U), tables[name].width), np.float32) for name, its in lookup.stacks.items()}
+        shares = split_by_owner(lookup, self.owners)
+        asked = [OwnerCall("pull", {"incarnation": self.incarnation, "stacks": _stacks(its)}, _keys(its)) for its in shares]
+        for its, arrays in zip(shares, self._round(asked, self._pulled), strict=True):
+            for share, rows_MD in zip(its, arrays, strict=True):
+                if isinstance(share.at_M, slice):
+                    out[share.stack] = rows_MD
+                else:
+                    kernels.put_rows(out[share.stack], share.at_M, rows_MD)
+        return out
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, np.ndarray], *, step: int, time_ms: int, **more: Any) -> None:
+        """Apply gradients (stack → float32 [U, D], aligned with the lookup) of all workers, each row's sum at its owner. `more`:
+        as `Client.push` takes it.
+
+        Raises:
+            WireError: a gradient has another shape, and nobody was told: the others wait until they are; or one isn't finite.
+            FencedError, UnavailableError: as `pull`.
+
+        **If it fails**, other owners may have applied theirs: every further push is refused until `set_incarnation`.
+        """
+        if self._lost:
+            raise UnavailableError(f"a push before this one was lost ({self._lost}); waiting for RESTORE")
+        tables = self.shard.tables
+        parts = {n: checked_gradient(n, g, (len(lookup.stacks[n].id_U), tables[n].width)) for n, g in gradients.items()}
+        self._sequence += 1
+        header = {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "clip_row_norm": 0.0, **more, "step": step, "time_ms": time_ms}
+        header |= {"incarnation": self.incarnation, "worker": self.peers.index, "sequence": self._sequence}
+        header |= {"workers": self.peers.workers}
+        asked = []
+        for owned in split_by_owner(lookup, self.owners):
+            its = [share for share in owned if share.stack in parts]
+            arrays = [a for s in its for a in (s.table_M, s.id_M, part_of(parts[s.stack], s))]
+            asked.append(OwnerCall("push", {**header, "stacks": _stacks(its)}, arrays))
+        try:
+            self._round(asked, self._pushed)
+        except RoostreamError as error:
+            self._lost = str(error) or type(error).__name__
+            raise
+
+    def close(self) -> None:
+        """Peers and shard are the caller's."""
+
+    def _round(self, asked: Sequence[OwnerCall], do: Any) -> list[list[np.ndarray]]:
+        """Everyone's calls at their owners, and the answers to this worker's."""
+        me = self.peers.index
+        got = self.peers.swap([_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(asked)])
+        calls = [asked[n] if n == me else _call_of(data) for n, data in enumerate(got)]
+        answers: list[list[np.ndarray] | RoostreamError] = do(calls)
+        back = [_NOTHING if n == me else self._sent(_answer(its)) for n, its in enumerate(answers)]
+        told = [answers[n] if n == me else _answer_of(data) for n, data in enumerate(self.peers.swap(back))]
+        for answer in told:
+            if isinstance(answer, RoostreamError):
+                raise answer
+        return [answer for answer in told if not isinstance(answer, RoostreamError)]
+
+    def _pulled(self, calls: Sequence[OwnerCall]) -> list[list[np.ndarray] | RoostreamError]:
+        out: list[list[np.ndarray] | RoostreamError] = []
+        for call in calls:
+            try:
+                out.append(list(self.calls.handle("pull", call.header, call.arrays)[1]))
+            except RoostreamError as error:
+                out.append(error)
+        return out
+
+    def _pushed(self, calls: Sequence[OwnerCall]) -> list[list[np.ndarray] | RoostreamError]:
+        """One update of all; everyone is told how it ended."""
+        try:
+            updates = [self.calls.update_of(call.header, call.arrays) for call in calls]
+            self.shard.push_step(integer(calls[0].header, "incarnation"), updates)
+        except RoostreamError as error:
+            return [error for _ in calls]
+        return [[] for _ in calls]
+
+    def _sent(self, data: np.ndarray) -> np.ndarray:
+        self.sent_bytes += len(data)
+        return data
+
+
+_NOTHING = np.zeros(0, np.uint8)
+
+
+def _stacks(shares: Sequence[KeyShare]) -> list[str]:
+    return [share.stack for share in shares]
+
+
+def _keys(shares: Sequence[KeyShare]) -> list[np.ndarray]:
+    return [array for share in shares for array in (share.table_M, share.id_M)]
+
+
+def _encoded(call: OwnerCall) -> np.ndarray:
+    return _bytes(frames.encode(frames.CALL, {"method": call.method, "header": call.header}, call.arrays))
+
+
+def _answer(its: list[np.ndarray] | RoostreamError) -> np.ndarray:
+    if isinstance(its, RoostreamError):
+        return _bytes(frames.encode(frames.ERROR, error_body(its)))
+    return _bytes(frames.encode(frames.ANSWER, {"header": {}}, its))
+
+
+def _bytes(buffers: Sequence[Any]) -> np.ndarray:
+    return np.frombuffer(b"".join(buffers), np.uint8)
+
+
+def _parsed(data: np.ndarray) -> tuple[int, frames.Body, list[np.ndarray]]:
+    """A frame's kind, header and arrays. Raises WireError: it is none, or damaged."""
+    raw = np.ascontiguousarray(data).data
+    prefix = frames.parse_prefix(raw[: frames.PREFIX_BYTES])
+    ends = frames.PREFIX_BYTES + prefix.header_bytes
+    head, payload = raw[frames.PREFIX_BYTES : ends], np.frombuffer(raw[ends:], np.uint8).copy()  # aligned
+    frames.check(prefix, raw[: frames.PREFIX_BYTES], head, payload)
+    body = frames.parse_header(prefix, head)
+    return prefix.kind, body, frames.views(body, payload)
+
+
+def _call_of(data: np.ndarray) -> OwnerCall:
+    _, body, arrays = _parsed(data)
+    return OwnerCall(str(body["method"]), body["header"], arrays)
+
+
+def _answer_of(data: np.ndarray) -> list[np.ndarray] | RoostreamError:
+    kind, body, arrays = _parsed(data)
+    return error_of(body) if kind == frames.ERROR else arrays
