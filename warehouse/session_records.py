@@ -15,24 +15,24 @@ from warehouse.readers.table_session import TableFiles
 from warehouse.rebuild import rebuilt
 
 
-def session_records(session: OpenSession, files: TableFiles) -> Iterator[Record]:
-    """By (close, partition, offset), each sample once, labels as they were at the close. Memory: the records of a day.
+def session_records(session: OpenSession, files: TableFiles, as_they_lie_until: str = "") -> Iterator[Record]:
+    """By (close, partition, offset), each sample once, labels as they were at the close. Of days before `as_they_lie_until`
+    (YYYY-MM-DD) file by file in the session's order, rows as they lie, as a session is trained. Memory: the records of a day.
 
     Raises:
         CheckpointError: a file is damaged; names it. UnavailableError: it can't be read now. SchemaError: its writer is unknown.
     """
-    first_of_day = {split.day: split for split in reversed(session.order.splits)}
     paths = {split.path: split for split in session.order.splits}
-    for day in sorted(first_of_day):
+    for day in sorted({split.day for split in session.order.splits}):
         of_day = [split for split in paths.values() if split.day == day]
         found: list[Record] = []
-        for partition in sorted({split.partition for split in of_day}):
-            its = [split for split in of_day if split.partition == partition]
-            counts = first_rows({file.path: files.marks(file.path) for file in session.group(its[0])})
-            for split in its:
-                records = _file_records(files, split.path, partition)
-                found += [record for record, does_count in zip(records, counts[split.path], strict=True) if does_count]
-        yield from sorted(found, key=lambda record: (record.timestamp_ms, record.partition, record.offset))
+        for split in of_day:
+            counts = first_rows({file.path: files.marks(file.path) for file in session.group(split)})[split.path]
+            records = _file_records(files, split.path, split.partition)
+            found += [record for record, does_count in zip(records, counts, strict=True) if does_count]
+        if day >= as_they_lie_until:
+            found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
+        yield from found
 
 
 def _file_records(files: TableFiles, path: str, partition: int) -> Iterator[Record]:

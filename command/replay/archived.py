@@ -43,6 +43,10 @@ class ArchivedOptions(DatasetOptions):
     days: str = dataclasses.field(
         default="", metadata={"help": "of close, as 2024-05-01..2024-05-07; either end may be left out; '' = all"}
     )
+    as_they_lie_until: str = dataclasses.field(
+        default="",
+        metadata={"help": "samples of days before are trained as `roostream train` reads them, by file and user; '' = by close"},
+    )
 
 
 def archived_log(config: ReplayConfig, schema: Schema) -> Log:
@@ -59,10 +63,17 @@ def archived_log(config: ReplayConfig, schema: Schema) -> Log:
     options = config.options
     assert isinstance(options, ArchivedOptions)
     first, last = days_of(options.days) if options.days else ("", "")
-    wanted = SessionSpec(table=options.place, version=0, first_day=first, last_day=last, shuffle_seed=None, labels="as_streamed")
+    wanted = SessionSpec(
+        table=options.place,
+        version=0,
+        first_day=first,
+        last_day=last,
+        shuffle_seed=config.seed,
+        labels="as_streamed",
+    )
     table = SampleTable(options.place)
     told = table.newest(wanted, {})
     if told is None or not sum(told.rows.values()):
         raise CheckpointError(f"{options.place}: expected samples of {options.days or 'some day'}, got none; name other days")
-    records = session_records(*table.opened(told, schema))
+    records = session_records(*table.opened(told, schema), options.as_they_lie_until)
     return Log(records=records, num_requests=sum(told.rows.values()), skipped=Skipped, survey=Survey(schema))

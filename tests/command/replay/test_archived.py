@@ -13,6 +13,8 @@ from command.data.log_archive import archive_log
 from command.main import cli
 from command.replay.archived import DATASET, ArchivedOptions
 from command.replay.run import run
+from roo import roo_pb2 as pb
+from roo.schema_file import load_schema
 from runtime.clock import FakeClock
 from tests.command.replay.test_in_process import options_of, replay, week
 from traffic.config import ReplayConfig
@@ -20,6 +22,9 @@ from traffic.intake.which_log import files_of
 from warehouse.compactor import Compactor
 from warehouse.config import CompactorConfig
 from warehouse.place import Warehouse
+from warehouse.readers.session import SessionSpec
+from warehouse.readers.table_session import SampleTable
+from warehouse.session_records import session_records
 
 
 @pytest.fixture
@@ -31,10 +36,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, days: str = "") -> ReplayConfig:
+def config_of(folder: Path, days: str = "", as_they_lie_until: str = "") -> ReplayConfig:
     return ReplayConfig(
         dataset=DATASET,
-        options=ArchivedOptions(place=str(folder / "w"), days=days),
+        options=ArchivedOptions(place=str(folder / "w"), days=days, as_they_lie_until=as_they_lie_until),
         schema=str(folder / "schema.toml"),
         engine="local",
         report=str(folder / "of_table.json"),
@@ -43,8 +48,8 @@ def config_of(folder: Path, days: str = "") -> ReplayConfig:
     )
 
 
-def of_table(folder: Path, days: str = "") -> dict[str, Any]:
-    assert run(config_of(folder, days)) == 0
+def of_table(folder: Path, days: str = "", as_they_lie_until: str = "") -> dict[str, Any]:
+    assert run(config_of(folder, days, as_they_lie_until)) == 0
     return json.loads((folder / "of_table.json").read_text())
 
 
@@ -58,6 +63,23 @@ def test_what_is_replayed_from_files_is_what_is_replayed_from_the_log(folder: Pa
         assert ours[key] == of_log[key], key
     assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
     assert ours["warnings"] == [] and ours["settings"]["options"]["place"] == str(folder / "w")
+
+
+def test_days_before_are_trained_as_files_lie_and_the_others_by_their_close(folder: Path) -> None:
+    by_close, mixed = of_table(folder), of_table(folder, as_they_lie_until="2023-05-19")
+    for key in ("features_digest", "positives"):
+        assert mixed[key] == by_close[key], key
+    assert mixed["counts"]["samples"] == 120 and mixed["metrics"] != by_close["metrics"], "other batches"
+    table = SampleTable(str(folder / "w"))
+    told = table.newest(SessionSpec(table="", version=0, shuffle_seed=0), {})
+    assert told is not None
+    session, files = table.opened(told, load_schema(folder / "schema.toml"))
+    records = list(session_records(session, files, "2023-05-19"))
+    old = [r for r in records if r.timestamp_ms < 1_684_454_400_000]
+    new = records[len(old) :]
+    assert new == sorted(new, key=lambda r: (r.timestamp_ms, r.partition, r.offset)) and len({r.value for r in records}) == 120
+    users = [pb.Sample.FromString(r.value[2:]).header.user_id for r in old if r.partition == old[0].partition]
+    assert old != sorted(old, key=lambda r: r.timestamp_ms) and users == sorted(users)
 
 
 def test_days_are_replayed_alone(folder: Path) -> None:
