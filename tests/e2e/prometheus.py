@@ -39,7 +39,7 @@ class Prometheus:
             for name, url in self.targets.items()
         ]
         config = {
-            "global": {"scrape_interval": "1s"},
+            "global": {"scrape_interval": "5s", "scrape_timeout": "5s"},
             "rule_files": [str(ROOT / "infra/alerts/roostream.rules.yml")],
             "scrape_configs": jobs,
         }
