@@ -39,7 +39,7 @@ from runtime.exports import Exports
 from runtime.health import Health
 from runtime.kafka import clients
 from runtime.kafka.topics import ROWS
-from runtime.member import Member
+from runtime.member import Command, Member, check_same_schema
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from runtime.security.link_security import LinkKeys
@@ -166,7 +166,11 @@ def _start_member(
     def dial() -> SocketTransport:
         return SocketTransport(config.controller, keys=keys)
 
-    member = Member(dial, "shard", config.index, shard.execute, shard.stats, left, ending=ending)
+    def execute(command: Command) -> dict[str, Any]:
+        check_same_schema(command, shard.identity.schema.fingerprint)
+        return shard.execute(command)
+
+    member = Member(dial, "shard", config.index, execute, shard.stats, left, ending=ending)
 
     def close() -> None:
         ending.stop.set()

@@ -49,6 +49,20 @@ def refusal_of(error: Exception) -> Result:
     return {"ok": False, "error": text, "damaged": damaged, "away": away, "permanent": permanent}
 
 
+def check_same_schema(command: Command, fingerprint: int) -> None:
+    """What a commit holds is by the schema that it names, so all whom a controller restores have the controller's. While programs
+    are started again one after the other with another file, those that have theirs already wait for the rest.
+
+    Raises:
+        UnavailableError: it has another.
+    """
+    expected, own = str(command.get("schema", "")), f"{fingerprint:016x}"
+    if expected and expected != own:
+        raise UnavailableError(
+            f"expected the controller's schema {expected}, got {own}; start whoever of the two has the older file again"
+        )
+
+
 def end_process(reason: str) -> None:
     """At once, without closing anything: what hangs would make that hang too. The supervisor starts it anew."""
     log.critical("%s; the process ends", reason)

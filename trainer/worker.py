@@ -31,6 +31,7 @@ from runtime import tensor_file
 from runtime.checkpoint_store import CheckpointStore
 from runtime.kafka.topics import CORRECTIONS, Partition, nested
 from runtime.manifest import Manifest
+from runtime.member import check_same_schema
 from runtime.work_unit import TableInput
 from trainer import worker_file
 from trainer.breaks import Breaks
@@ -219,6 +220,7 @@ class Worker:
         self.outputs.begin()
         self.reduction.leave()
         self.reach.clear()
+        check_same_schema(command, self.loop.schema.fingerprint)
         if "partitions" in command:
             self.loop.assign([int(number) for number in command["partitions"]], TableInput.of(command.get("input")))
         name = str(command.get("manifest", ""))

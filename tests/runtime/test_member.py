@@ -12,7 +12,7 @@ import pytest
 from roo.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
 from runtime.clock import FakeClock
 from runtime.crew import StopBudget
-from runtime.member import Member
+from runtime.member import Member, check_same_schema, refusal_of
 from runtime.transport import Answer, Arrays, Header
 
 
@@ -371,3 +371,11 @@ def test_a_member_that_ends_tells_what_it_did_last() -> None:
     member.stop.set()
     member._answer_loop()
     assert controller.beats[-1]["results"] == [{"id": 1, "ok": True, "rows": 7}]
+
+
+def test_who_has_another_schema_than_the_controller_waits() -> None:
+    check_same_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
+    check_same_schema({"kind": "restore"}, 255)  # of a controller that does not say
+    with pytest.raises(UnavailableError, match="controller's schema 00000000000000fe, got 00000000000000ff") as caught:
+        check_same_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
+    assert refusal_of(caught.value)["away"], "it is asked again, and no manifest is passed over for it"

@@ -532,3 +532,12 @@ def test_another_error_is_not_called_a_lack_of_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stage.built.loop, "step", step)
     with pytest.raises(RuntimeError, match="shapes don't match"):
         stage.worker.turn()
+
+
+def test_a_worker_with_another_schema_than_its_controller_trains_nothing_and_waits() -> None:
+    """While programs are started again with another file: a commit that names one schema has nothing written by the other."""
+    stage = Stage()
+    result = stage.do("restore", manifest="", schema="00000000000000aa")
+    assert result["away"] and "expected the controller's schema 00000000000000aa" in result["error"]
+    assert not stage.worker.turn() and stage.worker.broken
+    assert stage.do("restore", manifest="", schema=f"{stage.worker.loop.schema.fingerprint:016x}")["ok"]

@@ -241,9 +241,9 @@ class Coordinator:
 
     def _restore(self, now_s: float) -> None:
         self.state = State.RESTORING
-        name = self.last.name if self.last else ""
-        self._ask("restore", self.facts.shards, now_s, manifest=name)
-        self._ask_workers("restore", now_s, self.phases.restore_of, manifest=name)
+        told = {"manifest": self.last.name if self.last else "", "schema": self.facts.schema}
+        self._ask("restore", self.facts.shards, now_s, **told)
+        self._ask_workers("restore", now_s, self.phases.restore_of, **told)
 
     def _start(self, now_s: float) -> None:
         self.state, self._due_s, self._running_s = State.RUNNING, now_s + self.facts.commit_interval_s, now_s
