@@ -23,7 +23,7 @@ from command.inspect_command import inspect
 from command.keys_command import keys
 from command.model_command import check_model
 from command.next_item_command import next_item
-from command.operate import home_option, preempt, scale, topics, trainer
+from command.operate import home_option, preempt, scale, topics, trace_command, trainer
 from command.plan.move_command import apply_command, map_command
 from command.plan.placement_command import placement
 from command.plan.plan_command import plan_command
@@ -315,6 +315,7 @@ for _group in (
     versions,
     train,
     placement,
+    trace_command,
 ):
     cli.add_command(_group)
 cli.add_command(plan_command)

@@ -162,3 +162,24 @@ def release(home: Path, controller: str, link: str) -> None:
     """
     control = importlib.import_module("command.control")
     sys.exit(control.release(control.AskedController(home, controller, link)))
+
+
+@click.command("trace")
+@click.argument("request_id", metavar="REQUEST_ID")
+@home_option
+@click.option("--traceparent", default="", metavar="TEXT", help="W3C Trace Context of whoever asks: steps become spans below it")
+@click.option(
+    "--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds until it is given up; above the window"
+)
+@click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
+def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, as_json: bool) -> None:
+    """Follow one request through a running stack: logged, joined, trained, its rows published. Begin before it is asked.
+
+    Exit 1 if it isn't through when the wait ends.
+
+    \b
+    Example:
+      roostream trace my-request-1 --wait 900
+    """
+    module = importlib.import_module("command.tracing.trace_command")
+    sys.exit(module.run(home, request_id, traceparent, wait_s, as_json))

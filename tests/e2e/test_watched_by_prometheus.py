@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from command.tracing.followed_request import STEPS
 from infra.stack import Stack
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_UNITS
@@ -43,15 +47,19 @@ def queries() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    folder = tmp_path_factory.mktemp("watched")
-    with Stack(folder / "home", quick_options()) as stack:
-        stack.start(["all", "simulate"])
-        stack.wait_ready("serving", timeout_s=180)
-        produce_garbage(stack)  # so that there are dead letters to be shown
-        with Prometheus(folder, stack.endpoints.metrics) as running:
-            wait_until("a commit with trained samples", lambda: applied(stack) > 200, 240)
-            yield running
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("watched") / "home", quick_options()) as running:
+        running.start(["all", "simulate"])
+        running.wait_ready("serving", timeout_s=180)
+        produce_garbage(running)  # so that there are dead letters to be shown
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with Prometheus(tmp_path_factory.mktemp("prometheus"), stack.endpoints.metrics) as running:
+        wait_until("a commit with trained samples", lambda: applied(stack) > 200, 240)
+        yield running
 
 
 def test_every_query_of_every_dashboard_has_an_answer(prometheus: Prometheus) -> None:
@@ -95,3 +103,36 @@ def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
     assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []
     groups = prometheus.get("rules")["groups"]
     assert [rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "err"] == []
+
+
+def test_one_request_is_followed_from_its_answer_to_the_rows_that_readers_get(stack: Stack) -> None:
+    command = (
+        sys.executable,
+        "-m",
+        "command.main",
+        "trace",
+        "followed-1",
+        "--home",
+        str(stack.home.root),
+        "--json",
+        "--wait",
+        "100",
+    )
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        assert process.stderr and process.stdout
+        assert "follows followed-1" in process.stderr.readline()
+        body = {"request_id": "followed-1", "user_id": 7, "session_id": 1, "candidates": [{"item_id": i} for i in (1, 2, 3)]}
+        call = urllib.request.Request(
+            f"{stack.endpoints.serving}/v1/rank", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(call, timeout=30) as answer:
+            assert answer.status == 200
+        told = json.loads(process.stdout.read())
+        assert process.wait(30) == 0, process.stderr.read()
+    steps = told["steps"]
+    assert set(steps) == set(STEPS)
+    reached = [steps[name]["reached_ms"] for name in ("logged", "joined", "trained")]
+    assert told["began_ms"] <= reached[0] <= reached[1] <= min(reached[2], steps["published"]["reached_ms"])
+    assert steps["trained"]["details"]["became"] == "DISPOSITION_TRAINED" and steps["logged"]["details"]["candidates"] == 3

@@ -1,0 +1,1 @@
+"""One request followed through the topics (`roostream trace`)."""
