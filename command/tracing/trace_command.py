@@ -27,7 +27,7 @@ def run(home: Path, request_id: str, traceparent: str, wait_s: float, as_json: b
     Raises:
         SetupError: nothing runs in `home`. UnavailableError: Kafka does not answer.
     """
-    from command.tracing.spans import tell
+    from command.tracing.request_spans import tell
 
     clock, place = SystemClock(), Home(home)
     followed = FollowedRequest(request_id, row_keys(place))

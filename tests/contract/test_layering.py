@@ -36,7 +36,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "fastapi": ("serving",),
     "uvicorn": ("serving",),
     "redis": ("runtime", "features"),
-    "opentelemetry": ("serving/http/tracing.py", "command/tracing/spans.py"),
+    "opentelemetry": ("serving/http/tracing.py", "command/tracing/request_spans.py"),
     "obstore": ("runtime/object_store.py",),
     "pyarrow": ("traffic", "warehouse"),
     "deltalake": ("warehouse/delta_table.py",),

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry import trace
 
 from command.tracing.followed_request import STEPS, FollowedRequest
-from command.tracing.spans import tell
+from command.tracing.request_spans import tell
 from command.tracing.trace_command import TOPICS, follow, line
 from roo import roo_pb2 as pb
 from roo import wire
