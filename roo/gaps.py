@@ -134,7 +134,7 @@ class Gaps:
         return out
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def fill_missing(out_NF: np.ndarray, fresh_GN: np.ndarray, at_G: np.ndarray) -> bool:
     """Put numbers where `out_NF` has NaN, in the columns `at_G`; False if one is too large for a float32."""
     is_finite = True
@@ -146,7 +146,7 @@ def fill_missing(out_NF: np.ndarray, fresh_GN: np.ndarray, at_G: np.ndarray) -> 
     return is_finite
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def find_flat(length: np.ndarray, missing: np.ndarray, is_ids_K: np.ndarray, is_given_K: np.ndarray) -> bool:
     """Which list features give each row one id, the others none; False if some row has another number, or an empty list.
     `length`: row-major over (row, list feature); `missing`: their bits."""

@@ -91,7 +91,7 @@ def shortest(values: np.ndarray) -> np.ndarray:
     return out.reshape(values.shape)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)  # keeps the interpreter, as those of request_batch.py do
 def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
     """`powers`: of ten, from 0 on; up to 1e22 exact, so that a quotient is rounded once. 9 digits are always enough."""
     for n in range(len(value_N)):

@@ -3,6 +3,8 @@
 What is logged are the bytes; `roo.decode` reads them in training. These are the same arrays, which tests/serving holds: of a
 request alone bit for bit those of `Decoder.decode_request`, of several those of their samples.
 
+The kernels keep the interpreter: each takes microseconds, and giving it up costs a turn of the event loop's thread.
+
 Letters: R requests, B candidates, N rows of a side (R or B), F floats, K lists, C columns of lists, T labels.
 """
 
@@ -150,7 +152,7 @@ def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> tupl
     return columns._replace(floats=floats, lengths=lengths), np.ones(rows * num_lists, np.bool_)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def fill_floats(given_NF: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, present_NF: np.ndarray) -> None:
     """NaN is missing."""
     for n in range(given_NF.shape[0]):
@@ -160,7 +162,7 @@ def fill_floats(given_NF: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray,
             out_NF[n, f] = x if x == x else default_F[f]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
 def split_lists(
     given_NK: np.ndarray,
     missing_NK: np.ndarray,

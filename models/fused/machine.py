@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.lanes import LANES, fused, kernel, larger, load, spread, store, total
+from models.lanes import LANES, fused, kernel, larger, load, short_kernel, spread, store, total
 from models.ragged_attention import attend_ragged
 
 LINEAR, CROSS, NORM, SPREAD, TO_EACH_OTHER, TO_ENTRIES = range(6)
@@ -146,7 +146,7 @@ def _norm(x_NW: np.ndarray, gain_bias_2W: np.ndarray, out_NW: np.ndarray) -> Non
             store(out_NW, i, j, left, fused(of_gain, load(gain_bias_2W, 0, j, left, zero), load(gain_bias_2W, 1, j, left, zero)))
 
 
-@kernel
+@short_kernel
 def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, column: int) -> None:
     """Rows by their numbers, from `column` on."""
     width = rows_UD.shape[1]
@@ -155,7 +155,7 @@ def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, colum
             store(out_NW, i, column + j, width - j, load(rows_UD, index_N[i], j, width - j, np.float32(0)))
 
 
-@kernel
+@short_kernel
 def lay_pooled(
     rows_UD: np.ndarray, index_L: np.ndarray, length_N: np.ndarray, weight_L: np.ndarray, out_NW: np.ndarray, column: int
 ) -> None:
@@ -175,7 +175,7 @@ def lay_pooled(
             store(out_NW, n, column + j, left, sums)
 
 
-@kernel
+@short_kernel
 def lay_floats(float_NF: np.ndarray, present_NF: np.ndarray, present_KN: np.ndarray, out_NW: np.ndarray, column: int) -> None:
     """Floats, then which of the declared ones are there, then which lists."""
     for n in range(len(float_NF)):

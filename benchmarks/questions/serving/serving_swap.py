@@ -32,7 +32,7 @@ A commit a second is written into the store that a serving program follows: mani
 built, tried with 32 recent requests, and swapped, all in a thread beside the requests. The second table is of a turn: three of
 36 s are a run with about 100 swaps. Versions have two sets of weights in turns, and each answer's scores are compared with those
 of the version that it names (1e-5). The targets: no failed request (anything but 200), and a p99 of at most 1.5 times that of the
-turns without a swap, in the same run.
+turns without a swap, in the same run. Failures that are 429, with swaps and without, say that other work has the core.
 
 `roostream serving` in a process of its own on loopback, the demo schema and the default model, 20 candidates a request, initial
 rows; Kafka, Redis and the shards are away. The load is that of serving-overload at half of the capacity: requests at random

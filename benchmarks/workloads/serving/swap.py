@@ -151,6 +151,7 @@ class SwappedLoad(Load):
             "swaps": self._num_swaps,
             "asked": len(self.answered),
             "failed": sum(a.status != 200 for a in self.answered),
+            "of them 429": sum(a.status == 429 for a in self.answered),
             "other scores than its version's": sum(a.status == 200 and not self._loaded.is_right(a) for a in self.answered),
             "p50, ms": statistics.median(took_ms),
             "p99, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
