@@ -5,6 +5,7 @@ Letters: B candidates, T tasks, U unique rows of a stack, D width of a stack.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -46,7 +47,8 @@ class Descent:
         self.model = self.scorer = trained_model(schema, model_config, config)
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm)
         if config.average_steps:
-            self.scorer = trained_model(schema, model_config, config)
+            as_served = dataclasses.replace(config, compile=False)
+            self.scorer = trained_model(schema, model_config, as_served)
             self.optimizer.average = WeightAverage(self.scorer, config.average_steps)
 
     def forward(self, pulled: Pulled) -> Logits | None:
