@@ -53,6 +53,7 @@ class Watcher:
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
             "trainer": trainer_state(control),
             "workers": workers_state(control),
+            "readers": control.get("readers") if control else None,
             "rows": rows_by_stack(scraped),
             "commit": commit_state(control),
             "freshness": freshness(scraped),

@@ -29,6 +29,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         ("trainer", _trainer(status["trainer"])),
         *_outcomes(status["trainer"]),
         *_workers(status["workers"]),
+        *_readers(status.get("readers")),
         ("rows", ", ".join(f"{k} {v:,}" for k, v in status["rows"].items()) or NONE),
         ("commit", _commit(status["commit"])),
         ("devices", _devices(status["commit"])),
@@ -153,6 +154,15 @@ def _outcomes(t: Mapping[str, Any]) -> list[Row]:
     parts = " + ".join(f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained"))
     missing = unaccounted(of)
     return [("selection", f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}")]
+
+
+def _readers(of: Mapping[str, Any] | None) -> list[Row]:
+    """Nothing where no session is read by programs."""
+    if not of or not (of["there"] or of["splits_wanted"]):
+        return []
+    buffers = ", ".join(f"worker {n} {100 * its['fullness']:.0f} %" for n, its in sorted(of["buffers"].items()))
+    full = f", buffers full: {buffers}" if buffers else ""
+    return [("readers", f"{of['there']} of {of['wanted']} wanted, {of['splits_wanted']} splits waited for{full}")]
 
 
 def _history(initial: Mapping[str, Any] | None) -> str:

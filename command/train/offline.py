@@ -62,6 +62,7 @@ from warehouse.readers.table_session import SampleTable
 _READ_AHEAD = 2
 _UNIT_ROWS = 1 << 20  # of each partition between two ends of an epoch, for which nobody has anything in hand
 _TELL_S = 2.0
+_SETTLE_S = 3.0
 _NOWHERE = "127.0.0.1:1"  # nobody dials
 _HELD_MS = 7 * 86_400_000
 
@@ -302,6 +303,13 @@ class _Offline:
                 done = sum(worker.loop.own.progress.values())
                 tell(done, sum(self.session.rows.values()), max(done - before, 0) / (now_s - told_s))
                 told_s, before = now_s, done
+        self._settle(worker)
+
+    def _settle(self, worker: Worker) -> None:
+        """The worker hears of the last commit, too; what is committed doesn't depend on it."""
+        ends_s = time.monotonic() + _SETTLE_S
+        while worker.is_cut and time.monotonic() < ends_s:
+            worker.serve_inbox()
 
     def _is_over(self, controller: Controller) -> bool:
         """The commit that has everything is there."""

@@ -35,7 +35,7 @@ class OfflineReaders:
 
     def __init__(self, config: TrainConfig, home: Home, controller: Controller, schema: Schema, clock: Clock) -> None:
         self.config, self.home, self.clock = config, home, clock
-        self.master = ReadMaster(controller.trained, schema, clock, config.reader_count)
+        self.master = ReadMaster(controller.session_now, schema, clock, config.reader_count)
         self.server = RpcServer(self.master.handle)
         self.supervisor = Supervisor(lambda: None)
         self._stop = threading.Event()

@@ -304,3 +304,13 @@ def test_devices_that_never_trained_have_no_ratio() -> None:
     lines = table.rows(whole(Scraped(), Scraped(), {**CONTROL, "device_s": spent, "device_ratio": ratios(spent)}))
     assert dict(lines)["devices"] == "training 0 ms, temporary 72.0 s"
     assert dict(table.rows(whole(Scraped(), Scraped(), CONTROL)))["devices"] == "–", "no controller, or an older one"
+
+
+def test_readers_are_told_of_while_there_are_any() -> None:
+    none = whole(Scraped(), Scraped(), CONTROL)
+    buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0}}
+    there = {"there": 1, "wanted": 2, "splits_wanted": 3, "buffers": buffers}
+    assert "readers" not in dict(table.rows(none))
+    assert dict(table.rows({**none, "readers": there}))["readers"] == (
+        "1 of 2 wanted, 3 splits waited for, buffers full: worker 0 25 %"
+    )

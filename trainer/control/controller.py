@@ -60,6 +60,7 @@ class Controller:
         `open_session`: the same of the warehouse, where nothing is committed."""
         self.keep_commits, self.history, self.open_session = keep_commits, history, open_session
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
+        self.readers: Callable[[], dict[str, Any]] | None = None  # what is told of those that read a session
         self.spent, self._pace = Spent(clock.monotonic_s()), HistoryPace()
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
@@ -166,9 +167,11 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         """Plain values for `status` and metrics."""
+        readers = self.readers() if self.readers else None  # outside the lock: it asks for the session
         with self._changed:
             it, now_s = self.coordinator, self.clock.monotonic_s()
             return {
+                "readers": readers,
                 "state": str(it.state),
                 "reason": it.reason,
                 "incarnation": it.incarnation,
@@ -350,7 +353,7 @@ class Controller:
         committed = {number: at for (topic, number), at in offsets.items() if topic == SAMPLES}
         return Historical(tuple(self.history(committed)), False)
 
-    def trained(self) -> tuple[int, TableInput | None]:
+    def session_now(self) -> tuple[int, TableInput | None]:
         """The incarnation, and the session of the warehouse that it trains; None = the stream. Any thread."""
         with self._changed:
             phases = self.coordinator.phases

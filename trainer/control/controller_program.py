@@ -44,7 +44,7 @@ _SHOWN = (
     *("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
     *("workers", "wanted_workers"),
 )
-_LABELS = {"state": "state", "device_seconds": "spent_on", "held": "kind", "commit_phase_ms": "phase"}
+_LABELS = {"readers": "what", "state": "state", "device_seconds": "spent_on", "held": "kind", "commit_phase_ms": "phase"}
 _COUNTERS = ("device_seconds",)
 
 
@@ -91,7 +91,8 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
         page.observe()
 
-    master = ReadMaster(controller.trained, schema, clock, config.readers)
+    master = ReadMaster(controller.session_now, schema, clock, config.readers)
+    controller.readers = master.status
     server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_keys())
     server.start()
     log.info("controller on %s", server.address)
@@ -172,4 +173,7 @@ def _gauges(status: dict[str, Any]) -> dict[str, Any]:
     own = {"device_seconds": status["device_s"], "held": {kind: int(kind in kinds) for kind in (PERMANENT, TRANSIENT)}}
     own["commit_phase_ms"] = status["phases_ms"]
     own["history_left_records"] = (status["initial"] or {"left": 0})["left"]
+    if readers := status["readers"]:
+        own |= {"readers": {what: readers[what] for what in ("wanted", "there")}, "splits_wanted": readers["splits_wanted"]}
+        own["leases_expired"] = readers["leases_expired"]
     return {**{name: status[name] for name in _SHOWN}, **own, "state": one_of(status["state"], tuple(State))}

@@ -73,7 +73,7 @@ class HandOver:
 
     def look(self) -> None:
         """Once. Raises RoostreamError: it can't be told now; what was said before stands."""
-        _, session = self.controller.trained()
+        _, session = self.controller.session_now()
         if session is None:
             self.margin = None
             return

@@ -56,8 +56,11 @@ def trained(place: Path, home: str, stop: Stop | None = None, **more: Any) -> di
     return train_offline(config(place, home, **more), EXACT, stop or Stop(), lambda done, rows, rate: None)
 
 
-def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(place: Path) -> None:
+def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     report = trained(place, "a")
+    assert "the worker is stopping" not in caplog.text, "it hears of the last commit"
     assert (report["requests"], report["rows"], report["steps"]) == (60, 60, 16)
     assert report["metrics"]["requests"] == 60 and report["requests_s"] > 0
     manifest = last(place, "a")

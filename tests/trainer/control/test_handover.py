@@ -43,7 +43,7 @@ class FakeController:
         self.now: TableInput | None = SESSION
         self.followed: list[TableInput | None] = []
 
-    def trained(self) -> tuple[int, TableInput | None]:
+    def session_now(self) -> tuple[int, TableInput | None]:
         return 1, self.now
 
     def follow_by(self, session: TableInput | None) -> None:

@@ -83,7 +83,7 @@ class FromTable(Simulation):
         if last := manifests.newest(self.store):
             self.commits[last.manifest.seq] = last.manifest
         it = self.controller
-        if it and len(self.tables) > 1 and (session := it.trained()[1]):
+        if it and len(self.tables) > 1 and (session := it.session_now()[1]):
             it.follow_by(self.session_of(1, self.ends[0]) if session.version == 0 else None)
 
     def assert_switched(self, initial_workers: int, workers: int) -> None:

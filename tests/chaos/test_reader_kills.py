@@ -1,0 +1,111 @@
+"""Readers as programs, and the program that they read for, are killed at random moments while a warehouse is trained: each sample
+is trained once, and in exact mode the model is bit-equal to one whose worker read for itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from command.train.config import TrainConfig
+from command.train.offline import train_offline
+from infra.options import ROOT
+from roo.schema_registry import to_toml
+from runtime import manifest as manifests
+from runtime import tensor_file
+from runtime.checkpoint_store import open_store
+from runtime.manifest import Manifest
+from runtime.program import Stop
+from tests.trainer import samples
+from tests.warehouse.readers.test_table_session import archive
+from trainer.config import LoopConfig
+
+NUM_SAMPLES, LEAST_KILLS, MOST_S = 12_000, 24, 1200.0
+SETTINGS = {"exact": "true", "batch_requests": "4", "first_batch_requests": "4"}
+
+
+def readers_of(pid: int) -> list[int]:
+    """The supervisor starts them from a thread of its own."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir() if Path(f"/proc/{pid}").exists() else ():
+        try:
+            found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def start(place: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "command.main",
+        "train",
+        "--warehouse",
+        str(place / "warehouse"),
+        "--home",
+        str(place / "killed"),
+    ]
+    command += ["--schema", str(place / "schema.toml"), "--partitions", "2", "--commit-interval", "300ms", "--readers", "2"]
+    for key, value in SETTINGS.items():
+        command += ["--set", f"worker.{key}={value}"]
+    with log.open("ab") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def newest(place: Path, home: str) -> Manifest | None:
+    found = manifests.newest(open_store(str(place / home / "store")))
+    return found.manifest if found else None
+
+
+def bits(place: Path, home: str) -> dict[str, bytes]:
+    last = newest(place, home)
+    assert last is not None and last.input is None
+    assert last.workers[0].metrics["requests"] == NUM_SAMPLES, "each once"
+    tensors, _ = tensor_file.decode(manifests.read_file(open_store(str(place / home / "store")), last.dense))
+    return {name: tensor.tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    draw = random.Random(pytestconfig.getoption("--seed", default=0))
+    (tmp_path / "schema.toml").write_text(to_toml(samples.schema()))
+    archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
+    killed, seen = {"reader": 0, "train": 0}, 0
+    process, ends_s = start(tmp_path, tmp_path / "log"), time.monotonic() + MOST_S
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < ends_s, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(draw.uniform(0.05, 0.6))
+            last = newest(tmp_path, "killed")
+            num_killed = sum(killed.values())
+            if last is None or last.step == seen or num_killed >= LEAST_KILLS:  # who is killed as it starts gets nowhere
+                continue
+            seen, readers = last.step, readers_of(process.pid)
+            if num_killed % 7 == 6:
+                process.kill()
+                process.wait()
+                killed["train"] += 1
+                process = start(tmp_path, tmp_path / "log")
+            elif readers:
+                os.kill(draw.choice(readers), signal.SIGKILL)
+                killed["reader"] += 1
+    finally:
+        process.kill()
+    assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    assert killed == {"reader": LEAST_KILLS - LEAST_KILLS // 7, "train": LEAST_KILLS // 7}, "before it was over"
+    config = TrainConfig(
+        warehouse=str(tmp_path / "warehouse"),
+        home=str(tmp_path / "undisturbed"),
+        schema=str(tmp_path / "schema.toml"),
+        partitions=2,
+    )
+    train_offline(config, LoopConfig(exact=True, batch_requests=4, first_batch_requests=4), Stop())
+    assert bits(tmp_path, "killed") == bits(tmp_path, "undisturbed")
