@@ -50,6 +50,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *((f, [0]) for f in ("foretold", "drawn")),
         ("profiled", [4]),
     ],
+    "placing.switch": [("switched", [200, 2, 3]), ("written_alone", [200, 16])],
     "poll_decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
     "rpc_ours": [
         ("send", [4096]),
