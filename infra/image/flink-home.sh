@@ -16,6 +16,7 @@ cp "$pyflink"/lib/*.jar "$home/lib/"
 cp "$pyflink"/opt/flink-python-*.jar "$home/lib/"
 cp "$pyflink"/opt/flink-python-*.jar "$home/opt/" # what the job's jarURI names
 cp "$share"/jars/flink/*.jar "$share"/jars/kafka/zstd-jni-*.jar "$share/roostream-flink.jar" "$home/lib/"
+cp "$share"/jars/kafka/jackson-annotations-*.jar "$share"/jars/kafka/jackson-core-*.jar "$share"/jars/kafka/jackson-databind-*.jar "$home/lib/"
 python3 - "$here/flink-plugins.sha256" "$home/plugins" <<'PYTHON'
 import pathlib, shutil, sys, tempfile
 from infra.jars import fetch_all, read_list
