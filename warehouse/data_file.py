@@ -8,7 +8,7 @@ import secrets
 from datetime import UTC, date, datetime
 
 _DAY_MS = 86_400_000
-_NAME = re.compile(r"[^/]+/\d+/[0-9a-f]{16}/(?:sealed-)?(\d+)-[0-9a-f]+(?:\.([\w-]+))?\.parquet", re.ASCII)
+_NAME = re.compile(r"[^/]+/\d+/[0-9a-f]{16}/(?:t((?:[0-9a-f]{2})+)/)?(?:sealed-)?(\d+)-[0-9a-f]+\.parquet", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,20 @@ def day_bounds_ms(day: date) -> tuple[int, int]:
 
 
 def new_path(day: date, partition: int, fingerprint: int, candidates: int, *, topic: str = "", sealed: bool = False) -> str:
-    """A path that no other file has. How many candidates it holds and of which topic is in its name, since a log has no place
-    for that."""
-    name = f"{'sealed-' if sealed else ''}{candidates}-{secrets.token_hex(12)}{'.' if topic else ''}{topic}.parquet"
-    return f"{day.isoformat()}/{partition}/{fingerprint:016x}/{name}"
+    """A path that no other file has. How many candidates it holds and of which topic is in it, since a log has no place for that;
+    the topic's id, in which Kafka has capitals and slashes, by the hexadecimal digits of its letters."""
+    of_topic = f"t{topic.encode().hex()}/" if topic else ""
+    name = f"{'sealed-' if sealed else ''}{candidates}-{secrets.token_hex(12)}.parquet"
+    return f"{day.isoformat()}/{partition}/{fingerprint:016x}/{of_topic}{name}"
 
 
 def candidates_of(path: str) -> int:
     """Of a path of `new_path`; 0 of another."""
     found = _NAME.fullmatch(path)
-    return int(found[1]) if found else 0
+    return int(found[2]) if found else 0
 
 
 def topic_of(path: str) -> str:
     """Of a path of `new_path`: the topic's id; "" of another."""
     found = _NAME.fullmatch(path)
-    return (found[2] or "") if found else ""
+    return bytes.fromhex(found[1]).decode("utf-8", "replace") if found and found[1] else ""

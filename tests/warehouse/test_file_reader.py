@@ -13,6 +13,7 @@ import pytest
 from roo.columnar import projected
 from roo.errors import CheckpointError, SchemaError, UnavailableError
 from runtime.checkpoint_store import FileStore
+from runtime.store_names import checked
 from tests.roo.conftest import RICH, parse
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import decoded, place_of, rich_records, rich_schema, rows_of, same_batch
@@ -58,10 +59,11 @@ def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_
 
 
 def test_a_file_that_another_topic_filled_than_its_name_says_is_refused(store: FileStore) -> None:
-    file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic="topic-1"))
-    assert (file.topic, topic_of(file.path), candidates_of(file.path)) == ("topic-1", "topic-1", file.candidates)
-    assert SampleFile(store, "samples", file).said["topic"] == "topic-1"
-    with pytest.raises(CheckpointError, match=r"expected rows of topic 'topic-2' \(its name\), got 'topic-1'"):
+    its = "Ex/UIEt9S0+qXk1vJmBZcA"  # as Kafka's client says it
+    file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic=its))
+    assert (file.topic, topic_of(file.path), candidates_of(file.path)) == (its, its, file.candidates)
+    assert checked(file.path) == file.path and SampleFile(store, "samples", file).said["topic"] == its
+    with pytest.raises(CheckpointError, match=r"expected rows of topic 'topic-2' \(its name\), got 'Ex/UIEt"):
         SampleFile(store, "samples", dataclasses.replace(file, topic="topic-2"))
 
 
