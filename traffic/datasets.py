@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -30,6 +30,8 @@ class DatasetOptions(Settings):
     """What is used where no schema is given; None = one must be."""
     rehearsed_batches: ClassVar[int] = 0
     """`rehearsal.batches` of the worker where nothing is said of it: what pays on this log."""
+    ranker: ClassVar[Mapping[str, object]] = {}
+    """Settings of the ranker where no model is chosen: what pays on this log."""
 
 
 class Clicks(NamedTuple):

@@ -16,7 +16,7 @@ shows itself, of the same user on the same article, is left out; any other is an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -76,6 +76,7 @@ class Options(DatasetOptions):
 
     default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
     rehearsed_batches: ClassVar[int] = 200
+    ranker: ClassVar[Mapping[str, object]] = {"list_layers": 2}
     behaviors: tuple[str, ...] = setting(help="behaviors.parquet files, in any order")
     history: tuple[str, ...] = setting((), "history.parquet files")
 

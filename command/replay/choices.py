@@ -62,13 +62,18 @@ def choices_of(config: ReplayConfig) -> Choices:
     chosen = Choices(
         joiner=joiner_settings(config) | sets.pop("joiner", {}),
         worker=worker,
-        model=dict(map(_assignment, model)),
+        model=_of_model(config, dict(map(_assignment, model))),
         others=sets,
     )
     for name, cls, table in (("joiner", JoinerConfig, chosen.joiner), ("worker", LoopConfig, chosen.worker)):
         known = {f.name for f in dataclasses.fields(cls)}
         build(cls, {k: v for k, v in table.items() if k in known}, Place(prefix=f"{name}."))
     return chosen
+
+
+def _of_model(config: ReplayConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """What pays on the log is of the ranker, so not of a model that was chosen."""
+    return given if config.model or "kind" in given else {**config.options.ranker, **given}
 
 
 def joiner_settings(config: ReplayConfig) -> dict[str, Any]:

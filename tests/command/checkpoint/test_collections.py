@@ -129,7 +129,7 @@ def pulled(place: Path, table: str, *ids: int, num_shards: int = 2) -> np.ndarra
     for index in range(num_shards):
         identity = ShardIdentity(schema=schema, index=index, num_shards=num_shards, publishing=False)
         opened.append(RocksBlobs(place / "home" / f"shard-{index}" / "segments").open())
-        segments = Segments(opened[-1], shapes_of(schema), identity.num_buckets, buckets=identity.buckets)
+        segments = Segments(opened[-1], shapes_of(schema), identity.num_buckets, buckets=newest.manifest.owners.buckets_of(index))
         shards.append(Shard(identity, segments, store, FakeClock(0)))
         shards[-1].restore(incarnation, newest.name)
     client = Client(schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)

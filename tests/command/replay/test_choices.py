@@ -55,6 +55,18 @@ def test_a_log_has_a_rehearsal_of_its_own_unless_something_is_said_that_it_may_n
     assert "rehearsal" not in of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
 
 
+def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "behaviors.parquet"
+    file.touch()
+    log: dict[str, Any] = {"dataset": "ebnerd", "options": ebnerd.Options(behaviors=(str(file),)), "engine": "local"}
+    model = tmp_path / "own.toml"
+    model.write_text("width = 8\n")
+    assert choices_of(ReplayConfig(**log)).model == {"list_layers": 2}
+    assert choices_of(ReplayConfig(**log, set=("model.list_layers=1", "model.width=8"))).model == {"list_layers": 1, "width": 8}
+    assert choices_of(ReplayConfig(**log, model=str(model))).model == {}
+    assert choices_of(ReplayConfig(**log, set=("model.kind=two_tower",))).model == {"kind": "two_tower"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
