@@ -18,7 +18,7 @@ from runtime.rpc_client import SocketTransport
 from tests.e2e.loop_stack import applied, newest, wait_until
 from tests.trainer import samples
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 SCHEMA = """
 [tables.user]
 dim = 2

@@ -20,7 +20,7 @@ from tests.contract.test_metric_names import OTHER_UNITS
 from tests.e2e.loop_stack import applied, produce_garbage, quick_options, wait_until
 from tests.e2e.prometheus import Prometheus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 MOST_SERIES = 2_000
 SILENT = {
