@@ -100,7 +100,9 @@ def test_every_partition_is_restored_by_one_worker_which_is_told_where_to_meet(c
     assert sorted(p for c in its.values() for p in c["partitions"]) == [0, 1, 2, 3]
     assert all(p % count == index for index, c in its.items() for p in c["partitions"])
     assert {(c["workers"], c["meet"]) for c in its.values()} == {(count, MEET if count > 1 else "")}
-    assert all(set(c) == {"id", "kind", "incarnation", "manifest"} for k, c in fleet.restored().items() if k.role == "shard")
+    assert all(
+        set(c) == {"id", "kind", "incarnation", "manifest", "schema"} for k, c in fleet.restored().items() if k.role == "shard"
+    )
 
 
 def test_several_workers_wait_until_the_first_has_told_where_they_meet() -> None:
