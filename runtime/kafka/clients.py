@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -163,6 +164,8 @@ def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, e
         if refused.code() not in _MOVING or left_s <= 0:
             raise KafkaException(refused)
         time.sleep(_ASK_AGAIN_S)
+        with contextlib.suppress(KafkaException):
+            client.list_topics(timeout=max(end_s - time.monotonic(), 0.1))  # who leads now: the client remembers who did
 
 
 def end_offsets(client: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = 10.0) -> dict[int, int]:

@@ -61,6 +61,7 @@ class FakeConsumer:
         self.coming = deque(deque(messages) for messages in coming)
         self.oldest, self.newest = oldest, newest
         self.fails: int | None = None
+        self.num_refreshed = 0
         self.assigned: dict[Partition, int] = {}
         self.paused: set[Partition] = set()
         self.closed = False
@@ -74,6 +75,10 @@ class FakeConsumer:
             raise KafkaException(KafkaError(self.fails))
         bounds = {OFFSET_BEGINNING: self.oldest, OFFSET_END: self.newest}
         return [TopicPartition(at.topic, at.partition, bounds[at.offset]) for at in asked]
+
+    def list_topics(self, timeout: float) -> None:
+        """Who leads is asked anew."""
+        self.num_refreshed += 1
 
     def assign(self, places: list[Any]) -> None:
         """What the application has paused stays paused, as librdkafka keeps it."""

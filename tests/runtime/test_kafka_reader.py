@@ -152,6 +152,7 @@ def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(code: in
 
     monkeypatch.setattr(consumer, "offsets_for_times", moving)
     assert KafkaReader(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
+    assert consumer.num_refreshed == 2, "a client remembers who led"
     refusals += [code] * 1000
     with pytest.raises(KafkaException, match=KafkaError(code).str()):
         clients.bounds(consumer, [MERGED.place(P2)], timeout_s=0.3)  # type: ignore[arg-type]
