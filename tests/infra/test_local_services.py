@@ -38,6 +38,7 @@ def consume(stack: Stack) -> list[bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_path: Path) -> None:
     with Stack(tmp_path / "home") as stack:
         stack.start(["kafka", "redis", "flink"])

@@ -17,7 +17,7 @@ from tests.joiner import generated
 from tests.joiner.cases import SCHEMA, SCHEMAS, record, seen
 from tests.joiner.joined_topics import SETTINGS, consume, distinct, produce, wait
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RECORDS = generated.arrivals(12)
 HALF = len(RECORDS) // 2
