@@ -6,6 +6,7 @@ nobody answered. A machine that is busy answers 408, 429 or 504: those are answe
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -19,6 +20,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from infra.home import Home
 from infra.options import DEMO_SCHEMA
@@ -223,8 +226,10 @@ class DayTwo:
         """Whatever still runs ends; a stack that is down stays so."""
         self.stop_users()
         self.stop_watching()
-        for file in self.home.root.glob("more-*.pid"):
-            subprocess.run(("kill", "-TERM", file.read_text(encoding="utf-8").strip()), check=False, capture_output=True)
         command = (sys.executable, "-m", "command.main", "down", "--home", str(self.home.root))
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, capture_output=True, timeout=180)
+        for process in psutil.process_iter(["cwd"]):  # whatever a block started in the background, also one that was cut off
+            if process.info["cwd"] == str(self.folder):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
         self._ports.release()
