@@ -43,7 +43,7 @@ def config_of(folder: Path, days: str = "", as_they_lie_until: str = "") -> Repl
         schema=str(folder / "schema.toml"),
         engine="local",
         report=str(folder / "of_table.json"),
-        set=("worker.rehearsal={batches=200}",),  # as the log's own replay has by itself
+        set=("worker.rehearsal={batches=200}", "model.list_layers=2"),  # as the log's own replay has by itself
         batch_requests=32,
     )
 
