@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = "ROOSTREAM_BENCH_MADE"
+FOLDER = "BENCH_MADE"
 """The variable that names it; without it everything is made where it is needed."""
 
 

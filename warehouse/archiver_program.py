@@ -83,7 +83,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         RoostreamError: a topic has other partitions than the settings say, or the warehouse is damaged.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health))
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, (SAMPLES, CORRECTIONS), config.partitions, stop)
     partitions = own_partitions(config)

@@ -57,7 +57,7 @@ class Rounds:
 def compact(config: CompactorConfig, stop: Stop) -> None:
     """`roostream compactor`, until `stop`; what it is doing then is not committed, and done by whoever comes next."""
     health = Health(config.stalled_after_ms / 1000)
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health))
     warehouse = Warehouse(config.warehouse)
     rounds = Rounds(Compactor(warehouse, config, SystemClock()), health, stop)
     exports = Exports("compactor", rounds.shown, {}, counters=_COUNTERS)

@@ -132,7 +132,7 @@ def read(config: ReaderConfig, stop: Stop) -> None:
         RoostreamError: what is trained can't be read by this program, or a port is taken.
     """
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_keys()
-    log.info("metrics at http://%s:%d/metrics", config.metrics_host, metrics.serve(config, health))
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, metrics.serve(config, health))
     limits = {"most_bytes": config.most_bytes, "most_units": config.most_units, "most_requests_s": config.most_requests_s}
     reader = SplitReader(clock, **limits)
     host, port = parse_address(config.listen)
