@@ -40,7 +40,7 @@ coverage: setup  ## all tests but e2e, measured: 90 % of all lines, 70 % of each
 	@python -m tests.coverage_gate build/coverage/report.json
 
 e2e: setup  ## the long runs: a full week, two stacks side by side, history, Prometheus over a stack, a savepoint
-	@pytest -q -m slow tests/e2e tests/benchmarks tests/infra tests/joiner $(ARGS)
+	@pytest -q -m slow tests/e2e tests/benchmarks tests/command tests/infra tests/joiner $(ARGS)
 
 chaos: setup  ## kill -9 of every process of a running stack; thousands of schedules of the simulator
 	@pytest -q -m chaos tests/chaos tests/trainer $(ARGS)

@@ -130,7 +130,10 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "warehouse.train_files": [("from_kafka", [2000])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
-STARTS_PROGRAMS = {"serving.end_to_end", "serving.restart", "serving.swap", "training_workers"}
+STARTS_PROGRAMS = {
+    *("serving.end_to_end", "serving.freshness", "serving.one_request", "serving.overload", "serving.restart", "serving.swap"),
+    "training_workers",
+}
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from command.main import cli
@@ -19,6 +20,7 @@ def asked(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["next-item", *arguments])
 
 
+@pytest.mark.slow
 def test_both_models_say_a_line_an_evaluation_and_write_what_they_found(tmp_path: Path) -> None:
     folder = str(written(tmp_path, ROWS, MOVIES))
     for model in ("hstu", "sasrec"):

@@ -66,6 +66,7 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
         assert FlinkRest(stack.endpoints.flink).task_managers() == {"flink-tm-0"}
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_where_nobody_may_write_to_the_shared_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
