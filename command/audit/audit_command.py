@@ -23,6 +23,7 @@ from runtime.backoff import Backoff
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS
 
+_LEADERS_S = 20.0
 _SAY_EVERY_S = 10.0
 _SILENT_S = 30.0
 _STARTS_S = 60.0
@@ -72,8 +73,13 @@ def read_all(topics: Topics) -> Sums:
             Backoff(what=what, timeout_s=topics.starts_s).until(lambda: auditor.poll(0.0), (UnavailableError,))
         heard_s = said_s = time.monotonic()
         while not auditor.is_current():
-            if auditor.poll(1.0) or auditor.behind() is not None:
-                heard_s = time.monotonic()
+            try:
+                if auditor.poll(1.0) or auditor.behind() is not None:
+                    heard_s = time.monotonic()
+            except UnavailableError:  # partitions of a broker that has just begun get their leaders one after the other
+                if time.monotonic() - heard_s > _LEADERS_S:
+                    raise
+                time.sleep(0.2)
             if time.monotonic() - heard_s > _SILENT_S:
                 raise UnavailableError(
                     f"Kafka at {topics.kafka} has been silent for {_SILENT_S:.0f} s; start it, then run this again"
