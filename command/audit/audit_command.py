@@ -37,7 +37,7 @@ class Topics:
     prefix: str = ""
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
-    starts_s: float = 0.0  # how long the broker may still need to lead its partitions
+    starts_s: float = _LEADERS_S  # how long a broker may need to lead its partitions, one after the other, behind its start
 
 
 def run(home: Path, topics: Topics | None, as_json: bool) -> int:
@@ -68,18 +68,11 @@ def read_all(topics: Topics) -> Sums:
         horizon_ms=max(HORIZON_MS, 2 * topics.settle_ms),
     )
     try:
-        if topics.starts_s:
-            what = f"Kafka at {topics.kafka}"
-            Backoff(what=what, timeout_s=topics.starts_s).until(lambda: auditor.poll(0.0), (UnavailableError,))
+        asked = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.starts_s)
         heard_s = said_s = time.monotonic()
         while not auditor.is_current():
-            try:
-                if auditor.poll(1.0) or auditor.behind() is not None:
-                    heard_s = time.monotonic()
-            except UnavailableError:  # partitions of a broker that has just begun get their leaders one after the other
-                if time.monotonic() - heard_s > _LEADERS_S:
-                    raise
-                time.sleep(0.2)
+            if asked.until(lambda: auditor.poll(1.0), (UnavailableError,)) or auditor.behind() is not None:
+                heard_s = time.monotonic()
             if time.monotonic() - heard_s > _SILENT_S:
                 raise UnavailableError(
                     f"Kafka at {topics.kafka} has been silent for {_SILENT_S:.0f} s; start it, then run this again"
