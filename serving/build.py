@@ -29,12 +29,14 @@ from runtime.exports import Exports
 from runtime.manifest import Manifest
 from runtime.security.tls import Tls
 from serving.access.key_file import Keyring
+from serving.client.said import impression_of
 from serving.config import ServingConfig
 from serving.errors import REFUSALS
 from serving.exports import ServingMetrics
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.log_topics import LogTopics
 from serving.feature_log.sender import LogSender
+from serving.http.binary import parse_impression
 from serving.http.examples import rank_example
 from serving.http.parse import JsonParser
 from serving.rank import Policy, RankService
@@ -207,9 +209,13 @@ def producer_of(home: Path) -> str:
 
 
 def warm(parts: Parts) -> None:
-    """Score one made-up request and forget it: kernels are loaded before the first real one."""
-    request = JsonParser(parts.schema).parse(msgspec.json.encode(rank_example(parts.schema)))
-    parts.service.rank(request, parts.stamps.clock.now_ms())
+    """Score a made-up request in each form and forget it: kernels are loaded, or compiled, before the first real one."""
+    schema = parts.schema
+    fields: Any = rank_example(schema)
+    in_json = JsonParser(schema).parse(msgspec.json.encode(fields))
+    in_protobuf = parse_impression(schema, impression_of(fields, schema))
+    for request in (in_json, in_protobuf):
+        parts.service.rank(request, parts.stamps.clock.now_ms())
 
 
 def _check_shape(config: ServingConfig, manifest: Manifest) -> None:

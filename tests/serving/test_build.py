@@ -1,0 +1,42 @@
+"""What a process does before it is ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serving_cases import HISTORY, SCHEMA, build
+from serving_fakes import FakeHydrator
+
+from roo.lookup import Lookup
+from serving.build import warm
+from serving.rank import RankService
+from serving.request import RankRequest
+
+
+class Rows:
+    """Every row is 0."""
+
+    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        return {s: np.zeros((len(part.id_U), SCHEMA.stacks[s][0].dim), np.float32) for s, part in lookup.stacks.items()}
+
+
+class Kept(RankService):
+    """Remembers what it ranked."""
+
+    ranked: list[RankRequest]
+
+    def rank(self, request: RankRequest, time_ms: int) -> Any:
+        self.__dict__.setdefault("ranked", []).append(request)
+        return super().rank(request, time_ms)
+
+
+def test_what_a_first_request_would_compile_is_compiled_before_for_json_and_protobuf(tmp_path: Path) -> None:
+    built = build(tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept)
+    warm(built.parts)
+    in_json, in_protobuf = built.service.ranked  # type: ignore[attr-defined]
+    assert in_json.blocks is None and in_protobuf.blocks is not None
+    assert in_json.item_ids.tolist() == in_protobuf.item_ids.tolist() == [8, 9]
+    assert built.parts.log.backlog_records == 0, "made-up requests are not logged"
+    built.close()
