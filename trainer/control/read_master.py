@@ -19,7 +19,7 @@ from runtime.clock import Clock
 from runtime.transport import Arrays, Handler, Header
 from runtime.work_unit import TableInput
 from warehouse.readers.config import ReaderCountConfig
-from warehouse.readers.leases import Leases
+from warehouse.readers.leases import MOST_WANTED, Leases
 from warehouse.readers.scale import ReaderCount
 
 HOLD_S = 0.25  # a call is held this long when there is nothing to say
@@ -81,7 +81,7 @@ class ReadMaster:
     def _lease(self, header: Header) -> Header:
         """A reader lives: what it still has, and what it gets of the `free` that it has room for. With a session that it doesn't
         know, that; of an older incarnation it has nothing."""
-        reader, free = str(header["reader"]), int(header["free"])
+        reader, free = str(header["reader"]), min(int(header["free"]), MOST_WANTED)
         with self._changed:
             session = self._look()
             now_s = self.clock.monotonic_s()

@@ -48,6 +48,13 @@ def test_a_reader_is_told_the_session_and_its_schema_and_then_leases_of_what_wor
     assert case.want((3, 8)) == {"holders": [(3, 8, 1, "a")], "readers": {"a": "a:1"}}
 
 
+@pytest.mark.timeout(20)
+def test_a_reader_that_has_room_for_any_number_gets_what_there_is() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    assert len(case.lease(free=10**12)["leases"]) == 2
+
+
 def test_of_another_incarnation_all_leases_are_void_and_its_worker_is_heard_alone() -> None:
     case = Case()
     case.want((3, 8))
