@@ -4,9 +4,10 @@
                ── sum ──► all know the same of turn n+1: does anybody train, and divided by which totals
     turn n+1   each trains what it said: gradients of its part of the loss, in the same bucket ── sum ──► the same step for all
 
-A worker without data adds zeros. A cut is taken behind the turn in which all want the same one; what was announced for the next
-turn stays announced, and is in no cut. While nobody trains, the bucket has the words alone, and a turn
-waits for data as a poll does.
+A worker without data adds zeros, and asks for no rows: in a turn that trains all pull once, and all push once where there are
+gradients, so that either may be a call of all (`param_server/exchange`). A cut is taken behind the turn in which all want the
+same one; what was announced for the next turn stays announced, and is in no cut. While nobody trains, the bucket has the words
+alone, and a turn waits for data as a poll does.
 
 What isn't finite never reaches a sum: a worker whose part gives such numbers, or numbers whose sum over all workers could be
 one, adds zeros, and its halves are its next parts.
@@ -32,6 +33,7 @@ from trainer.feed import ChunkPart, Claimed, Pulled
 from trainer.loop import TrainLoop
 from trainer.reach import Reach
 from trainer.reduce import Reduction
+from trainer.rows import no_rows
 from trainer.watermark import newest_of
 
 _POLL_S = 0.1
@@ -149,6 +151,8 @@ class LockStep:
         """
         plan, loop = self._agreed, self.loop
         pulled, times_ms = self._begin() if plan.trains else (None, ())
+        if plan.trains and pulled is None:
+            loop.rows.pull(no_rows(loop.schema))
         learned = self._learn(pulled, plan)
         self._claim_next(plan, wait=not plan.trains and not cut)
         words = self._words(cut, leaving=leaving, times_ms=times_ms)

@@ -50,6 +50,10 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *((f, [0]) for f in ("foretold", "drawn")),
         ("profiled", [4]),
     ],
+    "placing.exchange": [
+        ("exchanged", [kind, [2, 50, 4, 3, 2, 1.0], 2])
+        for kind in ("workers", "shards", "plain", "torchrec table", "torchrec row")
+    ],
     "placing.switch": [("switched", [200, 2, 3]), ("written_alone", [200, 16])],
     "poll_decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
     "rpc_ours": [
@@ -132,6 +136,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
 }
 STARTS_PROGRAMS = {
     *("serving.end_to_end", "serving.freshness", "serving.one_request", "serving.overload", "serving.restart", "serving.swap"),
+    "placing.exchange",
     "training_workers",
 }
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported

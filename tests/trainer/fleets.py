@@ -159,7 +159,10 @@ class DoubleRows:
         self.workers = workers
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
-        return {name: torch.stack([self._value(key) for key in _keys(lookup, name)]) for name in lookup.stacks}
+        return {
+            name: torch.stack(its) if (its := [self._value(key) for key in _keys(lookup, name)]) else torch.empty(0)
+            for name in lookup.stacks
+        }
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         held = self._held

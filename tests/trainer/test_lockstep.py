@@ -337,3 +337,24 @@ def test_actors_run_one_at_a_time_and_die_where_they_pause() -> None:
     actor.go_on()
     actor.kill()
     assert seen == ["begun", "went on", "unwound"]
+
+
+def test_in_a_turn_that_trains_all_pull_once_also_who_has_nothing() -> None:
+    """A pull may be a call of all workers, and so is a push."""
+    shard, pulls = fake_shard(), [0, 0]
+    to_shard = rows_of(shard)
+
+    def counted(worker: int) -> Any:
+        rows = to_shard(worker)
+        pull = rows.pull
+
+        def pulled(lookup: Any) -> Any:
+            pulls[worker] += 1
+            return pull(lookup)
+
+        rows.pull = pulled  # type: ignore[method-assign]
+        return rows
+
+    fleet = Fleet(samples.records(list(range(2, 41, 2))), 2, counted).run()
+    assert fleet.num_trained == pulls[0] == pulls[1] > 2
+    assert [bool(built.predicted) for built in fleet.built] == [True, False]
