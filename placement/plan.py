@@ -72,9 +72,11 @@ def plan(
     *,
     memory_bytes: int = 0,
     columns: Mapping[str, int] | None = None,
+    whole_or_all: bool = False,
 ) -> PlacementPlan:
     """For `owners` that are requesters too (workers), or shards that as many ask. `memory_bytes`: of one owner, 0 = ample.
-    `columns`: table → column pieces, where they are wanted.
+    `columns`: table → column pieces, where they are wanted. `whole_or_all`: a table's rows lie at one owner or at all of them, as
+    TorchRec cuts (sharding_file.py).
 
     Raises:
         SchemaError: column pieces of a table whose rule keeps one state a row.
@@ -86,6 +88,8 @@ def plan(
     _check_memory(tables, owners, memory_bytes)
     warnings = _warnings(tables)
     ways = [{t.name: owners for t in tables}, *_ways_by_threshold(tables, owners, costs)]
+    if whole_or_all:
+        ways = [{name: pieces if pieces == 1 else owners for name, pieces in way.items()} for way in ways]
     best: tuple[float, list[TablePiece]] | None = None
     for way in ways:
         pieces, load_N = _placed(tables, way, columns, owners, costs, memory_bytes)

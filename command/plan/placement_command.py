@@ -83,14 +83,29 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
 @_source
 @_planned
 @click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys; `diff` reads it")
-def plan_command(as_json: bool, **given: Any) -> None:
+@click.option("--write-torchrec", "torchrec", type=click.Path(path_type=Path), help="file to make: the plan in TorchRec's terms")
+@click.option("--module", default="", metavar="PATH", help="with it: where the model has its collection; default: it is one")
+@click.option(
+    "--collection",
+    type=click.Path(path_type=Path),
+    help="safetensors of `checkpoint export`, that says how many rows tables have",
+)
+def plan_command(as_json: bool, torchrec: Path | None, module: str, collection: Path | None, **given: Any) -> None:
     """A plan, with how even it is and the bound that no plan can be below.
+
+    With --write-torchrec FILE tables are cut over all owners or not at all, as TorchRec cuts them, and FILE is what
+    `trainer.torchrec_plan.sharding_plan` reads.
 
     \b
     Example:
       roostream placement plan --store .roostream/store --schema my_site.toml --owners 8 --memory 16 --json
+      roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec plan.json
     """
-    tables, why, found = _plan(**given)
+    if collection is not None:
+        given["row_texts"] = (*_rows_of(collection, given["schema"]), *given["row_texts"])
+    tables, why, found = _plan(**given, whole_or_all=torchrec is not None)
+    if torchrec is not None:
+        _write_torchrec(torchrec, found, tables, module)
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2, sort_keys=True))
     else:
@@ -171,6 +186,7 @@ def _plan(
     memory_gib: float,
     column_texts: tuple[str, ...],
     costs_file: Path | None,
+    whole_or_all: bool = False,
 ) -> tuple[list[PlacedTable], list[str], PlacementPlan]:
     """The tables, why some count as unknown, and the plan."""
     from placement.plan import plan
@@ -185,7 +201,27 @@ def _plan(
     rows = _numbers("--rows", row_texts, names)
     tables, why = placed_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
     columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
-    return tables, why, plan(tables, owners, _costs(costs_file), memory_bytes=memory, columns=columns)
+    costs = _costs(costs_file)
+    return tables, why, plan(tables, owners, costs, memory_bytes=memory, columns=columns, whole_or_all=whole_or_all)
+
+
+def _rows_of(collection: Path, schema: Path) -> list[str]:
+    """As `--rows` would say them."""
+    from command.checkpoint.collection_files import read_collection
+    from roo.schema_file import load_schema
+
+    return [f"{table}={len(rows)}" for table, rows in read_collection(collection, load_schema(schema)).rows.items()]
+
+
+def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlacedTable], module: str) -> None:
+    from placement.sharding_file import sharding_of
+
+    text = json.dumps(sharding_of(found, tables, module), indent=1, sort_keys=True) + "\n"
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file} can't be written ({error.strerror}); name a file that isn't there") from None
 
 
 def _costs(file: Path | None) -> Any:

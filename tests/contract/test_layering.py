@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("models", "trainer", "serving"),
-    "torchrec": ("models/own/torchrec_bags.py",),
+    "torchrec": ("models/own/torchrec_bags.py", "trainer/torchrec_plan.py"),
     "fbgemm_gpu": (),
     "pyflink": ("joiner/operator.py", "joiner/job.py"),
     "py4j": ("joiner/operator.py", "joiner/job.py"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from command.checkpoint.collection_files import weight_name, write_tensors
 from command.main import cli
 from placement.profiles import save
 from roo.errors import ConfigError
@@ -55,6 +57,30 @@ def test_a_table_is_explained(known: list[str]) -> None:
     assert "a batch asks for" in shown.output and "2 row pieces" in shown.output
     with pytest.raises(ConfigError, match="expected a table of the schema, got 'itm'; did you mean 'item'"):
         CliRunner().invoke(cli, ["placement", "explain", "itm", *known, "--owners", "4"], catch_exceptions=False)
+
+
+def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) -> None:
+    out, rows = tmp_path / "plan.json", ["--rows", "item=40", "--rows", "user=9"]
+    with pytest.raises(ConfigError, match="expected pieces of a multiple of 4 columns, as FBGEMM has them, got 2"):
+        narrow = ["plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out)]
+        CliRunner().invoke(cli, ["placement", *narrow], catch_exceptions=False)
+    schema = Path(known[-1])
+    schema.write_text(schema.read_text().replace("dim = 2", "dim = 4"))
+    shown = placement("plan", *known, "--owners", "4", *rows, "--write-torchrec", str(out), "--module", "sparse")
+    assert shown.exit_code == 0 and "imbalance" in shown.output
+    written = json.loads(out.read_text())
+    assert written["module"] == "sparse" and sorted(written["tables"]) == ["item", "user"]
+    assert sum(shard["sizes"][0] for shard in written["tables"]["item"]["shards"]) == 40
+    collection = tmp_path / "rows.safetensors"
+    write_tensors(collection, {weight_name(name): np.zeros((7, 4), np.float32) for name in ("item", "user")})
+    again = tmp_path / "again.json"
+    arguments = ["plan", *known, "--owners", "4", "--collection", str(collection), "--write-torchrec", str(again)]
+    assert placement(*arguments).exit_code == 0
+    assert sum(shard["sizes"][0] for shard in json.loads(again.read_text())["tables"]["user"]["shards"]) == 7
+    with pytest.raises(ConfigError, match="name a file that isn't there"):
+        CliRunner().invoke(cli, ["placement", *arguments], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="expected how many rows each table has, got none for user, item"):
+        CliRunner().invoke(cli, ["placement", *arguments[:-4], "--write-torchrec", "x.json"], catch_exceptions=False)
 
 
 def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""A placement plan as TorchRec's ShardingPlan, and rows and their state in and out of a collection that is sharded by it.
+
+Whoever uses it imports it, and TorchRec with it (`roostream[torchrec]`); nothing else here does.
+
+    sharding_plan(FILE) ──► DistributedModelParallel(model, plan=…)          or, of one collection,
+                            EmbeddingBagCollectionSharder().shard(…)
+
+`put` and `take` move whole tables: float32 [N, D] of rows and, by TorchRec's names, state ("momentum1": [N, D] of an element-wise
+rule, [N] of a row-wise one). So what one plan has trained goes on under another, bit by bit. Every rank calls them.
+
+Letters: N rows of a table, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+from placement.sharding_file import read_sharding
+from roo.errors import CheckpointError
+
+_WEIGHT = ".weight"
+
+
+class TableTensors(NamedTuple):
+    """Of all tables of a collection."""
+
+    rows: dict[str, np.ndarray]  # table → float32 [N, D]
+    state: dict[str, dict[str, np.ndarray]]  # table → name → float32 [N, D] or [N]; {} of a rule without
+
+
+def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
+    """Of the file that `placement plan --write-torchrec` made; `kernel`: TorchRec's compute kernel for every table.
+
+    Raises:
+        ConfigError: another file.
+    """
+    found = read_sharding(text)
+    tables = {name: _parameter(its["sharding_type"], its["shards"], device, kernel) for name, its in found["tables"].items()}
+    return ShardingPlan({found["module"]: EmbeddingModuleShardingPlan(tables)})
+
+
+def put(collection: nn.Module, of: TableTensors) -> None:
+    """Of each table this rank's part. `collection`: TorchRec's sharded one. State that isn't given stays.
+
+    Raises:
+        CheckpointError: a table is missing, or of another size. Nothing was changed.
+    """
+    found = [
+        *((_of(of.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
+        *((_of(of.state[table], name, table), tensor) for table, name, tensor in _states(collection) if table in of.state),
+    ]
+    for whole, tensor in found:
+        if tuple(whole.shape) != tuple(tensor.size()):
+            raise CheckpointError(
+                f"expected a table of {list(tensor.size())}, got {list(whole.shape)}; shard it for that many rows"
+            )
+    with torch.no_grad():
+        for whole, tensor in found:
+            for shard in tensor.local_shards():
+                shard.tensor.copy_(torch.from_numpy(np.ascontiguousarray(whole[_place(shard.metadata)])))
+
+
+def take(collection: nn.Module) -> TableTensors:
+    """Whole tables, at every rank; each has to have room for them."""
+    mine = {(table, ""): tensor for table, tensor in _weights(collection)}
+    mine |= {(table, name): tensor for table, name, tensor in _states(collection)}
+    sizes: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in mine.items()})
+    out = TableTensors({}, {})
+    for (table, name), size in sorted({key: size for of_rank in sizes for key, size in of_rank.items()}.items()):
+        whole = _whole(mine.get((table, name)), size)
+        if name:
+            out.state.setdefault(table, {})[name] = whole
+        else:
+            out.rows[table] = whole
+    return out
+
+
+def _parameter(sharding_type: str, shards: list[dict[str, Any]], device: str, kernel: str) -> ParameterSharding:
+    def where(rank: int) -> str:
+        return f"rank:{rank}/{device}" if device == "cpu" else f"rank:{rank}/{device}:{rank}"
+
+    metadata = [ShardMetadata(s["offsets"], s["sizes"], where(s["rank"])) for s in shards]
+    ranks = [shard["rank"] for shard in shards]
+    return ParameterSharding(sharding_type, kernel, ranks=ranks, sharding_spec=EnumerableShardingSpec(metadata))
+
+
+def _weights(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
+    """Those that this rank knows of."""
+    for name, tensor in sorted(collection.state_dict().items()):
+        if name.endswith(_WEIGHT) and isinstance(tensor, ShardedTensor):
+            yield _table(name), tensor
+
+
+def _states(collection: Any) -> Iterator[tuple[str, str, ShardedTensor]]:
+    """Those of the optimizer that is fused into the collection."""
+    for name, its in sorted(collection.fused_optimizer.state_dict()["state"].items()):
+        for key, tensor in sorted(its.items()):
+            if isinstance(tensor, ShardedTensor):
+                yield _table(name), key.rpartition(".")[2], tensor
+
+
+def _table(name: str) -> str:
+    return name.removesuffix(_WEIGHT).rpartition(".")[2]
+
+
+def _of(given: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
+    if name not in given:
+        raise CheckpointError(f"expected {name!r} of {where}, got {', '.join(given) or 'nothing'}; give every table's")
+    return given[name]
+
+
+def _place(metadata: ShardMetadata) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
+
+
+def _whole(tensor: ShardedTensor | None, size: tuple[int, ...]) -> np.ndarray:
+    """Every rank adds its own bits to zeros, as integers, so that nothing is rounded and -0 stays -0. None: it has none of it."""
+    bits = torch.zeros(size, dtype=torch.int32)
+    for shard in tensor.local_shards() if tensor is not None else ():
+        bits[_place(shard.metadata)] = _float32(shard.tensor).view(torch.int32)
+    distributed.all_reduce(bits)
+    return bits.numpy().view(np.float32)
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float32).contiguous()
