@@ -39,6 +39,10 @@ class RankerConfig(ModelConfig):
     request_side: Literal["direct", "userarch", "both"] = setting("direct", "that tower, UserArch, or both beside each other")
     userarch_embeddings: int = setting(4, "embeddings that UserArch compresses the request's to", least=1, most=_WIDEST)
     userarch_width: int = setting(16, "width of each", least=1, most=_WIDEST)
+    normalize_rows: bool = setting(
+        False,
+        "each feature's pooled rows, if wider than 1, are brought to mean 0 and variance 1 (LayerNorm) before they are read",
+    )
     history_attention: bool = setting(True, "each candidate attends to the request's sequences")
     history_width: int = setting(32, "width of that attention", least=1, most=_WIDEST)
     history_heads: int = setting(2, "its heads, a divisor of history_width", least=1, most=_WIDEST)

@@ -38,6 +38,12 @@ def pool(inputs: Inputs) -> Pooled:
     return out
 
 
+def normalized(pooled: Pooled) -> Pooled:
+    """Each vector brought to mean 0 and variance 1 over its own columns (LayerNorm without gains: Ba et al. 2016; for rows: the
+    Slipstream paper, §3.5). What is pooled of nothing stays 0, and so does a vector of one number, which would be lost."""
+    return {name: nn.functional.layer_norm(x_SD, x_SD.shape[1:]) if x_SD.shape[1] > 1 else x_SD for name, x_SD in pooled.items()}
+
+
 class Part(nn.Module):
     """Gives [R, width] as a request part, [B, width] as a candidate part; a row depends on its own request only.
 

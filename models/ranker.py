@@ -25,7 +25,7 @@ from models.layers import Mlp
 from models.loss import loss
 from models.model import Model, Targets
 from models.objectives import tasks_of
-from models.parts import Pooled, pool
+from models.parts import Pooled, normalized, pool
 from roo.errors import SchemaError
 from roo.schema import Schema
 
@@ -52,12 +52,12 @@ class Ranker(Model):
         self.dense = Mlp(self.cross.width, (config.width,))
         self.list_attention = nn.ModuleList(ListAttention(config.width, config.list_heads) for _ in range(config.list_layers))
         self.deep = Mlp(config.width, config.deep_layers)
-        self._tasks = tasks_of(schema)
+        self._tasks, self.normalizes_rows = tasks_of(schema), config.normalize_rows
         self.heads = Heads(self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels])
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
-        pooled = pool(inputs)
+        pooled = normalized(pool(inputs)) if self.normalizes_rows else pool(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         if request := self.request(inputs, pooled):
             blocks.insert(0, gather([(x_UD, inputs.shared_index_B) for x_UD in request]))

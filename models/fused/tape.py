@@ -74,7 +74,7 @@ def tape_of(model: Ranker, schema: Schema) -> Tape | None:
     request = cast("dict[str, Part]", dict(model.request_parts.items()))
     candidate = cast("dict[str, Part]", dict(model.candidate_parts.items()))
     known = {Floats, Embeddings, HistoryAttention}
-    if model.user_arch is not None or type(model.cross) is not CrossNet:
+    if model.user_arch is not None or model.normalizes_rows or type(model.cross) is not CrossNet:
         return None
     if not {type(part) for part in (*request.values(), *candidate.values())} <= known:
         return None

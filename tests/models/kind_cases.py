@@ -26,5 +26,6 @@ CONFIGS: dict[str, ModelConfig] = {
         retrieval=TwoTowerConfig(user_layers=(6,), item_layers=(5,), width=4),
         retrieval_weight=0.5,
     ),
+    "normalized rows": dataclasses.replace(SMALL, normalize_rows=True, request_side="both", userarch_width=4),
     "dhen": dataclasses.replace(SMALL, interaction="dhen", dhen_tokens=3, dhen_width=4),
 }

@@ -11,6 +11,7 @@ import torch
 from models.build import build_model
 from models.config import RankerConfig
 from models.inputs import build_inputs
+from models.parts import normalized
 from roo.errors import SchemaError
 from roo.lookup import build_lookup
 from roo.schema_file import schema_from_dict
@@ -127,6 +128,24 @@ def test_the_request_tower_runs_on_requests_not_on_candidates() -> None:
 def test_gradients_of_the_whole_model_are_right_in_float64() -> None:
     schema = make_schema("everything", labels=1)
     assert_row_gradients(trained_model(schema), make_batch(schema, [2, 0, 3], seed=11, longest=3))
+
+
+def test_normalized_rows_have_mean_0_and_variance_1_and_nothing_stays_nothing() -> None:
+    x = torch.tensor([[3.0, 5.0, 4.0, 8.0], [0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    out = normalized({"item": x, "flag": torch.tensor([[0.3]])})
+    torch.testing.assert_close(out["item"][0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(out["item"][0].var(unbiased=False), torch.tensor(1.0), atol=1e-4, rtol=0)
+    assert not out["item"][1:].any() and out["flag"].item() == pytest.approx(0.3), "one number would be lost"
+
+
+def test_normalized_rows_are_off_by_default_and_change_what_is_predicted() -> None:
+    schema = make_schema("everything")
+    batch, names = make_batch(schema, [3, 2], seed=4), []
+    for config in (SMALL, dataclasses.replace(SMALL, normalize_rows=False), dataclasses.replace(SMALL, normalize_rows=True)):
+        model = trained_model(schema, config)
+        names.append((sorted(model.state_dict()), score(model, batch)))
+    assert names[0][0] == names[2][0], "it has no parameters"
+    assert torch.equal(names[0][1], names[1][1]) and not torch.allclose(names[0][1], names[2][1], atol=1e-3)
 
 
 def test_an_untrained_model_predicts_the_prior() -> None:

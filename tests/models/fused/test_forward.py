@@ -107,9 +107,10 @@ def test_weights_that_are_not_finite_give_scores_that_are_not_finite() -> None:
         RankerConfig(interaction="dhen"),
         RankerConfig(request_side="userarch"),
         RankerConfig(request_side="both"),
+        RankerConfig(normalize_rows=True),
         TwoTowerConfig(stage="ranking"),
     ],
-    ids=["hstu", "dhen", "userarch", "both sides", "two towers"],
+    ids=["hstu", "dhen", "userarch", "both sides", "normalized rows", "two towers"],
 )
 def test_what_a_tape_does_not_know_goes_through_its_modules(config: Any) -> None:
     schema = make_schema("everything")
