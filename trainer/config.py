@@ -89,6 +89,9 @@ class LoopConfig(Settings):
         if self.exact and self.corrections != "off":
             error = "exact mode takes whole batches of one partition after the other, and corrections come unevenly"
             raise refusal("corrections", "off with exact = true", self.corrections, error)
+        if self.exact and self.selection.refill:
+            error = "how much a chunk is read for follows from what was skipped lately, which no commit has"
+            raise refusal("selection.refill", "false with exact = true", self.selection.refill, error)
         self._check_rehearsal()
 
     def _check_rehearsal(self) -> None:

@@ -213,7 +213,7 @@ class TrainLoop:
         size = self.config.batch_after(taken)
         if self.config.batch_after(taken + most_requests) != size:
             return None
-        return Wanted(size, self.own.in_turn(num_chunks) if self.config.exact else None)
+        return Wanted(self.selection.asked(size), self.own.in_turn(num_chunks) if self.config.exact else None)
 
     def poll(self, wanted: Wanted, timeout_s: float) -> Chunk | None:
         """The next chunk; None where none is due after `timeout_s`."""

@@ -7,6 +7,8 @@ from typing import Literal
 
 from roo.config import Settings, setting
 
+_LEAST_KEEP = 0.05
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlipstreamConfig(Settings):
@@ -38,14 +40,23 @@ class SelectionConfig(Settings):
     policy: Literal["off", "negatives", "random", "slipstream"] = setting(
         "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
     )
-    keep: float = setting(0.5, "share of what negatives and random judge that is trained", least=0.05, most=1)
+    keep: float = setting(0.5, "share of what negatives and random judge that is trained", least=_LEAST_KEEP, most=1)
     score: Literal["all", "probe"] = setting("all", "of the skipped requests, for progressive metrics")
     probe: float = setting(0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1)
+    refill: bool = setting(
+        False,
+        "chunks are read larger, by as much as was skipped lately, so that about batch_requests are trained; not with exact",
+    )
     slipstream: SlipstreamConfig = setting(factory=SlipstreamConfig, help="of policy = slipstream")
 
     @property
     def is_on(self) -> bool:
         return self.policy != "off"
+
+    @property
+    def least_kept(self) -> float:
+        """Share of many requests that is trained at least, whatever the log is; a few may be skipped altogether."""
+        return max(1 - self.slipstream.drop, _LEAST_KEEP) if self.policy == "slipstream" else self.keep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,15 @@
     claim ──► dedupe ──► split ──► [skipped, scored] [trained] [frozen]     unscored
                          by id and labels; slipstream: by rows                 told at the chunk's end
 
-Skipped requests that are scored come first, by the weights that their chunk's others are scored by. Batches aren't refilled.
+Skipped requests that are scored come first, by the weights that their chunk's others are scored by. A chunk stays one range of
+the input; where batches are refilled it is a longer one.
 
 Letters: R requests, B candidates, T tasks, M of them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +33,10 @@ from trainer.selection.rehearsal import Rehearsal
 from trainer.selection.slipstream_course import SlipstreamCourse
 
 Tensors = Mapping[str, np.ndarray]
+log = logging.getLogger("roostream.worker")
+
+_MOST_REQUESTS = 1 << 16  # of a chunk, however much is skipped
+_LATELY = 10  # chunks that the share of what is skipped is a mean of
 Outgoing = tuple[Lookup, Mapping[str, torch.Tensor]]
 
 
@@ -43,6 +49,7 @@ class Selection:
         is_slipstream = self.config.policy == "slipstream"
         self.slipstream = SlipstreamCourse(self.config.slipstream, schema) if is_slipstream else None
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
+        self._told_of_control = False  # once a process
         is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
         self.rehearsal = Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated) if is_rehearsed else None
         self.reset()
@@ -51,17 +58,30 @@ class Selection:
         """The loop begins anew, or is restored."""
         self._num_ahead = self._num_judged = self._num_skipped = self._num_probed = 0
         self._weights = self._num_weighed = 0.0
+        self._kept_lately, self._num_chunks = 1.0, 0
         for its in (self.slipstream, self.deferral, self.rehearsal):
             if its is not None:
                 its.load({})
 
     # Requests
 
+    def asked(self, size: int) -> int:
+        """Requests that a chunk is read for, of which about `size` are trained if batches are refilled."""
+        if not self.config.refill:
+            return size
+        return max(size, min(math.ceil(size / max(self._kept_lately, self.config.least_kept)), _MOST_REQUESTS))
+
     def split(self, batch: Batch, num_steps: int) -> tuple[tuple[ChunkPart, ...], Unscored | None]:
         """A chunk's new requests, `num_steps` being the loop's now. Frozen ones aren't judged; of a correction that is skipped
         nothing is told."""
         if not self.config.is_on:
             return split_at(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
+        if self.slipstream and not self._told_of_control:
+            self._told_of_control = True
+            log.warning(
+                "selection.policy: 'slipstream' has not been better than dropping as many at random where it was measured; train "
+                "the same log with policy = 'random' beside it, at the keep that gives the same skip_share"
+            )
         self._num_ahead += 1
         frozen_R = batch.time_ms_R >= (self._freeze_at_ms or math.inf)
         judged = _taken(batch, ~frozen_R)
@@ -81,6 +101,9 @@ class Selection:
         decision = decide(judged, self.config, self._seed, stale_R)
         self._num_judged += judged.num_requests
         self._num_skipped += int((~decision.kept_R).sum())
+        if judged.num_requests:
+            self._num_chunks += 1
+            self._kept_lately += (decision.kept_R.mean() - self._kept_lately) / min(self._num_chunks, _LATELY)
         return decision
 
     def _part(self, judged: Batch, decision: Decision, row_R: np.ndarray, *, trains: bool) -> ChunkPart | None:

@@ -6,13 +6,15 @@
     from AHEAD steps later on     inputs are skipped
 
 Chunks are claimed ahead of training, fewer than AHEAD: so no decision depends on how far. Everything counts steps, and nothing is
-changed but behind a step that is trained: `state` is exact at every cut.
+changed but behind a step that is trained: `state` is exact at every cut. What it finds that makes a run hard to believe is said
+in a sentence each.
 
 Letters: N hot rows of a stack, H those of all stacks, D width, R requests, I inputs, S slots, L entries.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 
@@ -25,9 +27,13 @@ from trainer.selection.config import SlipstreamConfig
 from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream import AccessCounts, Classified, ReadSlots, is_hot, judge, moved, slots_of, threshold
 
+log = logging.getLogger("roostream.worker")
+
 AHEAD = 16
 MOST_INPUTS = 8192
 _MOST_ENTRIES = 1 << 20  # of the inputs kept
+_LEAST_SIGHTS = 10  # of the coldest hot row, where counting was cut short
+_MOST_OFF = 0.05  # of the share of hot inputs that is skipped, against `drop`
 
 Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
 """Stack → float32 [U, D]: rows as they are now."""
@@ -96,6 +102,7 @@ class SlipstreamCourse:
         self.inputs = _HotInputs()
         self.num_looked = self.num_hot_looked = 0  # requests behind the first snapshot, and which of them were hot
         self.T: float | None = None  # once it is known
+        self.realised: float | None = None  # share of the hot inputs that T was taken from and skips
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
@@ -126,11 +133,29 @@ class SlipstreamCourse:
             self._find_hot()
         self._look(pull)
         if step == config.last_snapshot:
-            slots, num = self.inputs.slots, len(self.inputs.num_slots_I)
-            self.T = threshold(self._judge(slots, num).q_R, config.drop)
+            self._choose_threshold()
+
+    def _choose_threshold(self) -> None:
+        slots, num, drop = self.inputs.slots, len(self.inputs.num_slots_I), self.config.drop
+        q_I = self._judge(slots, num).q_R
+        self.T = threshold(q_I, drop)
+        if not num:
+            log.warning("slipstream: no input was hot between the snapshots, so none is skipped; lower hot_ratio or hot_share")
+            return
+        self.realised = float((q_I <= self.T).mean())
+        if abs(self.realised - drop) > _MOST_OFF:
+            log.warning(
+                "slipstream: expected to skip %.0f %% of the hot inputs, the threshold nearest below skips %.1f %%, since many "
+                "rows have moved equally far; choose alpha nearer to the middle, or unvisited",
+                100 * drop,
+                100 * self.realised,
+            )
 
     def end(self) -> None:
         """The log is over, or the stream begins: everything is trained from now on, and nothing is remembered."""
+        if not self.over:
+            early = "" if self.T is not None else f", and nothing was skipped: it came before step {self.config.last_snapshot}"
+            log.warning("slipstream is over at the end of history: from here on everything is trained%s", early)
         self._begin()
         self.over = True
 
@@ -144,6 +169,7 @@ class SlipstreamCourse:
             "hot_requests_share": self.num_hot_looked / self.num_looked if self.num_looked else None,
             "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot if num_hot else None,
             "threshold": self.T if self.T is not None and math.isfinite(self.T) else None,
+            "realised_drop": self.realised,
         }
 
     @property
@@ -159,6 +185,8 @@ class SlipstreamCourse:
         out: dict[str, np.ndarray] = {"numbers": numbers}
         if self.T is not None:
             out["T"] = np.array(self.T, np.float64)
+        if self.realised is not None:
+            out["realised"] = np.array(self.realised, np.float64)
         for stack in self.schema.stacks:
             if not self.hot:
                 counts = self.counts[stack]
@@ -175,7 +203,8 @@ class SlipstreamCourse:
         return {f"slipstream.{name}": value for name, value in out.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Become what `state` gave: nothing where it gave nothing. Stacks that are gone are forgotten."""
+        """Become what `state` gave: nothing where it gave nothing. Rows of tables that are gone, or that have another width now,
+        are forgotten, and with them the inputs that T is to be taken from."""
         self._begin()
         mine = {k.removeprefix("slipstream."): v for k, v in tensors.items() if k.startswith("slipstream.")}
         self.over = "over" in mine
@@ -183,17 +212,31 @@ class SlipstreamCourse:
             return
         self.num_counted, self.num_looked, self.num_hot_looked, has_hot = mine["numbers"].tolist()
         self.T = float(mine["T"]) if "T" in mine else None
-        for stack in self.schema.stacks:
-            table_N, id_N = mine.get(f"{stack}.table", np.zeros(0, np.uint32)), mine.get(f"{stack}.id", np.zeros(0, np.int64))
-            if not has_hot:
-                self.counts[stack].add(table_N, id_N, mine.get(f"{stack}.count", np.zeros(0, np.int64)))
-                continue
-            its = self.hot[stack] = _HotStack(table_N, id_N)
-            if f"{stack}.s" in mine:
-                its.s_N, its.visited_N = mine[f"{stack}.s"].copy(), mine[f"{stack}.visited"].astype(np.bool_)
-            its.before_ND = mine.get(f"{stack}.before")
+        self.realised = float(mine["realised"]) if "realised" in mine else None
+        num_kept = sum(self._load_stack(stack, mine, has_hot=bool(has_hot)) for stack in self.schema.stacks)
+        num_saved = sum(len(id_N) for name, id_N in mine.items() if name.endswith(".id"))
+        same_stacks = {name.removesuffix(".id") for name in mine if name.endswith(".id")} == self.schema.stacks.keys()
+        if num_kept < num_saved:
+            log.warning("slipstream: %d rows are of tables that are gone or of another width: forgotten", num_saved - num_kept)
+        if num_kept < num_saved or not same_stacks:
+            return
         for name in ("num_slots_I", "num_entries_S", "row_L"):
             setattr(self.inputs, name, mine.get(f"inputs.{name}", np.zeros(0, np.int32)))
+
+    def _load_stack(self, stack: str, mine: Mapping[str, np.ndarray], *, has_hot: bool) -> int:
+        """How many rows are still of tables of the schema."""
+        if f"{stack}.id" not in mine:
+            self.hot |= {stack: _HotStack(np.zeros(0, np.uint32), np.zeros(0, np.int64))} if has_hot else {}
+            return 0
+        kept_N = np.isin(mine[f"{stack}.table"], [table.id for table in self.schema.stacks[stack]])
+        table_N, id_N = mine[f"{stack}.table"][kept_N], mine[f"{stack}.id"][kept_N]
+        if not has_hot:
+            self.counts[stack].add(table_N, id_N, mine[f"{stack}.count"][kept_N])
+            return len(id_N)
+        its = self.hot[stack] = _HotStack(table_N, id_N)
+        its.s_N, its.visited_N = mine[f"{stack}.s"][kept_N], mine[f"{stack}.visited"][kept_N].astype(np.bool_)
+        its.before_ND = mine[f"{stack}.before"][kept_N] if f"{stack}.before" in mine else None
+        return len(id_N)
 
     def _count(self, batch: Batch, lookup: Lookup) -> None:
         if self.config.count_requests and self.num_counted >= self.config.count_requests:
@@ -210,6 +253,14 @@ class SlipstreamCourse:
         for counts in self.counts.values():
             counts.merge()
         total = sum(counts.total for counts in self.counts.values())
+        if self.config.count_requests and self.config.hot_ratio * total < _LEAST_SIGHTS:
+            log.warning(
+                "slipstream.hot_ratio: expected %d sights or more of a hot row among those counted, %g of %d accesses is less: a "
+                "sight or two make a row hot; count more requests, or raise it",
+                _LEAST_SIGHTS,
+                self.config.hot_ratio,
+                total,
+            )
         hot = {stack: is_hot(counts.count_N, total, self.config.hot_ratio) for stack, counts in self.counts.items()}
         all_H = np.concatenate([np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())])
         least = 0

@@ -275,3 +275,116 @@ def test_what_needs_all_visits_of_a_row_is_refused_to_several_workers(settings: 
     selection.check(workers=1)
     with pytest.raises(ConfigError, match="with 2 workers"):
         selection.check(workers=2)
+
+
+@pytest.mark.parametrize("policy", ["random", "negatives"])
+def test_refilled_chunks_train_the_same_requests_in_fewer_steps(policy: Any) -> None:
+    numbers = list(range(1, 241))
+    log = [r._replace(value=samples.sample(n, num_candidates=1)) for n, r in zip(numbers, samples.records(numbers), strict=True)]
+    config = SelectionConfig(policy=policy, keep=0.25)
+    plain = build(log, selection=config).train_all()
+    refilled = build(log, selection=dataclasses.replace(config, refill=True)).train_all()
+    assert {n: 1 for n in refilled.pushes()} == refilled.pushes() == plain.pushes(), "the same ones, once"
+    assert accounted(refilled) == accounted(plain) and refilled.offsets() == plain.offsets() == [120, 120]
+    kept = accounted(plain)["trained"] / 240
+    assert plain.loop.num_steps == 60 and refilled.loop.num_steps < 60 * (kept + 0.2), "about as many are trained in each"
+
+
+def test_nothing_is_read_for_more_where_nothing_is_skipped_or_nobody_asked() -> None:
+    off = build(N60, selection=SelectionConfig(refill=True)).train_all()
+    assert weights(off) == weights(build(N60).train_all()), "to the bit"
+    half = SelectionConfig(policy="random", keep=0.5)
+    plain, refilled = build(N60, selection=half).train_all(), build(N60, selection=dataclasses.replace(half, refill=True))
+    assert plain.loop.selection.asked(64) == 64 == refilled.loop.selection.asked(64)
+    refilled.train_all()
+    assert 90 < refilled.loop.selection.asked(64) < 200
+    few = build(one_candidate([n for n in NUMBERS if n in skipped_numbers(NEGATIVES)]), selection=NEGATIVES)
+    few.loop.selection.config = dataclasses.replace(NEGATIVES, refill=True)
+    few.loop.step()
+    assert few.loop.selection.asked(3) == 10, "a chunk of which nothing was kept says nothing: no more than 1 / keep"
+    assert refilled.loop.selection.asked(1 << 16) == 1 << 16, "a chunk has a budget, whatever is skipped"
+
+
+def test_refilled_chunks_are_refused_to_exact_mode() -> None:
+    with pytest.raises(ConfigError, match=r"selection\.refill.: expected false with exact = true"):
+        build(N60, selection=SelectionConfig(policy="random", refill=True), exact=True)
+
+
+# What Slipstream says
+
+
+def said_by(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_slipstream_says_once_that_it_needs_its_control(caplog: pytest.LogCaptureFixture) -> None:
+    built = slipping()
+    for _ in range(5):
+        built.loop.step()
+    (told,) = said_by(caplog)
+    assert "not been better than dropping as many at random" in told and "policy = 'random'" in told
+    build(CLICKS, selection=NEGATIVES).train_all()
+    assert len(said_by(caplog)) == 1, "of it alone"
+
+
+def test_slipstream_says_how_much_it_skips_and_when_that_is_not_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    built = slipping().train_all()
+    realised = built.loop.selection.report()["slipstream_realised_drop"]
+    assert 0 < realised <= SLIPSTREAM.drop
+    told = [text for text in said_by(caplog) if "expected to skip" in text]
+    assert len(told) == (abs(realised - SLIPSTREAM.drop) > 0.05)
+    caplog.clear()
+    alike = dataclasses.replace(SLIPSTREAM, alpha=0.01, drop=0.01)
+    build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=alike), exact=True).train_all()
+    assert not [text for text in said_by(caplog) if "expected to skip" in text], "within 5 points"
+    all_or_none = dataclasses.replace(SLIPSTREAM, drop=0.99, unvisited="varying", alpha=1.0)
+    build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=all_or_none), exact=True).train_all()
+    assert [text for text in said_by(caplog) if "expected to skip 99 % of the hot inputs" in text]
+
+
+def test_slipstream_says_when_no_input_is_hot_and_when_a_sight_makes_a_row_hot(caplog: pytest.LogCaptureFixture) -> None:
+    cold = dataclasses.replace(SLIPSTREAM, hot_ratio=0.9, hot_share=1.0)
+    built = build(returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=cold), exact=True).train_all()
+    assert [text for text in said_by(caplog) if "no input was hot between the snapshots" in text]
+    assert "stale" not in accounted(built)
+    caplog.clear()
+    few = dataclasses.replace(SLIPSTREAM, count_requests=8)
+    build(returning_users(100), selection=SelectionConfig(policy="slipstream", slipstream=few), exact=True).train_all()
+    assert [text for text in said_by(caplog) if "slipstream.hot_ratio: expected 10 sights or more" in text]
+
+
+@pytest.mark.parametrize(("steps", "early"), [(3, True), (30, False)])
+def test_slipstream_says_that_it_is_over_and_whether_it_ever_began(
+    steps: int, early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = slipping()
+    for _ in range(steps):
+        built.loop.step()
+    caplog.clear()
+    for _ in range(2):
+        built.loop.selection.begin(finite=False, handed_over=True)
+    (told,) = said_by(caplog)
+    assert "slipstream is over" in told and ("nothing was skipped" in told) == early
+
+
+@pytest.mark.parametrize("steps", [2, 6, 30])
+def test_rows_of_tables_that_are_gone_are_forgotten_with_a_word(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    whole, again = slipping(), slipping()
+    for _ in range(steps):
+        whole.loop.step()
+    state = dict(whole.loop.selection.state())
+    stack, table = next((k.split(".")[1], x) for k, x in state.items() if k.endswith(".table"))
+    gone = table.copy()
+    gone[0] = 99
+    state[f"slipstream.{stack}.table"] = gone
+    course = again.loop.selection.slipstream
+    assert course is not None
+    caplog.clear()
+    course.load(state)
+    assert [text for text in said_by(caplog) if "slipstream: 1 rows are of tables that are gone" in text]
+    left = course.state()
+    assert 99 not in left[f"slipstream.{stack}.table"] and len(left[f"slipstream.{stack}.id"]) == len(gone) - 1
+    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
+    at = whole.loop.snapshot()
+    again.loop.restore(dataclasses.replace(at, shared={**at.shared, **state}))
+    accounted(again.train_all())

@@ -88,7 +88,7 @@ def test_a_cold_input_is_never_skipped_and_a_list_is_as_its_worst_row() -> None:
     assert judged.hot_R.all() and judged.q_R[0] == np.float32(0.2), "half of the slots suffice where they are asked for"
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, INF]), max_size=25), st.floats(0, 1))
 def test_the_threshold_is_that_of_a_search_through_all(values: list[float], drop: float) -> None:
     q_I = np.array(values, np.float32)
@@ -96,7 +96,7 @@ def test_the_threshold_is_that_of_a_search_through_all(values: list[float], drop
     assert threshold(q_I, drop) == (fits[-1] if fits else -INF)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 2))
 def test_the_share_goes_up_with_t_and_down_with_alpha(seed: int, alpha: float, t: float) -> None:
     random = np.random.default_rng(seed)
