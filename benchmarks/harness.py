@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from benchmarks.peers import PeerUnavailable
-from benchmarks.question import Question, Row, Subject, Told
+from benchmarks.question import RUN, Question, Row, Subject, Told
 from benchmarks.stand import Slice
 from roo.errors import RoostreamError
 
@@ -57,7 +57,7 @@ def measure(question: Question, start: Stands, *, runs: int, say: Callable[[str]
         try:
             if question.keeps:
                 stands.of("").keep(question.keeps)
-            turns.append({row.name: _run_row(row, question, stands) for row in question.rows if not row.skipped})
+            turns.append({row.name: _run_row(row, question, stands, run) for row in question.rows if not row.skipped})
             versions |= stands.versions()
         finally:
             stands.end()
@@ -107,12 +107,13 @@ class _Stands:
             stand.end()
 
 
-def _run_row(row: Row, question: Question, stands: _Stands) -> _Turns:
+def _run_row(row: Row, question: Question, stands: _Stands, run: int) -> _Turns:
     turns, opened = _Turns(), []
     for subject in row.subjects:
         try:
             stand = stands.of(subject.environment)
-            opened.append((subject, stand, stand.open(subject.opens, list(subject.arguments), question.slice_s)))
+            arguments = [run if argument == RUN else argument for argument in subject.arguments]
+            opened.append((subject, stand, stand.open(subject.opens, arguments, question.slice_s)))
         except RoostreamError as error:
             if subject.role in ("ours", "stage"):
                 raise

@@ -14,6 +14,9 @@ Role = Literal["ours", "stage", "peer", "limit", "before"]
 Shows = Literal["rate", "cost"]
 Clock = Literal["wall", "cpu"]
 
+RUN = "{run}"
+"""Among a subject's arguments: the number of the run, from 0. What is drawn from it is another draw in each run."""
+
 
 class Work(NamedTuple):
     """One repeatable piece of work, and how many of the row's units it does."""

@@ -15,7 +15,7 @@ from benchmarks.harness import measure, spread
 from benchmarks.made import FOLDER, made_once
 from benchmarks.peers import ROOT, PeerUnavailable, Place
 from benchmarks.process import StandProcess, SubjectError
-from benchmarks.question import Question, Row, Subject, Told
+from benchmarks.question import RUN, Question, Row, Subject, Told
 from benchmarks.stand import Slice, Stand
 from tests.benchmarks.trivial import Clock
 
@@ -125,6 +125,12 @@ def test_a_row_may_derive_figures_from_its_subjects_of_one_run() -> None:
     row = dataclasses.replace(question(*subjects).rows[0], derives=derived)
     result, _ = measured(dataclasses.replace(question(), rows=(row,)))
     assert result["rows"][0]["figures"] == {"both": {"median": 2006.0, "least": 2006.0, "most": 2006.0, "runs": [2006.0] * 3}}
+
+
+def test_a_subject_may_have_another_seed_in_each_run() -> None:
+    row = question(Subject("a", "tests.benchmarks.trivial:tells", (0.5, RUN, RUN)), rounds=1).rows[0]
+    result, _ = measured(dataclasses.replace(question(), rows=(row,), rounds=1), runs=3)
+    assert result["rows"][0]["subjects"][0]["figures"]["twice"]["runs"] == [0, 2, 4]
 
 
 def test_a_row_that_can_not_be_asked_here_says_why_and_opens_nothing() -> None:

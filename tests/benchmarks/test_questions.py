@@ -66,7 +66,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "sizes.simulated": [("training", [2, 3, 64, {"steps": 2, "hours": 0.01}])],
     "rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
-    "selecting.rotations": [("rotations", [{}, 0, 1, 200])],
+    "selecting.rotations": [("rotations", [{}, 0, 1, 200, {"normalize_rows": True}])],
     "serving.one_request": [
         ("endpoint", [3]),
         ("endpoint", [3, "protobuf"]),

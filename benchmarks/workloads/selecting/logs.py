@@ -9,8 +9,10 @@ import functools
 import itertools
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from benchmarks.made import made_once
 from benchmarks.workloads.sharing.shared_data import CRITEO
 from roo import roo_pb2 as pb
 from roo import wire
@@ -42,22 +44,32 @@ def schema() -> Schema:
 @functools.cache
 def part(number: int, *, criteo: bool, most: int | None = None) -> tuple[Record, ...]:
     """A part's first `most` impressions (None: all) as samples, each its own request; ids are drawn by their place, so every run
-    has the same."""
+    has the same, and the first makes them for all."""
+    name = f"selection-{'criteo' if criteo else 'drawn'}-{number}-{most or 'all'}"
+    made = made_once(name, lambda: msgspec.msgpack.encode(_messages(number, criteo=criteo, most=most)))
+    first = number * 1_000_000
+    return tuple(_record(first + n, value) for n, value in enumerate(msgspec.msgpack.decode(made, type=list[bytes])))
+
+
+def _messages(number: int, *, criteo: bool, most: int | None) -> list[bytes]:
     labels, floats, ids = _criteo(number, most) if criteo else _drawn(number)
     first, rows = number * 1_000_000, itertools.islice(zip(labels, floats, ids, strict=True), most)
-    return tuple(_record(first + n, label, float_F, id_K) for n, (label, float_F, id_K) in enumerate(rows))
+    return [_message(first + n, label, float_F, id_K) for n, (label, float_F, id_K) in enumerate(rows)]
 
 
-def _record(number: int, label: float, floats: list[float | None], ids: list[int | None]) -> Record:
+def _record(number: int, value: bytes) -> Record:
+    return Record("samples", 0, number, _T0_MS + number, splitmix64(number).to_bytes(8, "little"), value)
+
+
+def _message(number: int, label: float, floats: list[float | None], ids: list[int | None]) -> bytes:
     values = {f"i{n + 1}": [x] for n, x in enumerate(floats)} | {
         f"c{t + 1}": [[i] if i is not None else []] for t, i in enumerate(ids)
     }
     present = {name: value for name, value in values.items() if value[0] is not None}
     time_ms = _T0_MS + number
-    sample_id = splitmix64(number)
     message = pb.Sample(
         header=pb.Header(request_id=f"r{number}", user_id=number + 1, time_ms=time_ms, schema=schema().fingerprint),
-        sample_id=sample_id,
+        sample_id=splitmix64(number),
         close_reason=pb.CLOSE_WINDOW,
         close_ms=time_ms,
         ro=encode_ro(schema(), {}),
@@ -66,7 +78,7 @@ def _record(number: int, label: float, floats: list[float | None], ids: list[int
         labels=[label],
         weight=1.0,
     )
-    return Record("samples", 0, number, time_ms, sample_id.to_bytes(8, "little"), wire.encode(wire.SAMPLE, message))
+    return wire.encode(wire.SAMPLE, message)
 
 
 def _criteo(number: int, most: int | None) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:

@@ -6,6 +6,8 @@ The loop is the product's own, with one shard in the same process; CPU time is o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -29,21 +31,36 @@ from trainer.monitoring.quality import Metrics
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 
-BATCH = 128
+BATCH, _WARM_UP = 128, 200
 MODEL = RankerConfig(
     request_layers=(8,), history_attention=False, cross_layers=2, cross_rank=16, width=64, list_layers=0, prior=0.03
 )
 _AT = (("samples", 0),)
 
 
+_TRAINED: dict[str, float] = {}
+"""What a rotation trained, as a share of all: for those that train as many."""
+
+
 @contextlib.contextmanager
-def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS, most_inputs: int | None = None) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all rotations; its figures are means over them. `most_inputs`: of
-    each part."""
+def rotations(
+    settings: Mapping[str, Any],
+    seed: int,
+    most_parts: int = PARTS,
+    most_inputs: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    like: Mapping[str, Any] | None = None,
+) -> Iterator[Work]:
+    """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to warm up; figures are
+    means over them. `most_inputs`: of each part; `model`: others of its settings; `like`: settings asked before in this process,
+    of whose requests as many are kept, rotation by rotation, by `selection.keep`."""
     figures: dict[str, float] = {}
+    whole = [False]
 
     def step() -> None:
-        told = [_rotation(settings, seed, test, most_inputs) for test in range(most_parts)]
+        most, tests = (most_inputs, most_parts) if whole[0] else (min(most_inputs or _WARM_UP, _WARM_UP), 1)
+        told = [_rotation(_kept_like(settings, model, like, seed, test, most), seed, test, most, model) for test in range(tests)]
+        whole[0] = True
         figures.clear()
         figures.update({name: float(np.mean([one[name] for one in told])) for name in told[0]})
         figures.update({f"log loss {test}": one["log loss"] for test, one in enumerate(told)})
@@ -54,33 +71,54 @@ def rotations(settings: Mapping[str, Any], seed: int, most_parts: int = PARTS, m
     yield Work(step, lambda: figures["inputs"] * most_parts, lambda: dict(figures), took_s)
 
 
-def _rotation(settings: Mapping[str, Any], seed: int, test: int, most: int | None) -> dict[str, float]:
+def _kept_like(
+    settings: Mapping[str, Any],
+    model: Mapping[str, Any] | None,
+    like: Mapping[str, Any] | None,
+    seed: int,
+    test: int,
+    most: int | None,
+) -> Mapping[str, Any]:
+    if like is None:
+        return settings
+    share = _TRAINED[_key(like, model, seed, test, most)]
+    return {**settings, "selection": {**settings["selection"], "keep": share}}
+
+
+def _key(settings: Mapping[str, Any], model: Mapping[str, Any] | None, *more: Any) -> str:
+    return json.dumps([settings, model, *more], sort_keys=True)
+
+
+def _rotation(
+    settings: Mapping[str, Any], seed: int, test: int, most: int | None, model: Mapping[str, Any] | None
+) -> dict[str, float]:
     criteo = has_criteo()
     train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo, most=most)]
     with tempfile.TemporaryDirectory() as folder:
-        loop = _loop(_renumbered(train), settings, seed, folder)
+        loop = _loop(_renumbered(train), settings, seed, folder, dataclasses.replace(MODEL, **(model or {})))
         began_s = time.process_time()
         while loop.step() or loop.finish():
             pass
         cpu_s = time.process_time() - began_s
         found = _judge(loop, list(part(test, criteo=criteo, most=most)))
     total = loop.outcomes.total
+    trained = _TRAINED[_key(settings, model, seed, test, most)] = total["trained"] / total["taken"]
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
-    return {**found, **deferred, "inputs": len(train), "trained": total["trained"] / total["taken"], "cpu_s": cpu_s}
+    return {**found, **deferred, "inputs": len(train), "trained": trained, "steps": loop.num_steps, "cpu_s": cpu_s}
 
 
 def _renumbered(records: list[Record]) -> list[Record]:
     return [record._replace(offset=n) for n, record in enumerate(records)]
 
 
-def _loop(records: list[Record], settings: Mapping[str, Any], seed: int, folder: str) -> TrainLoop:
+def _loop(records: list[Record], settings: Mapping[str, Any], seed: int, folder: str, model: RankerConfig) -> TrainLoop:
     given = {"batch_requests": BATCH, "first_batch_requests": BATCH, "seed": seed, "dedupe_horizon_ms": 1 << 40, **settings}
     config = LoopConfig(**from_dict(LoopConfig, given))
     clock = SystemClock()
     source = RecordBatches(MemoryReader(_AT, records), Decoder(schema(), _nobody), clock, max_wait_ms=0)
     wiring = Wiring(source=source, rows=ShardRows(shard_client(schema(), folder)), outputs=Silent(), clock=clock)
-    return TrainLoop(config, schema(), MODEL, wiring)
+    return TrainLoop(config, schema(), model, wiring)
 
 
 def _nobody(fingerprint: int) -> Schema | None:
