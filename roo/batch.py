@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -76,6 +77,23 @@ class Batch:
         total = int(ends[-1]) if len(ends) else 0
         at = np.arange(total, dtype=np.int64) + np.repeat(starts[rows_M] - (ends - counts), counts)
         return self.take(rows_M, at, np.repeat(np.arange(len(rows_M), dtype=np.int64), counts), counts)
+
+    @cached_property
+    def _first_R1(self) -> np.ndarray:
+        """int64 [R + 1]: the first candidate of each request."""
+        return np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
+
+    def requests_between(self, start: int, end: int) -> Batch:
+        """The requests `start` up to `end`, copied: `take_requests` for who cuts a batch into many, since what it costs depends
+        on these requests alone."""
+        first, behind = self._first_R1[start], self._first_R1[end]
+        changes: dict[str, object] = {
+            name: getattr(self, name)[slice(start, end) if by_request else slice(first, behind)].copy()
+            for name, by_request in _ARRAYS.items()
+        }
+        changes["request_index_B"] = self.request_index_B[first:behind] - start
+        lists = {"ro_lists": self.ro_lists.rows_between(start, end), "nro_lists": self.nro_lists.rows_between(first, behind)}
+        return dataclasses.replace(self, **changes, **lists)  # type: ignore[arg-type]
 
     def expand(self) -> Batch:
         """The impression-level batch: every candidate a request of its own (ROO paper §2.1.3), R = B."""

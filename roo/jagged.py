@@ -73,6 +73,27 @@ class Jagged:
         np.cumsum(self.lengths_KN[self.index(key)], out=out[1:])
         return out
 
+    @cached_property
+    def _offsets_KN1(self) -> np.ndarray:
+        """int64 [K, N + 1]: `offsets_of` each feature, for those who ask again and again."""
+        out = np.zeros((len(self.keys), self.num_rows + 1), dtype=np.int64)
+        np.cumsum(self.lengths_KN, axis=1, out=out[:, 1:])
+        return out
+
+    def rows_between(self, start: int, end: int) -> Jagged:
+        """Rows `start` up to `end`, copied; what that costs depends on these rows alone, but for the first time."""
+        bounds_K2 = self._offsets_KN1[:, [start, end]] + self.starts_K1[:-1, None]
+        spans = [slice(*bounds) for bounds in bounds_K2.tolist()]
+        own = {key: slice(*bounds) for key, bounds in zip(self.keys, self._offsets_KN1[:, [start, end]].tolist(), strict=True)}
+        return Jagged(
+            keys=self.keys,
+            lengths_KN=self.lengths_KN[:, start:end].copy(),
+            values=np.concatenate([self.values[span] for span in spans]) if spans else self.values.copy(),
+            present_KN=self.present_KN[:, start:end].copy(),
+            weights=None if self.weights is None or not spans else np.concatenate([self.weights[span] for span in spans]),
+            columns={name: column[own[name.split(".", 1)[0]]].copy() for name, column in self.columns.items()},
+        )
+
     def take_rows(self, rows_M: np.ndarray) -> Jagged:
         """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
         pieces, weights, columns = [], [], dict[str, np.ndarray]()

@@ -51,6 +51,9 @@ class ReplayConfig(Settings):
     measure_from: str = setting("", "metrics.measured covers requests from this time on; '' = all")
     freeze_at: str = setting("", "requests from this time on are scored only: weights and counters stand still; '' = never")
     freeze_weights_at: str = setting("", "the same for weights only: counters go on")
+    archived_until: str = setting(
+        "", "stack: what comes before is archived, a fresh model is trained from that, then the rest comes live; '' = all does"
+    )
     label_delay_ms: int = setting(0, "counters see every event this much later than it happened", least=0)
     engagement_delay_ms: int = setting(
         0, "actions come later than the log says, by this much on average; 0 = they don't", least=0
@@ -88,7 +91,9 @@ class ReplayConfig(Settings):
             raise refusal("as_served", "--engine local, which alone knows when what was trained", True, "change the engine")
         if self.freeze_at and self.freeze_weights_at:
             raise ConfigError("expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too")
-        for name in ("measure_from", "freeze_at", "freeze_weights_at"):
+        if self.archived_until and self.engine != "stack":
+            raise refusal("archived_until", "--engine stack, which alone archives", self.archived_until, "change the engine")
+        for name in ("measure_from", "freeze_at", "freeze_weights_at", "archived_until"):
             self._time_ms(name)
         _ = self.speed_factor
 
@@ -102,6 +107,11 @@ class ReplayConfig(Settings):
     @property
     def measure_from_ms(self) -> int:
         return self._time_ms("measure_from")
+
+    @property
+    def archived_until_ms(self) -> int:
+        """0 = nothing is."""
+        return self._time_ms("archived_until")
 
     @property
     def freeze_counters_at_ms(self) -> int:

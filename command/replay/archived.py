@@ -23,6 +23,7 @@ NOT_ITS_OWN = (
     "options",
     "engine",
     "speed",
+    "archived_until",
     "freeze_at",
     "label_delay_ms",
     "engagement_delay_ms",

@@ -72,6 +72,10 @@ def _training(report: Mapping[str, Any]) -> Iterator[Row]:
     settings = ", ".join(f"{name} {worker[name]}" for name in ("batch_requests", "learning_rate", "seed") if name in worker)
     skipped = f", {training['non_finite']} requests that were not finite" if training["non_finite"] else ""
     again = f", {number(training['rehearsed'])} requests once more" if training["rehearsed"] else ""
+    if archived := report.get("archived"):
+        seals = f"{archived['days']} days, {archived['files']} files, {archived['sealed']} sealed, {archived['bytes']} bytes"
+        yield "archived", f"{archived['samples']} samples in {archived['archive_s']:.0f} s ({seals})"
+        yield "from files", f"{archived['trained']} samples trained in {archived['train_s']:.0f} s, then the stream"
     yield "training", f"{number(training['steps'])} steps{again}{skipped}; {settings}"
     if training["rows"] is not None:
         rows = _listed(training["rows"])

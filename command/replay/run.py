@@ -100,6 +100,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "positives": positives,
         "log": survey.report(),
         "training": dataclasses.asdict(outcome.training),
+        **({"archived": dataclasses.asdict(outcome.archived)} if outcome.archived is not None else {}),
         "settings": settings_of(config),
         "features_digest": f"{outcome.accounts.features_digest:016x}",
         "engine": config.engine,

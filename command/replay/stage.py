@@ -32,6 +32,21 @@ class Outcome:
     untrained: int  # samples before the committed offsets without a prediction; G2 says 0
     training: Training
     served: Report | None = None  # metrics of the scores as a server would have given them; None = not asked for
+    archived: PastAtRest | None = None  # what a fresh model was trained from before the rest came live; None = all came live
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PastAtRest:
+    """The past of a log in the warehouse that the stack itself made of it."""
+
+    samples: int  # rows of its files
+    days: int
+    files: int
+    sealed: int  # of the files
+    bytes: int
+    archive_s: float  # from the first record to the last seal
+    trained: int = 0  # samples, by a model that had seen none
+    train_s: float = 0.0  # from the start of its programs to the hand-over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

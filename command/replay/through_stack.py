@@ -6,6 +6,9 @@
 3 wait until every request and engagement has come out of the joiner, and every sample has a prediction
 4 wait for the commit that covers the last sample
 5 stop the stack
+
+With `archived_until` the log comes in two parts, between which a fresh model is trained from the warehouse that archivers made of
+the first (command/replay/archived_first.py).
 """
 
 from __future__ import annotations
@@ -26,18 +29,20 @@ from confluent_kafka import KafkaException
 
 from command.audit.accounts import Accounts
 from command.audit.auditor import Auditor
+from command.replay import archived_first
 from command.replay.choices import choices_of, joiner_settings
 from command.replay.findings import Findings
-from command.replay.stage import Outcome, Stage, Training
+from command.replay.stage import Outcome, PastAtRest, Stage, Training
 from infra.kept_options import keep
 from infra.options import StackOptions
 from infra.stack import Stack
-from roo.errors import UnavailableError
+from roo.errors import ConfigError, UnavailableError
 from roo.schema import Schema
 from roo.toml_file import read_toml
 from roo.wire import Record
 from runtime import manifest as manifests
 from runtime.checkpoint_store import FileStore
+from runtime.clock import SystemClock
 from runtime.kafka import clients
 from runtime.kafka.broker import Broker
 from runtime.kafka.topics import SAMPLES, name_of, nested
@@ -59,8 +64,8 @@ def replay_through_stack(config: ReplayConfig, schema: Schema, records: Iterable
         UnavailableError: a program failed for good, or nothing has moved for three minutes; says which and what is missing.
     """
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
-        stack.start(_PROGRAMS)  # 1
-        stack.wait_ready("kafka", timeout_s=60)
+        stack.start(archived_first.BEFORE if config.archived_until else _PROGRAMS)  # 1
+        stack.wait_ready("kafka", timeout_s=180)
         outcome = _Replay(config, schema, stack, stage, stop).run(records)
         if config.home:
             keep(stack.home.root, kept_options(config, stack.options, stack.home.root))
@@ -74,9 +79,11 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
         ConfigError: as `choices_of`.
     """
     choices = choices_of(config)
+    past = archived_first.overrides(home.resolve() / "warehouse") if config.archived_until else {}
+    others = {name: {**past.get(name, {}), **choices.others.get(name, {})} for name in (*past, *choices.others)}
     overrides = {
-        "controller": {"commit_interval_ms": 5000},
-        **choices.others,
+        **others,
+        "controller": {"commit_interval_ms": 5000, **others.get("controller", {})},
         "joiner": choices.joiner,
         "worker": {"model": _model_file(config, choices.model, home), **choices.worker},
     }
@@ -84,6 +91,7 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
         schema=config.schema_path.resolve(),
         replay=True,
         num_shards=config.num_shards,
+        num_archivers=int(bool(past)),
         seed=config.seed,
         overrides=overrides,
     )
@@ -126,7 +134,7 @@ class _Replay:
     """One run on one stack."""
 
     def __init__(self, config: ReplayConfig, schema: Schema, stack: Stack, stage: Stage, stop: Stop) -> None:
-        self.stack, self.stage, self.stop = stack, stage, stop
+        self.config, self.stack, self.stage, self.stop = config, stack, stage, stop
         self.findings = Findings(schema, config.measure_from_ms)
         self.auditor = Auditor(
             Broker(stack.endpoints.kafka),
@@ -145,13 +153,35 @@ class _Replay:
 
     def run(self, records: Iterable[Record]) -> Outcome:
         try:
+            archived: PastAtRest | None = None
+            if self.config.archived_until:
+                log_ = archived_first.Parted(records, self.config.archived_until_ms)
+                archived, records = self._from_archive(log_.before()), log_.others()
             self._send(records)  # 2
             self._wait(self._is_trained, "trained")  # 3
             self._wait(self._is_committed, "committed")  # 4
             untrained = self.accounts.untrained_below(self._committed())
-            return Outcome(accounts=self.accounts, findings=self.findings, untrained=untrained, training=self._training())
+            return Outcome(
+                accounts=self.accounts,
+                findings=self.findings,
+                untrained=untrained,
+                training=self._training(),
+                archived=archived,
+            )
         finally:
             self.auditor.close()
+
+    def _from_archive(self, records: Iterable[Record]) -> PastAtRest:
+        """A fresh model is trained from what archivers made of these, and goes on with the stream."""
+        past = archived_first.Past(self.stack.home.root / "warehouse", FileStore(self.stack.home.store), SystemClock())
+        self._send(records)
+        if not self.sent:
+            raise ConfigError(f"archived_until: expected requests before {self.config.archived_until}, got none in the log")
+        self._wait(lambda: self._is_read() and past.is_archived(self.accounts.sample_ends), "archived")
+        found = past.archived()
+        self.stack.start(_PROGRAMS)
+        self._wait(past.is_handed_over, "trained from the warehouse")
+        return past.trained(found)
 
     def _training(self) -> Training:
         """What the newest manifest and the worker itself say."""
@@ -230,9 +260,12 @@ class _Replay:
 
     def _is_trained(self) -> bool:
         a = self.accounts
-        read = all(a.num_records[topic] >= n for topic, n in self.sent.items())
         waiting = a.events.pending or a.requests.pending or a.unread or a.untrained
-        return read and not waiting
+        return self._is_read() and not waiting
+
+    def _is_read(self) -> bool:
+        """By the auditor, all that was sent."""
+        return all(self.accounts.num_records[topic] >= n for topic, n in self.sent.items())
 
     def _is_committed(self) -> bool:
         committed = self._committed()

@@ -103,6 +103,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
     "warehouse.train_files": [("from_files", [60])],
+    "warehouse.read_alone": [("from_files", [60])],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
 }
 ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
@@ -132,6 +133,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "serving.freshness/engaged": [("engaged", [1000, 4000])],
     "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "warehouse.train_files": [("from_kafka", [2000])],
+    "warehouse.read_alone": [("from_kafka", [2000])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 STARTS_PROGRAMS = {

@@ -48,6 +48,17 @@ def test_one_process_gives_the_same_counts_and_features(live: dict[str, Any], tm
     assert local["features_digest"] == live["features_digest"]
 
 
+def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was_live(
+    live: dict[str, Any], tmp_path: Path
+) -> None:
+    ours = report_of(tmp_path, engine="stack", archived_until=DAY_6)
+    past = ours["archived"]
+    assert past["trained"] == past["samples"] > 16_000 and past["days"] >= 5 and past["sealed"] >= 16
+    assert ours["accounted"] and ours["counts"] == live["counts"] and ours["features_digest"] == live["features_digest"]
+    measured, theirs = ours["metrics"]["measured"], live["metrics"]["measured"]
+    assert measured["ne"] <= theirs["ne"] + 0.01 and measured["request_auc"] >= theirs["request_auc"] - 0.01
+
+
 def test_live_training_is_worth_more_than_a_frozen_model(live: dict[str, Any], tmp_path: Path) -> None:
     measured, frozen = live["metrics"]["measured"], report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"]
     assert measured["request_auc"] >= 0.75 and measured["ne"] <= 0.85

@@ -17,6 +17,7 @@ from roo.decode import Decoder
 from roo.jagged import Jagged
 from roo.schema import Schema
 from roo.wire import Record
+from tests.roo.test_concat import arrays
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,21 @@ def test_taken_requests_are_the_same_requests_with_repeats_and_in_any_order(batc
 def test_taking_no_request_leaves_an_empty_batch(batch: Batch) -> None:
     taken = batch.take_requests(np.zeros(0, dtype=np.int64))
     assert (taken.num_requests, taken.num_candidates) == (0, 0)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 30), (0, 4), (7, 8), (5, 5), (12, 30), (30, 30), (0, 0)])
+def test_requests_that_lie_together_are_those_that_are_taken_one_by_one(batch: Batch, start: int, end: int) -> None:
+    cut, taken = batch.requests_between(start, end), batch.take_requests(np.arange(start, end))
+    ours, theirs = arrays(cut), arrays(taken)
+    for name, expected in theirs.items():
+        found = ours[name]
+        if isinstance(expected, np.ndarray) and isinstance(found, np.ndarray):
+            assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), name
+        elif isinstance(expected, dict) and isinstance(found, dict):
+            assert {k: v.tobytes() for k, v in found.items()} == {k: v.tobytes() for k, v in expected.items()}, name
+        else:
+            assert found == expected or found is expected, name
+    assert not any(np.shares_memory(value, batch.nro_float_BF) for value in ours.values() if isinstance(value, np.ndarray))
 
 
 def test_expansion_makes_every_candidate_a_request_with_its_requests_features(batch: Batch) -> None:

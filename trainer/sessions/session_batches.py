@@ -125,7 +125,7 @@ class SessionBatches:
     def _begin(self, partitions: Sequence[Partition]) -> None:
         self._given: Progress = dict.fromkeys(partitions, 0)
         self._at = {number: 0 for topic, number in partitions if topic == SAMPLES}  # gathered up to it
-        self._left: dict[int, Piece] = {}  # read, behind what is gathered
+        self._left: dict[int, tuple[Piece, int]] = {}  # read, and from which of its rows on it isn't gathered
         self._gathered, self._num_gathered = [], 0
         self._expected_for = False, {}
 
@@ -146,7 +146,7 @@ class SessionBatches:
 
     def _gather(self, number: int, max_requests: int, ends: Progress, timeout_s: float) -> bool:
         """Some rows of this partition more. False: they aren't there yet."""
-        piece = self._left.pop(number, None)
+        piece, row = self._left.pop(number, (None, 0))
         if piece is None:
             split = self.order.split_at(number, self._at[number])
             assert split is not None
@@ -154,12 +154,13 @@ class SessionBatches:
             if piece is None:
                 return False
         before = int(np.searchsorted(piece.at_R, self._end(number, ends)))
-        taken, left = piece.parted(min(before, max_requests - self._num_gathered))
+        taken_to = max(min(before, row + max_requests - self._num_gathered), row)
+        taken = piece.between(row, taken_to)
         position, self._at[number] = self._at[number], min(taken.end, self._end(number, ends))
         if self.order.split_at(number, position) is not self.order.split_at(number, self._at[number]):
             self._expect()
-        if left.num_rows:
-            self._left[number] = left
+        if taken_to < piece.num_rows:
+            self._left[number] = piece, taken_to
         if taken.num_rows:
             self._gathered.append(taken)
             self._num_gathered += taken.num_rows

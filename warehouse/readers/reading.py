@@ -57,12 +57,17 @@ class Piece(NamedTuple):
     def num_rows(self) -> int:
         return len(self.at_R)
 
+    def between(self, start: int, end: int) -> Piece:
+        """Its rows `start` up to `end`; all of it is itself."""
+        if (start, end) == (0, self.num_rows):
+            return self
+        behind = int(self.at_R[end]) if end < self.num_rows else self.end
+        return Piece(self.batch.requests_between(start, end), self.at_R[start:end], behind)
+
     def parted(self, count: int) -> tuple[Piece, Piece]:
         """Its first `count` rows, and the others."""
-        if count >= self.num_rows:
-            return self, Piece(self.batch.take_requests(np.arange(0)), self.at_R[:0], self.end)
-        first, others = (self.batch.take_requests(rows_M) for rows_M in (np.arange(count), np.arange(count, self.num_rows)))
-        return Piece(first, self.at_R[:count], int(self.at_R[count])), Piece(others, self.at_R[count:], self.end)
+        count = min(count, self.num_rows)
+        return self.between(0, count), self.between(count, self.num_rows)
 
 
 class SessionRows(Protocol):

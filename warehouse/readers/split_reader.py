@@ -143,13 +143,13 @@ class SplitReader:
         return asked or (unread[0] if unread and self.has_room else None)
 
     def _parts(self, piece: Piece, start: int) -> Iterator[tuple[int, Piece]]:
+        """One at least, also of a piece without rows."""
         assert self._rows is not None
         most = self._rows.session.spec.batch_requests
-        while piece.num_rows > most:
-            part, piece = piece.parted(most)
+        for row in range(0, max(piece.num_rows, 1), most):
+            part = piece.between(row, min(row + most, piece.num_rows))
             yield start, part
             start = part.end
-        yield start, piece
 
     def _spare(self, num_rows: int, began_s: float) -> None:
         if self.most_requests_s:
@@ -165,26 +165,35 @@ class SplitReader:
             FencedError: this reader doesn't have that lease (any more). CheckpointError: a file is damaged; names it.
         """
         ends_s = self.clock.monotonic_s() + timeout_s
+        asking: _HeldSplit | None = None  # told once: two who wait and tell each other would never sleep
         with self._changed:
-            while True:
-                held = self._held.get(split)
-                if held is None or held.lease.grant != grant:
-                    raise FencedError(
-                        f"expected a lease of split {split} that this reader has, got grant {grant}: ask the controller"
-                    )
-                if held.error is not None:
-                    raise held.error
-                unit, left_s = self._unit_at(held, position), ends_s - self.clock.monotonic_s()
-                if unit is not None:
-                    self.counts.units += 1
-                    self.counts.requests += len(unit.arrays[0])
-                    self.counts.sent_bytes += num_bytes(unit.arrays)
-                if unit is not None or left_s <= 0:
-                    return unit
-                held.num_asking += 1
-                self._changed.notify_all()
-                self._changed.wait(min(left_s, _SLICE_S))
-                held.num_asking -= 1
+            try:
+                while True:
+                    held = self._held_by(split, grant)
+                    unit, left_s = self._unit_at(held, position), ends_s - self.clock.monotonic_s()
+                    if unit is not None:
+                        self.counts.units += 1
+                        self.counts.requests += len(unit.arrays[0])
+                        self.counts.sent_bytes += num_bytes(unit.arrays)
+                    if unit is not None or left_s <= 0:
+                        return unit
+                    if asking is None:
+                        asking = held
+                        held.num_asking += 1
+                        self._changed.notify_all()
+                    self._changed.wait(min(left_s, _SLICE_S))
+            finally:
+                if asking is not None:
+                    asking.num_asking -= 1
+
+    def _held_by(self, split: int, grant: int) -> _HeldSplit:
+        """Raises as `unit`."""
+        held = self._held.get(split)
+        if held is None or held.lease.grant != grant:
+            raise FencedError(f"expected a lease of split {split} that this reader has, got grant {grant}: ask the controller")
+        if held.error is not None:
+            raise held.error
+        return held
 
     def _unit_at(self, held: _HeldSplit, position: int) -> Unit | None:
         while held.units and held.units[0].end <= position:

@@ -3,6 +3,7 @@
 from benchmarks.question import Question, Row, Subject
 
 _HERE = "benchmarks.workloads.warehouse.train_files"
+_ALONE = "benchmarks.workloads.warehouse.read_alone"
 _REQUESTS = 30_000
 
 QUESTION = Question(
@@ -15,6 +16,14 @@ QUESTION = Question(
             subjects=(
                 Subject("roostream train, from files", f"{_HERE}:from_files", (_REQUESTS,)),
                 Subject("a stack's worker, from Kafka", f"{_HERE}:from_kafka", (_REQUESTS,), "peer"),
+            ),
+        ),
+        Row(
+            name="the same, read and not trained",
+            unit="requests",
+            subjects=(
+                Subject("the session's source, from files", f"{_ALONE}:from_files", (_REQUESTS,)),
+                Subject("a worker's source, from Kafka", f"{_ALONE}:from_kafka", (_REQUESTS,), "peer"),
             ),
         ),
     ),

@@ -29,10 +29,11 @@ from warehouse.delta_table import Step
 from warehouse.file_writer import FilePlace, write_rows
 from warehouse.place import Warehouse
 
-_KINDS, _CANDIDATES, _READY_S, _TRAIN_S, _NEVER_MS = 512, 20, 120.0, 300.0, 600_000
+CANDIDATES = 20
+_KINDS, _READY_S, _TRAIN_S, _NEVER_MS = 512, 120.0, 300.0, 600_000
 
 
-class _Turns:
+class Turns:
     """The first step is for what warms up, and does nothing; the others are whole turns."""
 
     def __init__(self, turn: Callable[[], tuple[float, float]]) -> None:
@@ -53,7 +54,7 @@ class _Turns:
 def from_files(requests: int) -> Iterator[Work]:
     """`roostream train` of so many, from nothing to the commit that has them all."""
     with tempfile.TemporaryDirectory() as folder:
-        _archive(Path(folder) / "warehouse", data.demo_schema(), requests)
+        archived(Path(folder) / "warehouse", data.demo_schema(), requests)
         homes = itertools.count()
 
         def turn() -> tuple[float, float]:
@@ -63,16 +64,17 @@ def from_files(requests: int) -> Iterator[Work]:
             assert told["rows"] == requests, told
             return float(requests), float(told["wall_s"])
 
-        yield _Turns(turn).work()
+        yield Turns(turn).work()
 
 
-def _archive(place: Path, schema: Schema, requests: int) -> None:
+def archived(place: Path, schema: Schema, requests: int) -> None:
+    """A warehouse of so many, a file a partition and day."""
     warehouse = Warehouse(place)
     warehouse.create()
     register(warehouse.store, schema)
-    samples = [data.sample(schema, n, candidates=_CANDIDATES) for n in range(min(_KINDS, requests))]
+    samples = [data.sample(schema, n, candidates=CANDIDATES) for n in range(min(_KINDS, requests))]
     for number in range(4):
-        its = [_record(samples[n % len(samples)], n) for n in range(number, requests, 4)]
+        its = [record_of(samples[n % len(samples)], n) for n in range(number, requests, 4)]
         rows, dead = sample_rows(schema, its)
         assert not dead
         warehouse.samples.widen(rows.forms)
@@ -81,7 +83,8 @@ def _archive(place: Path, schema: Schema, requests: int) -> None:
         warehouse.samples.commit(files, progress={f"samples/benchmark/{number}": Step(None, len(its))})
 
 
-def _record(sample: pb.Sample, n: int) -> Record:
+def record_of(sample: pb.Sample, n: int) -> Record:
+    """This sample as the one numbered `n`, of partition n mod 4."""
     sample.sample_id, sample.close_ms = n + 1, data.T0_MS + 100 * n
     sample.header.request_id, sample.header.time_ms = f"r{n}", sample.close_ms - 20_000
     return Record("samples", n % 4, n // 4, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
@@ -104,7 +107,7 @@ def from_kafka(requests: int) -> Iterator[Work]:
                 finally:
                     feed.close()
 
-    yield _Turns(turn).work()
+    yield Turns(turn).work()
 
 
 def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:

@@ -85,6 +85,7 @@ def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> No
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)  # far less where nothing else runs
 @pytest.mark.parametrize("first", range(100, 100 + NUM_CHAOS, 50))
 def test_g2_g11_many_schedules_of_readers(first: int) -> None:
     for seed in range(first, first + 50):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
 from warehouse.readers.leases import Lease
 from warehouse.readers.reading import LocalRows, Piece
-from warehouse.readers.split_reader import SplitReader
+from warehouse.readers.split_reader import SplitReader, Unit
 from warehouse.readers.splits import TableSplit
 
 
@@ -69,6 +70,29 @@ def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_sa
     threading.Timer(0.05, lambda: its.step(1.0)).start()
     its.clock = SystemClock()
     assert its.unit(2, 102, 8, 5.0) is not None
+
+
+class Counting(SplitReader):
+    """How often somebody who waits has looked."""
+
+    looks = 0
+
+    def _unit_at(self, held: Any, position: int) -> Unit | None:
+        self.looks += 1
+        return super()._unit_at(held, position)
+
+
+def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
+    table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
+    its = Counting(SystemClock(), most_bytes=1 << 30, most_units=4)
+    its.begin(LocalRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
+    its.hold([lease(0), lease(2)])
+    waiting = [threading.Thread(target=its.unit, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert 4 <= its.looks <= 8
 
 
 def test_leases_are_asked_for_while_splits_are_unread() -> None:
