@@ -47,9 +47,7 @@ class Jagged:
     @cached_property
     def starts_K1(self) -> np.ndarray:
         """int64 [K + 1]: feature k owns values[starts_K1[k] : starts_K1[k + 1]]."""
-        out = np.zeros(len(self.keys) + 1, dtype=np.int64)
-        np.cumsum(self.lengths_KN.sum(axis=1, dtype=np.int64), out=out[1:])
-        return out
+        return _starts(self.lengths_KN)
 
     def index(self, key: str) -> int:
         return self.keys.index(key)
@@ -96,21 +94,19 @@ class Jagged:
 
     def take_rows(self, rows_M: np.ndarray) -> Jagged:
         """The rows `rows_M` (int64 [M], repeats allowed), in that order."""
-        pieces, weights, columns = [], [], dict[str, np.ndarray]()
-        for k, key in enumerate(self.keys):
-            at = ranges(self.offsets_of(key)[rows_M], self.lengths_KN[k][rows_M])
-            pieces.append(self.values_of(key)[at])
-            if self.weights is not None:
-                weights.append(self.weights[self.starts_K1[k] :][at])
-            for name in self.columns:
-                if name.split(".", 1)[0] == key:
-                    columns[name] = self.columns[name][at]
+        lengths_KM = np.ascontiguousarray(self.lengths_KN[:, rows_M])
+        ends_KN = np.cumsum(self.lengths_KN, dtype=np.int64).reshape(self.lengths_KN.shape)  # of all features behind each other
+        at = ranges((ends_KN - self.lengths_KN)[:, rows_M].ravel(), lengths_KM.ravel())
+        columns, starts_K1 = dict[str, np.ndarray](), _starts(lengths_KM)
+        for name, column in self.columns.items():
+            k = self.index(name.split(".", 1)[0])
+            columns[name] = column[at[starts_K1[k] : starts_K1[k + 1]] - self.starts_K1[k]]
         return Jagged(
             keys=self.keys,
-            lengths_KN=np.ascontiguousarray(self.lengths_KN[:, rows_M]),
-            values=np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64),
+            lengths_KN=lengths_KM,
+            values=self.values[at],
             present_KN=np.ascontiguousarray(self.present_KN[:, rows_M]),
-            weights=np.concatenate(weights) if weights else None,
+            weights=None if self.weights is None else self.weights[at],
             columns=columns,
         )
 
@@ -129,6 +125,12 @@ class Jagged:
             weights=(np.concatenate(weights) if weights else first.weights) if weighted else None,
             columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
         )
+
+
+def _starts(lengths_KN: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(lengths_KN) + 1, dtype=np.int64)
+    np.cumsum(lengths_KN.sum(axis=1, dtype=np.int64), out=out[1:])
+    return out
 
 
 def ranges(starts_M: np.ndarray, lengths_M: np.ndarray) -> np.ndarray:

@@ -118,6 +118,24 @@ def test_an_empty_jagged_misses_every_list() -> None:
     assert lists.take_rows(np.array([2, 2])).num_rows == 2
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 4), st.integers(1, 6))
+def test_rows_are_taken_with_all_that_they_hold(seed: int, num_keys: int, num_rows: int) -> None:
+    random = np.random.default_rng(seed)
+    keys = tuple("abcd"[:num_keys])
+    lengths_KN = random.integers(0, 3, (num_keys, num_rows)).astype(np.int32)
+    totals = lengths_KN.sum(axis=1)
+    values = random.integers(0, 99, int(totals.sum())).astype(np.int64)
+    columns = {f"{key}.when": random.integers(0, 99, int(total)) for key, total in zip(keys[1::2], totals[1::2], strict=True)}
+    weights = random.random(len(values)).astype(np.float32) if seed % 2 else None
+    lists = Jagged(keys=keys, lengths_KN=lengths_KN, values=values, present_KN=lengths_KN > 0, weights=weights, columns=columns)
+    rows_M = random.integers(0, num_rows, int(random.integers(0, 9)))
+    taken = lists.take_rows(rows_M)
+    assert taken.num_rows == len(rows_M) and sorted(taken.columns) == sorted(columns)
+    assert [rows_of(taken, m) for m in range(len(rows_M))] == [rows_of(lists, n) for n in rows_M.tolist()]
+    assert taken.values.dtype == np.int64 and taken.present_KN.flags.c_contiguous
+
+
 @pytest.mark.parametrize(
     "change",
     [
