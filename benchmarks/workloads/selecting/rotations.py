@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from trainer.loop import TrainLoop, Wiring
 from trainer.monitoring.quality import Metrics
 from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
+from trainer.selection.config import SlipstreamConfig
+from trainer.selection.slipstream_course import AHEAD
 
 BATCH, _WARM_UP = 128, 200
 MODEL = RankerConfig(
@@ -53,13 +55,13 @@ def rotations(
 ) -> Iterator[Work]:
     """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to warm up; figures are
     means over them. `most_inputs`: of each part; `model`: others of its settings; `like`: settings asked before in this process,
-    of whose requests as many are kept, rotation by rotation, by `selection.keep`."""
+    of whose requests as many are dropped, rotation by rotation, from the same step on."""
     figures: dict[str, float] = {}
-    whole = [False]
+    asked, whole = _Asked(settings, model or {}, seed), [False]
 
     def step() -> None:
         most, tests = (most_inputs, most_parts) if whole[0] else (min(most_inputs or _WARM_UP, _WARM_UP), 1)
-        told = [_rotation(_kept_like(settings, model, like, seed, test, most), seed, test, most, model) for test in range(tests)]
+        told = [_rotation(asked, test, most, like) for test in range(tests)]
         whole[0] = True
         figures.clear()
         figures.update({name: float(np.mean([one[name] for one in told])) for name in told[0]})
@@ -71,54 +73,62 @@ def rotations(
     yield Work(step, lambda: figures["inputs"] * most_parts, lambda: dict(figures), took_s)
 
 
-def _kept_like(
-    settings: Mapping[str, Any],
-    model: Mapping[str, Any] | None,
-    like: Mapping[str, Any] | None,
-    seed: int,
-    test: int,
-    most: int | None,
-) -> Mapping[str, Any]:
-    if like is None:
-        return settings
-    share = _TRAINED[_key(like, model, seed, test, most)]
-    return {**settings, "selection": {**settings["selection"], "keep": share}}
+class _Asked(NamedTuple):
+    settings: Mapping[str, Any]
+    model: Mapping[str, Any]
+    seed: int
+
+    def key(self, test: int, most: int | None) -> str:
+        return json.dumps([self.settings, self.model, self.seed, test, most], sort_keys=True)
+
+    def begins(self) -> int:
+        """Steps before any request is skipped."""
+        its = self.settings["selection"]
+        return SlipstreamConfig(**its["slipstream"]).last_snapshot + AHEAD if its["policy"] == "slipstream" else 0
 
 
-def _key(settings: Mapping[str, Any], model: Mapping[str, Any] | None, *more: Any) -> str:
-    return json.dumps([settings, model, *more], sort_keys=True)
-
-
-def _rotation(
-    settings: Mapping[str, Any], seed: int, test: int, most: int | None, model: Mapping[str, Any] | None
-) -> dict[str, float]:
+def _rotation(asked: _Asked, test: int, most: int | None, like: Mapping[str, Any] | None) -> dict[str, float]:
     criteo = has_criteo()
     train = [record for number in range(PARTS) if number != test for record in part(number, criteo=criteo, most=most)]
     with tempfile.TemporaryDirectory() as folder:
-        loop = _loop(_renumbered(train), settings, seed, folder, dataclasses.replace(MODEL, **(model or {})))
+        loop = _loop(_renumbered(train), asked, folder)
         began_s = time.process_time()
+        if like is not None:
+            _train_like(loop, asked._replace(settings=like), test, most, len(train))
         while loop.step() or loop.finish():
             pass
         cpu_s = time.process_time() - began_s
         found = _judge(loop, list(part(test, criteo=criteo, most=most)))
     total = loop.outcomes.total
-    trained = _TRAINED[_key(settings, model, seed, test, most)] = total["trained"] / total["taken"]
+    trained = _TRAINED[asked.key(test, most)] = total["trained"] / total["taken"]
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
     return {**found, **deferred, "inputs": len(train), "trained": trained, "steps": loop.num_steps, "cpu_s": cpu_s}
+
+
+def _train_like(loop: TrainLoop, other: _Asked, test: int, most: int | None, num_inputs: int) -> None:
+    """The steps in which the other skipped nothing; behind them as many are kept as there."""
+    config, begins = loop.selection.config, other.begins()
+    loop.selection.config = dataclasses.replace(config, policy="off")
+    while loop.num_steps < begins and loop.step():
+        pass
+    rest = max(1 - begins * BATCH / num_inputs, 1 / num_inputs)
+    kept = 1 - (1 - _TRAINED[other.key(test, most)]) / rest
+    loop.selection.config = dataclasses.replace(config, keep=min(max(kept, 0.05), 1.0))
 
 
 def _renumbered(records: list[Record]) -> list[Record]:
     return [record._replace(offset=n) for n, record in enumerate(records)]
 
 
-def _loop(records: list[Record], settings: Mapping[str, Any], seed: int, folder: str, model: RankerConfig) -> TrainLoop:
-    given = {"batch_requests": BATCH, "first_batch_requests": BATCH, "seed": seed, "dedupe_horizon_ms": 1 << 40, **settings}
+def _loop(records: list[Record], asked: _Asked, folder: str) -> TrainLoop:
+    sizes = {"batch_requests": BATCH, "first_batch_requests": BATCH, "dedupe_horizon_ms": 1 << 40}
+    given = {**sizes, "seed": asked.seed, **asked.settings}
     config = LoopConfig(**from_dict(LoopConfig, given))
     clock = SystemClock()
     source = RecordBatches(MemoryReader(_AT, records), Decoder(schema(), _nobody), clock, max_wait_ms=0)
     wiring = Wiring(source=source, rows=ShardRows(shard_client(schema(), folder)), outputs=Silent(), clock=clock)
-    return TrainLoop(config, schema(), model, wiring)
+    return TrainLoop(config, schema(), dataclasses.replace(MODEL, **asked.model), wiring)
 
 
 def _nobody(fingerprint: int) -> Schema | None:
