@@ -80,8 +80,9 @@ QUESTION = Question(
     rounds=1,
     means="""\
 Half of the requests without a click dropped by weight is to cost .45 at most of what as many dropped at random cost, in log loss.
-Skipping inputs with stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing; with
-LayerNorm on both sides, since the paper has it on one.
+Skipping inputs with stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing: here it is
+worse than chance. With LayerNorm on both sides, which the paper has on one, it is better than chance in most rotations, of a model
+that predicts worse than without; its own loop takes more CPU than training on all of it, as nothing of a step is saved.
 
 The first 3,500 impressions of each part of Criteo's sample, each a request with one candidate: five parts trained once, in
 batches of 128, the sixth predicted, for each of the six. Every run has a seed of its own, so least .. most is over seeds;
