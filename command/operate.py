@@ -167,7 +167,7 @@ def release(home: Path, controller: str, link: str) -> None:
 @click.command("trace")
 @click.argument("request_id", metavar="REQUEST_ID")
 @home_option
-@click.option("--traceparent", default="", metavar="TEXT", help="W3C Trace Context of whoever asks: steps become spans below it")
+@click.option("--traceparent", default="", metavar="TEXT", help="W3C Trace Context that spans stand below; else serving's own")
 @click.option(
     "--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds until it is given up; above the window"
 )

@@ -22,7 +22,8 @@ from runtime.kafka.broker import Broker
 from runtime.kafka.topics import DEFAULT_PARTITIONS, TOPICS, name_of, partitions_of
 from runtime.rpc_client import SocketTransport
 from runtime.scrape import Scraped
-from trainer.control.neighbours import click_rate, freshness, lost_records, rows_by_stack, serving_state
+from trainer.control.neighbour_times import STAGES, UNKNOWN
+from trainer.control.neighbours import click_rate, lost_records, rows_by_stack, serving_state
 from trainer.control.together import together, worker_reports
 from trainer.monitoring.quality import QUALITY
 from trainer.selection.outcomes import added
@@ -56,7 +57,7 @@ class Watcher:
             "readers": control.get("readers") if control else None,
             "rows": rows_by_stack(scraped),
             "commit": commit_state(control),
-            "freshness": freshness(scraped),
+            "freshness": freshness_state(control),
             "metrics": quality(control),
             "click_rate": click_rate(scraped.get("simulate", Scraped())),
             "serving": serving_state(scraped.get("serving", Scraped())),
@@ -172,6 +173,12 @@ def _is_training(name: str, control: Mapping[str, Any]) -> bool:
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("state", "seq", "incarnation", "commit_age_ms", "paused_ms", "commits", "aborts", "rollbacks", "manifest")
     return {k: control.get(k) for k in (*keys, "holds", "device_s", "device_ratio")}
+
+
+def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Stage → p50 and p99 in ms of the last minutes, as the controller has them of its neighbours."""
+    told = control.get("freshness") or {}
+    return {stage: told.get(stage) or dict(UNKNOWN) for stage in STAGES}
 
 
 def quality(control: Mapping[str, Any]) -> dict[str, float | None]:

@@ -114,6 +114,10 @@ def _check_header(record: Record, header: pb.Header) -> None:
         raise WireError("bad_shape", f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}")
     if len(header.surface.encode()) > MAX_NAME_BYTES:
         raise WireError("bad_shape", f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}")
+    if len(header.traceparent) > MAX_NAME_BYTES:
+        raise WireError(
+            "bad_shape", f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}"
+        )
     if not 1 <= header.time_ms <= LATEST_MS:
         raise WireError("bad_time", f"expected a time in 1..{LATEST_MS} ms, got {header.time_ms}")
     if header.time_ms != record.timestamp_ms:

@@ -70,7 +70,7 @@ _HELPS = {
     "repeats": "pushes that had been applied before",
     "waiting": "pushes that wait for the other workers' of their step",
     "ready": "1 = restored",
-    "publish_lag_ms": "since readers last had everything",
+    "published_at_ms": "when readers last had everything",
     "published_keys": "keys sent in deltas",
     "republished_keys": "keys seen behind barriers",
 }
@@ -96,7 +96,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         warm()
         blobs.open()
         opened.callback(blobs.close)
-        latency = metrics.Quantiles("roostream_shard_call", "time to answer a call")
+        latency = metrics.StageTimes("roostream_shard_call", "time to answer a call")
         address = _listen(config, keys, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
@@ -142,7 +142,7 @@ def build_shard(config: ShardConfig, blobs: Blobs) -> Shard:
     return Shard(identity, segments, open_store(config.store), SystemClock(), residency=residency)
 
 
-def _listen(config: ShardConfig, keys: LinkKeys, shard: Shard, latency: metrics.Quantiles, opened: contextlib.ExitStack) -> str:
+def _listen(config: ShardConfig, keys: LinkKeys, shard: Shard, latency: metrics.StageTimes, opened: contextlib.ExitStack) -> str:
     host, port = parse_address(config.listen)
     server = RpcServer(timed(Calls(shard).handle, latency), host, port, keys=keys).start()
 
@@ -182,7 +182,7 @@ def _start_member(
     return member.start()
 
 
-def timed(handler: Handler, latency: metrics.Quantiles) -> Handler:
+def timed(handler: Handler, latency: metrics.StageTimes) -> Handler:
     """`handler`, with the time of each call observed under its method."""
 
     def handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
@@ -202,7 +202,7 @@ def shard_exports(shard: Shard, publisher: Publisher | None) -> Exports:
         shown = {name: stats[name] for name in _HELPS if name in stats}
         if publisher:
             shown |= {
-                "publish_lag_ms": publisher.lag_ms,
+                "published_at_ms": publisher.published_at_ms,
                 "published_keys": publisher.num_keys,
                 "republished_keys": publisher.num_republished,
             }

@@ -67,12 +67,7 @@ class Publisher:
     def __init__(self, shard: Shard, topic: RowsTopic, clock: Clock, *, interval_ms: int = 1000) -> None:
         self.shard, self.topic, self.clock, self.interval_ms = shard, topic, clock, interval_ms
         self.num_rounds = self.num_deltas = self.num_keys = self.num_republished = 0
-        self.settled_at_s = clock.monotonic_s()
-
-    @property
-    def lag_ms(self) -> float:
-        """Since readers last had everything."""
-        return (self.clock.monotonic_s() - self.settled_at_s) * 1000
+        self.published_at_ms = clock.now_ms()  # when readers last had everything
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set."""
@@ -110,7 +105,7 @@ class Publisher:
             done = True
         finally:
             self.shard.settle_round(taken, done, ends)  # 4
-        self.settled_at_s = self.clock.monotonic_s()
+        self.published_at_ms = self.clock.now_ms()
         self.num_rounds += bool(taken.deltas)
         self.num_deltas += len(taken.deltas)
         self.num_keys += sum(len(d.id_M) for d in taken.deltas)

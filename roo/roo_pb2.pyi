@@ -35,7 +35,7 @@ DISPOSITION_RANDOM: Disposition
 DISPOSITION_STALE: Disposition
 
 class Header(_message.Message):
-    __slots__ = ("request_id", "user_id", "session_id", "surface", "time_ms", "schema", "model_version")
+    __slots__ = ("request_id", "user_id", "session_id", "surface", "time_ms", "schema", "model_version", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     USER_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Header(_message.Message):
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     user_id: int
     session_id: int
@@ -50,7 +51,8 @@ class Header(_message.Message):
     time_ms: int
     schema: int
     model_version: str
-    def __init__(self, request_id: _Optional[str] = ..., user_id: _Optional[int] = ..., session_id: _Optional[int] = ..., surface: _Optional[str] = ..., time_ms: _Optional[int] = ..., schema: _Optional[int] = ..., model_version: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., user_id: _Optional[int] = ..., session_id: _Optional[int] = ..., surface: _Optional[str] = ..., time_ms: _Optional[int] = ..., schema: _Optional[int] = ..., model_version: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("floats", "lengths", "ids", "weights", "times", "missing")

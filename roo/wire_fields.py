@@ -32,6 +32,7 @@ class HeaderFields(NamedTuple):
     time_ms: int
     schema: int
     model_version: int
+    traceparent: int
 
 
 class BlockFields(NamedTuple):

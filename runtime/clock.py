@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Protocol
@@ -32,6 +33,23 @@ class SystemClock:
             return stop.wait(seconds)
         time.sleep(seconds)
         return False
+
+
+class WallTime:
+    """The wall time of a monotonic moment: taken when it is first asked for, so that it stays when clocks are set."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._known: tuple[float, int] = (math.nan, 0)
+
+    def of(self, at_s: float) -> int:
+        """ms since 1970. Any thread."""
+        known_s, known_ms = self._known
+        if at_s == known_s:
+            return known_ms
+        at_ms = self.clock.now_ms() - round((self.clock.monotonic_s() - at_s) * 1000)
+        self._known = (at_s, at_ms)
+        return at_ms
 
 
 class FakeClock:

@@ -58,6 +58,7 @@ class Exports(Collector):
 
 
 _UNITS = (
+    ("_at_ms", "_timestamp_seconds", 1e-3),
     ("watermark_ms", "watermark_timestamp_seconds", 1e-3),
     ("since_ms", "since_timestamp_seconds", 1e-3),
     ("_per_s", "_per_second", 1.0),
@@ -68,7 +69,7 @@ _UNITS = (
 
 def in_seconds(name: str) -> tuple[str, float]:
     """What Prometheus calls the value that our name says the unit of, in its base unit, and what to multiply it by: `lag_ms` →
-    (`lag_seconds`, 0.001). A moment of event time is a `…_timestamp_seconds`."""
+    (`lag_seconds`, 0.001). A moment is a `…_timestamp_seconds`: of event time, or of what was done (`…_at_ms`)."""
     for suffix, instead, scale in _UNITS:
         if name.endswith(suffix):
             return name.removesuffix(suffix) + instead, scale

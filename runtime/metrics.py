@@ -1,4 +1,4 @@
-"""A process's one HTTP server of metrics and probes, and sliding quantiles for stage times."""
+"""A process's one HTTP server of metrics and probes, and histograms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import itertools
 import logging
+import math
 import socket
 import ssl
 import threading
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -36,47 +37,13 @@ MOST_AT_ONCE = 64  # connections; more are closed at once
 MOST_S = 30.0  # of a connection, from its beginning to its end
 SILENT_S = 10.0  # that it may say nothing
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+FRESH_S = (0.001, 0.002, 0.005, *(round(m * 10.0**e, 6) for e in range(-2, 3) for m in (1, 1.5, 2, 3, 4, 5, 7)), 1000.0)
+"""Of times between stages: a page takes quantiles of them, so buckets are narrow where a join's window and training lie."""
 
-
-class Quantiles(Collector):
-    """Times of stages: the newest `size` of each as the gauge `<name>_quantile_seconds{stage=…, quantile=…}`, and all of them as
-    the histogram `<name>_seconds`. Observed and asked in ms. Thread-safe."""
-
-    def __init__(self, name: str, help: str, size: int = 2048) -> None:
-        self.name, self.help, self.size = name, help, size
-        self._lock = threading.Lock()
-        self._values: dict[str, deque[float]] = {}
-        self._counts: dict[str, list[int]] = {}  # by bucket, the last one without a bound
-        self._sums_ms: dict[str, float] = {}
-
-    def observe(self, stage: str, value: float) -> None:
-        with self._lock:
-            self._values.setdefault(stage, deque(maxlen=self.size)).append(value)
-            counts = self._counts.setdefault(stage, [0] * (len(BUCKETS_S) + 1))
-            counts[bisect.bisect_left(BUCKETS_S, value / 1000)] += 1
-            self._sums_ms[stage] = self._sums_ms.get(stage, 0.0) + value
-
-    def quantile(self, stage: str, q: float) -> float | None:
-        with self._lock:
-            values = sorted(self._values.get(stage, ()))
-        return values[min(int(q * len(values)), len(values) - 1)] if values else None
-
-    def collect(self) -> list[Metric]:
-        family = GaugeMetricFamily(f"{self.name}_quantile_seconds", self.help, labels=["stage", "quantile"])
-        for stage in list(self._values):
-            for q in (0.5, 0.99):
-                value = self.quantile(stage, q)
-                if value is not None:
-                    family.add_metric([stage, str(q)], value / 1000)
-        return [family, self._histogram()]
-
-    def _histogram(self) -> Metric:
-        family = HistogramMetricFamily(f"{self.name}_seconds", self.help, labels=["stage"])
-        with self._lock:
-            found = [(stage, list(counts), self._sums_ms[stage]) for stage, counts in self._counts.items()]
-        for stage, counts, sum_ms in found:
-            family.add_metric([stage], cumulative(BUCKETS_S, counts), sum_ms / 1000)
-        return family
+Buckets = Mapping[float, float]
+"""Upper bound, inf among them → observations that are at most so large, since the program began."""
+WINDOW_S = 120.0
+_APART_S = 2.0  # looks that are nearer replace each other, so that their number is bounded
 
 
 class Cell:
@@ -113,21 +80,82 @@ class Histogram(Collector):
         return [family]
 
 
+class StageTimes(Histogram):
+    """Times of stages as the histogram `<name>_seconds{stage=…}`; observed in ms, by any thread."""
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...] = BUCKETS_S) -> None:
+        super().__init__(f"{name}_seconds", help, ("stage",), bounds)
+        self._lock = threading.Lock()
+
+    def observe(self, stage: str, ms: float) -> None:
+        with self._lock:
+            self.cell(stage).observe(ms / 1000)
+
+    def told(self, stage: str) -> Buckets:
+        """What is exported of a stage, for `Recent`."""
+        with self._lock:
+            counts = list(self.cell(stage).counts)
+        return dict(zip((*self.bounds, math.inf), itertools.accumulate(counts), strict=True))
+
+
 def cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
     """As Prometheus has buckets: each with all that is below its bound."""
     return list(zip([*map(floatToGoString, bounds), "+Inf"], itertools.accumulate(counts), strict=True))
 
 
-def freshness() -> Quantiles:
-    """The process's stage times, in ms; registered once."""
+class Recent:
+    """What a histogram counted lately, for pages that have no Prometheus to take rates. `look` hands over what it tells now;
+    `quantile` is of what was observed in the last `window_s`, or since the first look where that is later; after one look, of
+    all. Not thread-safe."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
+        self._looks: deque[tuple[float, Buckets]] = deque()
+
+    def look(self, at_s: float, told: Buckets) -> None:
+        """`at_s`: of a clock that never goes back. Counts that fell are those of a new process, which began with none."""
+        if self._looks and any(told.get(bound, 0.0) < count for bound, count in self._looks[-1][1].items()):
+            self._looks.clear()
+            self._looks.append((at_s, {}))
+        if len(self._looks) > 1 and self._looks[-1][0] - self._looks[-2][0] < _APART_S:
+            self._looks.pop()
+        self._looks.append((at_s, dict(told)))
+        while len(self._looks) > 2 and self._looks[1][0] <= at_s - self.window_s:
+            self._looks.popleft()
+
+    def quantile(self, q: float) -> float | None:
+        """In the histogram's unit, linear within a bucket; the highest finite bound where it lies above that. None: nothing was
+        observed."""
+        if not self._looks:
+            return None
+        before = self._looks[0][1] if len(self._looks) > 1 else {}
+        return quantile_of({bound: count - before.get(bound, 0.0) for bound, count in self._looks[-1][1].items()}, q)
+
+
+def quantile_of(told: Buckets, q: float) -> float | None:
+    """Of everything that `told` has."""
+    bounds = sorted(told)
+    if not bounds or told[bounds[-1]] <= 0:
+        return None
+    rank, below, from_ = q * told[bounds[-1]], 0.0, 0.0
+    for bound in bounds:
+        if told[bound] >= rank and told[bound] > below:
+            inside = (rank - below) / (told[bound] - below)
+            return from_ + (bound - from_) * inside if math.isfinite(bound) else from_
+        below, from_ = told[bound], bound
+    return from_
+
+
+def freshness() -> StageTimes:
+    """The process's times between stages of the loop, in ms; registered once."""
     global _freshness
     if _freshness is None:
-        _freshness = Quantiles("roostream_freshness", "time between stages of the loop")
+        _freshness = StageTimes("roostream_freshness", "time between stages of the loop", FRESH_S)
         REGISTRY.register(_freshness)
     return _freshness
 
 
-_freshness: Quantiles | None = None
+_freshness: StageTimes | None = None
 
 
 class Answer(NamedTuple):

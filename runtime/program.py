@@ -43,6 +43,7 @@ class CallNames:
     call_id: str
     trace_id: str = ""  # 32 hexadecimal digits
     span_id: str = ""  # 16, the caller's
+    traceparent: str = ""  # of the span that is open here, where it is sampled: what is logged of the call carries it
 
     def fields(self) -> dict[str, str]:
         """Those that there are."""

@@ -28,11 +28,11 @@ class Scraped:
         value = self.value(name, **labels)
         return None if value is None else value * 1000
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Value of `label` → sample, of all samples of `name` that have the label."""
-        found = {}
+    def by(self, name: str, label: str, **others: str) -> dict[str, float]:
+        """Value of `label` → sample, of all samples of `name` that have the label, and the `others` with these values."""
+        found, wanted = {}, others.items()
         for (other, labels), value in self._samples.items():
-            if other == name and (key := dict(labels).get(label)) is not None and number(value) is not None:
+            if other == name and wanted <= labels and (key := dict(labels).get(label)) is not None and number(value) is not None:
                 found[key] = value
         return found
 

@@ -65,7 +65,7 @@ _HELPS = {
     "replica_lag": "row deltas in the topic that weren't taken a moment ago",
     "replica_applied": "row deltas and barriers applied",
     "replica_refused": "records of the rows topic that couldn't be applied",
-    "rows_age_s": "time since the rows were known to be current: all of the topic applied, all shards there",
+    "rows_current_at_ms": "when the rows were last known to be current: all of the topic applied, all shards there",
     "rows_asked": "rows that requests asked a cache for",
     "rows_missed": "of these, those that it lacked",
     "rows_unread": "of these, those that took their initial value, since their shard gave none in time or wasn't waited for",

@@ -250,6 +250,7 @@ class RankService:
             time_ms=complete.time_ms,
             schema=self.schema.fingerprint,
             model_version=answer.model_version,
+            traceparent=request.traceparent,
         )
         n = len(answer.order)
         position_n = np.empty(n, dtype="<u4")

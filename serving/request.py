@@ -44,6 +44,7 @@ class RankRequest:
     top: int = 0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
     blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
     lacks: bool = False  # the blocks lack something that can be filled in
+    traceparent: str = ""  # of the call's span, where it is traced
 
     @property
     def key(self) -> bytes:

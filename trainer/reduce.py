@@ -126,7 +126,7 @@ class MeetingPlace:
         self.address = f"{self.host}:{self._listener.getsockname()[1]}"
         self._store: c10d.TCPStore | None = None
 
-    def join(self, meeting: Meeting) -> Reduction:
+    def join(self, meeting: Meeting) -> Alone | TorchReduction:
         return Alone() if meeting.workers == 1 else TorchReduction(meeting, self)
 
     def store(self) -> c10d.TCPStore:

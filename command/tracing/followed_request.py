@@ -38,6 +38,7 @@ class FollowedRequest:
         """`keys_of`: a sample's record → the rows that training on it changes."""
         self.request_id, self._keys_of = request_id, keys_of
         self.steps: dict[str, Waypoint] = {}
+        self.traceparent = ""  # of the span that it was scored in, as its impression has it
         self._sample: pb.Sample | None = None
         self._keys: RowKeys = frozenset()
         self._published: Waypoint | None = None  # waits for the word of the worker
@@ -53,7 +54,11 @@ class FollowedRequest:
         except WireError:
             return
         if isinstance(message, pb.Impression) and message.header.request_id == self.request_id:
-            self._reached("logged", record, now_ms, version=message.header.model_version, candidates=len(message.item_ids))
+            self.traceparent = self.traceparent or message.header.traceparent
+            about = _traced(message.header)
+            self._reached(
+                "logged", record, now_ms, version=message.header.model_version, candidates=len(message.item_ids), **about
+            )
         elif kind == wire.SAMPLE and isinstance(message, pb.Sample) and message.header.request_id == self.request_id:
             self._joined(record, message, now_ms)
         elif isinstance(message, pb.Prediction) and self._sample and message.sample_id == self._sample.sample_id:
@@ -67,7 +72,7 @@ class FollowedRequest:
         if self._sample is None:
             self._sample, self._keys = sample, self._keys_of(record)
             reason = pb.CloseReason.Name(sample.close_reason)
-            self._reached("joined", record, now_ms, closed_by=reason, engagements=len(sample.event_ids))
+            self._reached("joined", record, now_ms, closed_by=reason, engagements=len(sample.event_ids), **_traced(sample.header))
 
     def _changed(self, record: Record, delta: pb.RowDelta, sample: pb.Sample, now_ms: int) -> None:
         has_seen = 0 < delta.oldest_close_ms <= sample.close_ms
@@ -78,3 +83,7 @@ class FollowedRequest:
 
     def _reached(self, name: str, record: Record, now_ms: int, **details: Any) -> None:
         self.steps.setdefault(name, Waypoint(name, now_ms, record.topic, record.partition, record.offset, details))
+
+
+def _traced(header: pb.Header) -> dict[str, str]:
+    return {"traceparent": header.traceparent} if header.traceparent else {}

@@ -11,7 +11,7 @@ import click
 
 from command.tracing.followed_request import STEPS, FollowedRequest, RowKeys
 from infra.home import Home
-from roo.errors import printable
+from roo.errors import RoostreamError, printable
 from roo.wire import Record
 from runtime.clock import Clock, SystemClock
 from runtime.kafka.record_reader import RecordReader
@@ -27,23 +27,34 @@ def run(home: Path, request_id: str, traceparent: str, wait_s: float, as_json: b
     Raises:
         SetupError: nothing runs in `home`. UnavailableError: Kafka does not answer.
     """
-    from command.tracing.request_spans import tell
-
     clock, place = SystemClock(), Home(home)
     followed = FollowedRequest(request_id, row_keys(place))
     with contextlib.closing(_reader(place)) as reader:
         began_ms = clock.now_ms()
         click.echo(f"follows {printable(request_id)} from now on; ask", err=True)
         follow(followed, reader, clock, wait_s, lambda name: click.echo(line(followed, name, began_ms), err=as_json))
-    if traceparent:
-        tell(followed, traceparent, began_ms)
+    _tell(followed, traceparent, began_ms)
     if as_json:
         told = {name: step._asdict() for name, step in followed.steps.items()}
-        click.echo(json.dumps({"request_id": request_id, "began_ms": began_ms, "steps": told}, indent=2))
+        found = {"request_id": request_id, "began_ms": began_ms, "traceparent": traceparent or followed.traceparent}
+        click.echo(json.dumps({**found, "steps": told}, indent=2))
     if not followed.is_done:
         missing = next(name for name in STEPS if name not in followed.steps)
         click.echo(f"within {wait_s:g} s it was not {missing}", err=True)
     return 0 if followed.is_done else 1
+
+
+def _tell(followed: FollowedRequest, traceparent: str, began_ms: int) -> None:
+    """Spans below the one that is named, else below that of serving where the request was traced there."""
+    from command.tracing.request_spans import tell
+
+    if traceparent:
+        tell(followed, traceparent, began_ms)
+    elif followed.traceparent:
+        try:
+            tell(followed, followed.traceparent, began_ms)
+        except RoostreamError as error:
+            click.echo(f"it is traced as {printable(followed.traceparent)}, and no span is told: {error}", err=True)
 
 
 def follow(followed: FollowedRequest, reader: RecordReader, clock: Clock, wait_s: float, told: Callable[[str], None]) -> None:

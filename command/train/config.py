@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from infra.options import DEFAULT_HOME, DEMO_SCHEMA
 from roo.config import MAX_SEED, Settings, refusal, setting
@@ -15,7 +16,7 @@ from warehouse.readers.session import Labels, SessionSpec, days_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
-    """A model from the warehouse alone, with everything in one process."""
+    """A model from the warehouse alone: everything in one process, or several workers beside it."""
 
     warehouse: str = setting("", "where samples are archived, a directory or s3://bucket/prefix; '' = that of the home")
     days: str = setting("", "of close, as 2024-05-01..2024-05-07, in order; either end may be left out; '' = all")
@@ -24,6 +25,10 @@ class TrainConfig(Settings):
     model: str = setting("", "path of the model TOML; empty = defaults")
     set: tuple[str, ...] = setting((), "settings of the trainer's loop, as worker.batch_requests=512")
     num_shards: int = setting(2, "parameter server shards, as the stack that goes on with the model will have", least=1, most=64)
+    workers: int = setting(1, "that train together, in processes of their own where there are several", least=1, most=64)
+    rows: Literal["shards", "workers"] = setting(
+        "shards", "who holds rows while this trains: shards here, or the worker processes, until they go to num_shards"
+    )
     partitions: int = setting(DEFAULT_PARTITIONS, "of the topic that was archived", least=1, most=1024)
     seed: int = setting(0, "of initial weights and rows, and of the order of files", least=0, most=MAX_SEED)
     labels: Labels = setting("latest", "with corrections until now, or as_streamed at the close")
@@ -40,7 +45,20 @@ class TrainConfig(Settings):
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
         if self.most_readers and self.most_readers < max(self.readers, 1):
             raise refusal("most_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.most_readers)
+        if self.workers > self.partitions:
+            error = "each trains one of the partitions at least"
+            raise refusal("workers", f"at most partitions = {self.partitions}", self.workers, error)
         assert self.session
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether workers are programs beside this one."""
+        return self.workers > 1 or self.rows == "workers"
+
+    @property
+    def num_owners(self) -> int:
+        """Who hold rows while this trains."""
+        return self.workers if self.rows == "workers" else self.num_shards
 
     @property
     def reads_by_programs(self) -> bool:

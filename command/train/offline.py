@@ -1,8 +1,12 @@
-"""Training from the warehouse in one process: the controller, the shards and the worker that a stack has, called directly.
+"""Training from the warehouse: the controller, the shards and the worker that a stack has, called directly, or with several
+workers that are programs beside this one.
 
 What is committed is what a stack commits, so a stack can go on with it (`roostream up`), and a killed run goes on at its last
 commit. There is no Kafka: nothing is published or predicted, and the model has no place in any stream yet, as one that
 `roostream checkpoint import` brought.
+
+Where workers hold the rows, owners 0..W-1 of the commits are they, and each has its segments where a shard of its number would.
+The hand-over is a commit of its own behind the last one: buckets go to the map of `num_shards`, as `placement apply` moves them.
 """
 
 from __future__ import annotations
@@ -11,80 +15,50 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from command.checkpoint.moved_buckets import move
 from command.train.config import TrainConfig
+from command.train.offline_parts import NUM_BUCKETS, OfflineParts
 from command.train.offline_readers import OfflineReaders
+from command.train.worker_processes import WorkerProcesses
 from infra.home import Home
-from models.build import load_model_config
 from param_server.blobs import RocksBlobs
 from param_server.calls import Calls
 from param_server.client import Client
-from param_server.config import ShardConfig
-from param_server.main import build_shard
 from param_server.server import Shard
-from roo import roo_pb2 as pb
-from roo.decode import Decoder
 from roo.errors import ConfigError, UnavailableError
-from roo.schema import Schema
-from roo.schema_file import load_schema
-from roo.schema_registry import open_registry, register
 from runtime import manifest as manifests
-from runtime.checkpoint_store import CheckpointStore, open_store
-from runtime.clock import SystemClock
-from runtime.kafka.record_reader import MemoryReader
-from runtime.kafka.topics import SAMPLES, all_partitions
+from runtime.layout.bucket_map import BucketMap
+from runtime.manifest import Manifest
 from runtime.member import Member
 from runtime.program import Stop
 from runtime.transport import InMemoryTransport
 from runtime.work_unit import TableInput
+from trainer import worker_file
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.protocol import Facts
-from trainer.device.numerics import set_numerics
-from trainer.identity import Identity
-from trainer.loop import TrainLoop, Wiring
-from trainer.pipeline.pipelined_feed import connected
-from trainer.pipeline.stages import Stages
-from trainer.predictions import Prediction
-from trainer.record_batches import RecordBatches
+from trainer.control.protocol import Facts, State, workers
+from trainer.monitoring.quality import summary
+from trainer.partitions import PartitionCut, report_of
 from trainer.rows import ShardRows
-from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.table_source import local_rows, open_session
+from trainer.selection.outcomes import Counts
 from trainer.worker import Worker
 from warehouse.readers.config import ReadersConfig
 from warehouse.readers.remote_rows import ReadByPrograms
 from warehouse.readers.table_session import SampleTable
 
-_READ_AHEAD = 2
 _UNIT_ROWS = 1 << 20  # of each partition between two ends of an epoch, for which nobody has anything in hand
 _TELL_S = 2.0
+_LOOK_S = 0.1
 _SETTLE_S = 3.0
-_NOWHERE = "127.0.0.1:1"  # nobody dials
 _HELD_MS = 7 * 86_400_000
 
 Tell = Callable[[int, int, float], None]
 """(rows trained, of so many, rows a second)"""
-
-
-class NoOutputs:
-    """See `SafeOutputs`: nobody is told of predictions; dead letters are counted by the loop."""
-
-    def begin(self) -> None: ...
-
-    def refused(self) -> str:
-        return ""
-
-    def flush(self) -> None: ...
-
-    def interrupt(self) -> None: ...
-
-    def prediction(self, prediction: Prediction) -> None: ...
-
-    def dead_letter(self, letter: pb.DeadLetter) -> None: ...
 
 
 def train_offline(
@@ -96,6 +70,8 @@ def train_offline(
         RoostreamError: the warehouse, the home or a setting can't be used. UnavailableError: `stop` was set; what is committed
             stays, and the same call goes on from there.
     """
+    if config.rows == "workers" and settings.device != "cpu":
+        raise ConfigError(f"expected worker.device = cpu with rows = workers, got {settings.device}: they swap rows on the host")
     home = Home(Path(config.home))
     home.make()
     home.lock()
@@ -109,25 +85,16 @@ class _Offline:
     """The parts, wired."""
 
     def __init__(self, config: TrainConfig, settings: LoopConfig, home: Home) -> None:
-        self.config, self.settings, self.home, self.clock = config, settings, home, SystemClock()
-        self.schema: Schema = load_schema(Path(config.schema))
-        self.store: CheckpointStore = open_store(str(home.store))
-        register(self.store, self.schema)
+        self.config, self.settings, self.home = config, settings, home
+        self.parts = OfflineParts(config, settings)
+        self.schema, self.store, self.clock = self.parts.schema, self.parts.store, self.parts.clock
         self.table = SampleTable(config.place)
         self.session = self._session()
         self._read_by: ReadByPrograms | None = None
-        self.identity = Identity(
-            schema=self.schema,
-            registry=open_registry(self.store),
-            kafka={},
-            num_shards=config.num_shards,
-            num_buckets=64,
-            num_partitions=config.partitions,
-            seed=config.seed,
-        )
 
-    def _session(self) -> TableInput:
-        """What is to be trained: as it was fixed where training was interrupted.
+    def _session(self) -> TableInput | None:
+        """What is to be trained: as it was fixed where training was interrupted. None: all is trained, and the rows are still at
+        the workers.
 
         Raises:
             ConfigError: the home has another model, or the warehouse nothing of these days.
@@ -135,6 +102,8 @@ class _Offline:
         last = manifests.newest(self.store)
         found = last.manifest.input if last else self.table.newest(self.config.session, {})
         if last is not None and found is None:
+            if self.config.rows == "workers" and last.manifest.num_shards == self.config.workers != self.config.num_shards:
+                return None
             raise ConfigError(f"{self.home.root} has a model that is trained; give another --home, or go on with `roostream up`")
         if found is None or not sum(found.rows.values()):
             raise ConfigError(f"{self.config.place}: expected samples of {self.config.days or 'some day'}, got none")
@@ -150,43 +119,77 @@ class _Offline:
         return found
 
     def run(self, stop: Stop, tell: Tell) -> dict[str, Any]:
-        began_s, ended = time.monotonic(), threading.Event()
-        with contextlib.ExitStack() as opened:
-            controller = self._controller()
-            readers = self._readers(controller, opened)
-            shards = [self._shard(index, opened) for index in range(self.config.num_shards)]
-            worker = self._worker(shards, readers, opened)
-            failed = self._start(controller, shards, worker, ended, opened)
-            self._train(controller, worker, stop, failed, tell)
-            rows, wall_s = sum(self.session.rows.values()), time.monotonic() - began_s
-            counts = dataclasses.asdict(worker.loop.counts)
-            reading = self._read_by.shown() if self._read_by else {}
+        began_s, counts, reading = time.monotonic(), dataclasses.asdict(Counts()), dict[str, float]()
+        if self.session is not None:
+            self._lay_out(self.config.num_owners)
+            with contextlib.ExitStack() as opened:
+                controller = self._controller(self.session)
+                readers = self._readers(controller, opened)
+                shards = [
+                    self.parts.shard(index, opened)
+                    for index in range(self.config.num_shards if self.config.rows == "shards" else 0)
+                ]
+                if self.config.by_processes:
+                    counts = self._train_by_processes(controller, shards, readers, stop, tell, opened)
+                else:
+                    worker = self._worker(shards, readers, opened)
+                    failed = self._start(controller, shards, worker, opened)
+                    self._train(controller, worker, stop, failed, tell)
+                    counts = dataclasses.asdict(worker.loop.counts)
+                reading = self._read_by.shown() if self._read_by else {}
+        trained_s = time.monotonic() - began_s
+        self._lay_out(self.config.num_shards)
         last = manifests.newest(self.store)
         assert last is not None
-        metrics = next(iter(last.manifest.workers.values())).metrics
-        seen = {"table": self.session.table, "version": self.session.version, "rows": rows, "days": self.config.days}
-        return {**seen, "wall_s": wall_s, "requests_s": counts["requests"] / wall_s, "steps": last.manifest.step, **counts} | {
+        session = {"table": self.session.table, "version": self.session.version} if self.session else {"table": "", "version": 0}
+        seen = {**session, "rows": sum(self.session.rows.values()) if self.session else 0, "days": self.config.days}
+        return {
+            **seen,
+            "wall_s": trained_s,
+            "requests_s": counts["requests"] / trained_s,
+            "steps": last.manifest.step,
+            **counts,
+        } | {
             "version_of_model": last.manifest.version,
-            "metrics": metrics,
+            "metrics": self._metrics(last.manifest),
             **({"reading": reading} if reading else {}),
         }
 
-    def _controller(self) -> Controller:
+    def _lay_out(self, num_owners: int) -> None:
+        """The rows of the last commit lie at so many: workers and shards have theirs alike. Nobody has them open."""
+        last = manifests.newest(self.store)
+        if last is None or last.manifest.num_shards == num_owners:
+            return
+        with contextlib.ExitStack() as opened:
+            blobs = {}
+            for owner in range(max(last.manifest.num_shards, num_owners)):
+                blobs[owner] = RocksBlobs(self.parts.segments_of(owner)).open()
+                opened.callback(blobs[owner].close)
+            move(self.store, BucketMap.modulo(NUM_BUCKETS, num_owners), blobs, self.clock.now_ms())
+
+    def _metrics(self, manifest: Manifest) -> dict[str, Any]:
+        """Of all workers together, as their files have them."""
+        own: list[PartitionCut] = []
+        for part in manifest.workers.values():
+            own += worker_file.decode(manifests.read_file(self.store, part.file), part.offsets).values()
+        return summary(report_of(own, self.schema.tasks))
+
+    def _controller(self, session: TableInput) -> Controller:
         facts = Facts(
             schema=f"{self.schema.fingerprint:016x}",
             seed=self.config.seed,
-            num_shards=self.config.num_shards,
+            num_shards=self.config.num_owners,
+            num_workers=self.config.workers,
             from_table=True,
             unit_records=_UNIT_ROWS,
-            num_buckets=self.identity.num_buckets,
+            num_buckets=NUM_BUCKETS,
             num_partitions=self.config.partitions,
             kafka={},
             commit_interval_s=self.config.commit_interval_ms / 1000,
         )
         coordinator = Coordinator(facts, self.clock.monotonic_s())
-        return Controller(
-            coordinator, self.store, self.clock, check=self.identity.check, open_session=lambda: self.session, hold_s=0.1
-        )
+        check = self.parts.identity.check
+        return Controller(coordinator, self.store, self.clock, check=check, open_session=lambda: session, hold_s=0.1)
 
     def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
         if not self.config.reads_by_programs:
@@ -195,67 +198,22 @@ class _Offline:
         opened.callback(readers.close)
         return readers
 
-    def _shard(self, index: int, opened: contextlib.ExitStack) -> Shard:
-        home = self.home.root / f"shard-{index}"
-        blobs = RocksBlobs(home / "segments")
-        config = ShardConfig(
-            schema=self.config.schema,
-            store=str(self.home.store),
-            controller=_NOWHERE,
-            home=str(home),
-            index=index,
-            num_shards=self.config.num_shards,
-            seed=self.config.seed,
-            partitions=self.config.partitions,
-        )
-        shard = build_shard(config, blobs)
-        blobs.open()
-        opened.callback(blobs.close)
-        opened.callback(shard.leave)
-        return shard
+    # In this process
 
-    def _worker(self, shards: list[Shard], readers: OfflineReaders | None, opened: contextlib.ExitStack) -> Worker:
-        set_numerics(self.settings)
+    def _worker(self, shards: Sequence[Shard], readers: OfflineReaders | None, opened: contextlib.ExitStack) -> Worker:
         self._read_by = readers.reading(ReadersConfig(by="programs"), lambda: worker.incarnation) if readers else None
-        stages = Stages(self.clock)
         client = Client(self.schema, [InMemoryTransport(Calls(shard).handle) for shard in shards], worker=0)
         opened.callback(client.close)
-        source, rows, feed = connected(
-            lambda: self._source(stages),
-            ShardRows(client),
-            stages,
-            staleness=0,
-            read_ahead=0 if self.settings.exact else _READ_AHEAD,
-        )
-        opened.callback(source.close)
-        outputs = NoOutputs()
-        model = load_model_config(self.config.model)
-        wiring = Wiring(source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
-        loop = TrainLoop(self.settings, self.schema, model, wiring)
-        opened.callback(loop.feed.close)
-        worker = Worker(loop, outputs, self.store, self.identity)
+        worker = self.parts.worker(ShardRows(client), self._read_by, opened)
         return worker
 
-    def _source(self, stages: Stages) -> PhasedSource:
-        """Behind the session comes nothing."""
-        partitions = all_partitions((SAMPLES,), self.config.partitions)
-        nothing = RecordBatches(MemoryReader(partitions), Decoder(self.schema, self.identity.registry), self.clock, max_wait_ms=0)
-        horizon_ms, read_by = self.settings.dedupe_horizon_ms, self._read_by or local_rows
-        return PhasedSource(
-            nothing, lambda told: open_session(told, self.schema, partitions, horizon_ms, self.clock, stages, read_by)
-        )
-
     def _start(
-        self,
-        controller: Controller,
-        shards: list[Shard],
-        worker: Worker,
-        ended: threading.Event,
-        opened: contextlib.ExitStack,
+        self, controller: Controller, shards: Sequence[Shard], worker: Worker | None, opened: contextlib.ExitStack
     ) -> list[BaseException]:
-        """The threads that a stack's programs have; the list gets what ends the controller."""
+        """The threads that a stack's programs have; the list gets what ends the controller. `worker`: None where they are
+        processes."""
         failed: list[BaseException] = []
-        over = Stop()
+        over, ended = Stop(), threading.Event()
 
         def control() -> None:
             try:
@@ -264,18 +222,17 @@ class _Offline:
                 failed.append(error)
 
         thread = threading.Thread(target=control, name="controller", daemon=True)
-        members = [
-            Member(lambda: InMemoryTransport(controller.handle), "shard", i, shard.execute, shard.stats, ended)
-            for i, shard in enumerate(shards)
-        ]
-        members.append(
-            Member(
-                lambda: InMemoryTransport(controller.handle), "worker", 0, worker.submit, worker.report, ended, hear=worker.hear
-            )
-        )
+
+        def dial() -> InMemoryTransport:
+            return InMemoryTransport(controller.handle)
+
+        members = [Member(dial, "shard", i, shard.execute, shard.stats, ended) for i, shard in enumerate(shards)]
+        if worker:
+            members.append(Member(dial, "worker", 0, worker.submit, worker.report, ended, hear=worker.hear))
 
         def end() -> None:
-            worker.close()
+            if worker:
+                worker.close()
             ended.set()
             for member in members:
                 member.join(5.0)
@@ -289,29 +246,72 @@ class _Offline:
         return failed
 
     def _train(self, controller: Controller, worker: Worker, stop: Stop, failed: list[BaseException], tell: Tell) -> None:
-        told_s, before = time.monotonic(), 0
+        progress = _Progress(self.session, tell)
         while not self._is_over(controller):
-            if failed:
-                raise failed[0]
-            if stop.is_set():
-                raise UnavailableError("stopped before the end; the same command goes on from the last commit")
+            self._check(stop, failed)
             worker.serve_inbox()
             worker.turn()
             if worker.fatal:
                 raise ConfigError(worker.fatal)
-            if (now_s := time.monotonic()) - told_s >= _TELL_S:
-                done = sum(worker.loop.own.progress.values())
-                tell(done, sum(self.session.rows.values()), max(done - before, 0) / (now_s - told_s))
-                told_s, before = now_s, done
-        self._settle(worker)
-
-    def _settle(self, worker: Worker) -> None:
-        """The worker hears of the last commit, too; what is committed doesn't depend on it."""
+            progress.at(lambda: sum(worker.loop.own.progress.values()))
         ends_s = time.monotonic() + _SETTLE_S
-        while worker.is_cut and time.monotonic() < ends_s:
+        while worker.is_cut and time.monotonic() < ends_s:  # it hears of the last commit, too
             worker.serve_inbox()
+
+    # By processes
+
+    def _train_by_processes(
+        self,
+        controller: Controller,
+        shards: Sequence[Shard],
+        readers: OfflineReaders | None,
+        stop: Stop,
+        tell: Tell,
+        opened: contextlib.ExitStack,
+    ) -> dict[str, Any]:
+        """What the workers have counted together, since each was started last."""
+        told_by = readers.server.address if readers else ""
+        processes = WorkerProcesses(self.config, self.settings, self.home, controller, told_by)
+        opened.callback(processes.close)
+        failed = self._start(controller, shards, None, opened)
+        processes.open(shards)
+        progress, coordinator = _Progress(self.session, tell), controller.coordinator
+        while not self._is_over(controller):
+            self._check(stop, failed)
+            if coordinator.holds.now is not None:
+                raise ConfigError(f"training is held: {coordinator.holds.now.reason}")
+            if down := processes.failed():
+                raise ConfigError(f"{down} died again and again; {self.home.logs} says why")
+            time.sleep(_LOOK_S)
+            progress.at(lambda: sum(last.manifest.positions.values()) if (last := coordinator.last) else 0)
+        ends_s = time.monotonic() + _SETTLE_S
+        while coordinator.state is State.COMMITTING and time.monotonic() < ends_s:
+            time.sleep(_LOOK_S)
+        reports = [m.report for key in workers(self.config.workers) if (m := coordinator.members.get(key))]
+        return {f.name: sum(report.get(f.name, 0) for report in reports) for f in dataclasses.fields(Counts)}
+
+    def _check(self, stop: Stop, failed: list[BaseException]) -> None:
+        if failed:
+            raise failed[0]
+        if stop.is_set():
+            raise UnavailableError("stopped before the end; the same command goes on from the last commit")
 
     def _is_over(self, controller: Controller) -> bool:
         """The commit that has everything is there."""
         last = controller.coordinator.last
         return last is not None and last.manifest.input is None
+
+
+class _Progress:
+    """Told now and then."""
+
+    def __init__(self, session: TableInput | None, tell: Tell) -> None:
+        self.rows, self.tell = sum(session.rows.values()) if session else 0, tell
+        self._told_s, self._before = time.monotonic(), 0
+
+    def at(self, done: Callable[[], int]) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= _TELL_S:
+            so_far = done()
+            self.tell(so_far, self.rows, max(so_far - self._before, 0) / (now_s - self._told_s))
+            self._told_s, self._before = now_s, so_far

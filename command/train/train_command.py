@@ -59,7 +59,8 @@ train = ManyWords(
     "train",
     params=flags_of(TrainConfig),
     callback=_command,
-    help="""A model from the warehouse alone: no Kafka, all in this process. What it commits, `roostream up` goes on with.
+    help="""A model from the warehouse alone: no Kafka, all in this process, or by --workers beside it, which may hold the rows
+    themselves (--rows workers). What it commits, `roostream up` goes on with.
 
     \b
     Example:

@@ -64,6 +64,10 @@ class ExchangedRows:
         self._sequence = 0
         self._lost = ""
 
+    def meet(self, peers: Peers) -> None:
+        """The workers of the next incarnation; `set_incarnation` follows. No call may be under way."""
+        self.peers = peers
+
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         """The shards were restored: as `Client.set_incarnation`.
 

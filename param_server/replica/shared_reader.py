@@ -55,10 +55,16 @@ class SharedReader:
     def num_rows(self) -> int:
         return int(self._head[NUM_ROWS]) if self._head is not None else 0
 
-    def age_s(self) -> float | None:
-        """Time since the rows were known to be current; None = they never were."""
+    @property
+    def current_s(self) -> float | None:
+        """When the rows were last known to be current, by the machine's monotonic clock; None = they never were."""
         current_ms = int(self._head[CURRENT_MS]) if self._head is not None else 0
-        return max(self.clock.monotonic_s() - current_ms / 1000, 0.0) if current_ms else None
+        return current_ms / 1000 if current_ms else None
+
+    def age_s(self) -> float | None:
+        """Time since then."""
+        current_s = self.current_s
+        return None if current_s is None else max(self.clock.monotonic_s() - current_s, 0.0)
 
     def look(self) -> None:
         """Take the head that is there now, if it is another one; what can't be used is said once, and the old one stays."""

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from roo.errors import nearest
 from runtime.exports import Exports
-from runtime.metrics import PAGE_HEADERS
+from runtime.metrics import PAGE_HEADERS, Recent
 from runtime.program import CURRENT_CALL
 from serving.access.doors import needed
 from serving.access.key_file import Keyring
@@ -176,6 +176,7 @@ def _others(parts: Parts) -> FastAPI:
     """What isn't traffic. Every route answers HEAD too; none redirects to what a client's Host header says."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": parts.config.status_page} if parts.config.status_page else {})}
+    fresh = Recent()
     document = functools.cache(lambda: describe(parts.schema, _version(), retrieves=parts.items is not None))
 
     async def root(request: Request) -> Response:
@@ -186,7 +187,7 @@ def _others(parts: Parts) -> FastAPI:
         return page_file(request.url.path)
 
     async def page_document(request: Request) -> Response:
-        return JSONResponse(front.document(parts, _version()), headers=dict(PAGE_HEADERS))
+        return JSONResponse(front.document(parts, _version(), fresh), headers=dict(PAGE_HEADERS))
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from roo.errors import WireError
+from runtime.program import CURRENT_CALL
 from serving.answer import RankAnswer
 from serving.build import Parts
 from serving.errors import RequestError
@@ -129,6 +130,8 @@ class RankEndpoint(_Endpoint):
     async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
         """The way of every rank from here on, however it was spelt. Raises RequestError 404, 413, 429, 500, 503, 504."""
         self._check_room(num_bytes)
+        names = CURRENT_CALL.get()
+        request.traceparent = names.traceparent if names else ""
         with self.gate.admit(self.left_s(until_s)):
             answer = await self._scored(request, until_s)
         self.parts.metrics.candidates.inc(len(request.item_ids))

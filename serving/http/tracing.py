@@ -3,6 +3,7 @@ SDK nowhere, with it as its `OTEL_…` variables say."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from starlette.types import Scope
 
 from roo.errors import SetupError
+from runtime.program import CURRENT_CALL
 
 Spanning = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
 """Around a call; what it gives is told the answer's status."""
@@ -38,6 +40,7 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> Spanning | None:
         asked: dict[str, Any] = {"http.request.method": method, "url.path": path}
         name = f"{method} {path}" if path else method
         with tracer.start_as_current_span(name, propagate.extract(headers), kind=trace.SpanKind.SERVER, attributes=asked) as span:
+            _carry(span.get_span_context())
 
             def answered(status: int) -> None:
                 span.set_attribute("http.response.status_code", status)
@@ -47,3 +50,11 @@ def open_tracing(is_wanted: bool, paths: frozenset[str]) -> Spanning | None:
             yield answered
 
     return spanning
+
+
+def _carry(context: Any) -> None:
+    """Into the call's names; whoever set them resets them."""
+    names = CURRENT_CALL.get()
+    if names is not None and context.is_valid and context.trace_flags.sampled:
+        told = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        CURRENT_CALL.set(dataclasses.replace(names, traceparent=told))

@@ -6,7 +6,7 @@ import functools
 from importlib import resources
 from typing import Any
 
-from runtime.metrics import freshness
+from runtime.metrics import Recent, freshness
 from serving.build import Parts
 from serving.http.examples import rank_example
 
@@ -27,11 +27,12 @@ def content(path: str) -> bytes:
     return resources.files("serving.page").joinpath("web", FILES[path][0]).read_bytes()
 
 
-def document(parts: Parts, release: str) -> dict[str, Any]:
-    """What the page shows; times in seconds, null = not known."""
+def document(parts: Parts, release: str, recent: Recent) -> dict[str, Any]:
+    """What the page shows; times in seconds, null = not known. `recent`: what is kept of earlier askings."""
     versions, schema, numbers = parts.service.versions, parts.schema, parts.rows_numbers()
     served, waiting_for = versions.served, parts.waiting_for()
     now_ms = parts.stamps.clock.now_ms()
+    recent.look(parts.stamps.clock.monotonic_s(), freshness().told(_FRESH))
     links = {"docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
     return {
         "format": FORMAT,
@@ -46,13 +47,9 @@ def document(parts: Parts, release: str) -> dict[str, Any]:
         "versions": [held.version.name for held in versions.held],
         "rows": numbers.get("replica_rows"),
         "rows_age_s": parts.rows_age_s(),
-        "freshness": {f"p{round(100 * q)}_s": _seconds(freshness().quantile(_FRESH, q)) for q in (0.5, 0.99)},
+        "freshness": {f"p{round(100 * q)}_s": recent.quantile(q) for q in (0.5, 0.99)},
         "tasks": list(schema.tasks),
         "features": {"ro": len(schema.ro), "nro": len(schema.nro)},
         "example": rank_example(schema),
         "links": links | ({"trainer": parts.config.status_page} if parts.config.status_page else {}),
     }
-
-
-def _seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1000

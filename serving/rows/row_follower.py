@@ -26,7 +26,7 @@ from roo.errors import RoostreamError, UnavailableError, WireError
 from roo.lookup import Lookup
 from roo.wire import Record
 from runtime.backoff import Backoff
-from runtime.clock import Clock
+from runtime.clock import Clock, WallTime
 from runtime.kafka.reading import Reading
 from runtime.kafka.record_reader import RecordReader, RecordsGoneError
 from runtime.kafka.topics import ROWS, all_partitions
@@ -95,6 +95,7 @@ class RowFollower:
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._mend_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
+        self._wall = WallTime(clock)
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop`."""
@@ -116,6 +117,10 @@ class RowFollower:
     def age_s(self) -> float | None:
         """Time since the rows were known to be current; None = they never were. Any thread."""
         return None if self.current_s is None else max(self.clock.monotonic_s() - self.current_s, 0.0)
+
+    def current_at_ms(self) -> int | None:
+        """The moment from which `age_s` counts, by the wall clock. Any thread."""
+        return None if self.current_s is None else self._wall.of(self.current_s)
 
     def lag(self) -> int | None:
         """Records of the topic that weren't taken a moment ago; None = not known (no bootstrap yet, Kafka away). Any thread."""

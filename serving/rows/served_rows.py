@@ -18,7 +18,7 @@ from param_server.replica.some_buckets import SomeBuckets
 from roo.lookup import Lookup
 from roo.schema import Schema
 from runtime.address import expanded
-from runtime.clock import Clock
+from runtime.clock import Clock, WallTime
 from runtime.kafka.reader import KafkaReader
 from runtime.metrics import freshness
 from runtime.rpc_client import SocketTransport
@@ -130,13 +130,16 @@ class SharedServedRows:
 
     def __init__(self, reader: SharedReader, clock: Clock) -> None:
         self.reader, self.clock, self.gather, self.age_s = reader, clock, reader.gather, reader.age_s
+        self._wall = WallTime(clock)
 
     @property
     def ready(self) -> bool:
         return self.reader.ready
 
     def numbers(self) -> Mapping[str, float | None]:
-        return {"replica_rows": self.reader.num_rows, "rows_age_s": self.reader.age_s(), "rows_again": self.reader.num_again}
+        current_s = self.reader.current_s
+        current_at_ms = None if current_s is None else self._wall.of(current_s)
+        return {"replica_rows": self.reader.num_rows, "rows_current_at_ms": current_at_ms, "rows_again": self.reader.num_again}
 
     def run(self, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -156,7 +159,7 @@ def followed_numbers(follower: RowFollower) -> dict[str, float | None]:
         "replica_refused": follower.num_refused,
         "replica_bootstraps": follower.num_bootstraps,
         "replica_mended": follower.num_mended,
-        "rows_age_s": follower.age_s(),
+        "rows_current_at_ms": follower.current_at_ms(),
     }
 
 

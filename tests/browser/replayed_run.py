@@ -14,19 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from runtime import metrics, scrape
 from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
+from runtime.metrics import FRESH_S, StageTimes
 from runtime.scrape import Scraped
 from runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.neighbours import STAGES, Neighbours
+from trainer.control.neighbour_times import STAGES
+from trainer.control.neighbours import Neighbours
 from trainer.control.page import StatusPage, files
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
@@ -49,6 +51,7 @@ class ReplayedRun:
         self.neighbours = Neighbours(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.neighbours, interval_ms=10_000)
         self.at, self.incarnation, self.commands_done = 0, 0, 0
+        self.measured = StageTimes("roostream_freshness", "as the worker and serving measure it", FRESH_S)
         self.report: dict[str, Any] = {"step": 0, "metrics": {}}
         self.silent: frozenset[str] = frozenset()  # programs that don't answer
         self.gone: frozenset[tuple[str, int]] = frozenset()  # members that don't beat
@@ -130,11 +133,11 @@ class ReplayedRun:
                 "roostream_shard_damaged 0",
             ]
         for stage, ms in {**_MS, STAGES[-1]: sum(_MS.values())}.items():
-            lines["worker"] += [
-                f'roostream_freshness_quantile_seconds{{stage="{stage}",quantile="{q}"}} {ms * wave * f / 1000}'
-                for q, f in (("0.5", 1), ("0.99", 1.4))
-            ]
-        lines["worker"].append("roostream_worker_non_finite 0")
+            for spread in range(40):
+                self.measured.observe(stage, ms * wave * (0.6 + spread / 50))
+        registry = CollectorRegistry()
+        registry.register(self.measured)
+        lines["worker"] += [*generate_latest(registry).decode().splitlines(), "roostream_worker_non_finite 0"]
         status = self.controller.status()
         version = f"{status['incarnation']}-{status['seq']}"
         lines["serving"] = [f'roostream_serving_model_version{{version="{version}"}} 1']

@@ -32,7 +32,7 @@ def seen(requests: float | None, **troubles: str) -> dict[str, Any]:
         "workers": status.workers_state(control),
         "rows": {},
         "commit": status.commit_state(control),
-        "freshness": neighbours.freshness({}),
+        "freshness": status.freshness_state({}),
         "metrics": status.quality(control),
         "click_rate": neighbours.click_rate(Scraped()),
         "lost_records": {},

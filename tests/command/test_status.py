@@ -25,9 +25,6 @@ roostream_worker_state{state="caught_up"} 1.0
 # TYPE roostream_worker_lag_seconds gauge
 roostream_worker_lag_seconds 1.5
 roostream_worker_eta_seconds NaN
-# TYPE roostream_freshness_quantile_seconds gauge
-roostream_freshness_quantile_seconds{stage="close_to_readable",quantile="0.5"} 0.131
-roostream_freshness_quantile_seconds{stage="close_to_readable",quantile="0.99"} 0.206
 """
 SIMULATE = """# TYPE roostream_traffic_click_rate gauge
 roostream_traffic_click_rate{order="served",window="recent"} 0.3
@@ -43,6 +40,7 @@ CONTROL = {
     "seq": 12,
     "incarnation": 2,
     "commit_age_ms": 4000.0,
+    "freshness": {"close_to_readable": {"p50_ms": 131.0, "p99_ms": 206.0}},
     "reports": {
         "worker 0": {
             "step": 40,
@@ -71,7 +69,7 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
         "workers": status.workers_state(control),
         "rows": neighbours.rows_by_stack(scraped),
         "commit": status.commit_state(control),
-        "freshness": neighbours.freshness(scraped),
+        "freshness": status.freshness_state(control),
         "metrics": status.quality(control),
         "click_rate": neighbours.click_rate(simulate),
         "guarantees": {"g1": AWAY},

@@ -114,3 +114,13 @@ def test_fields_of_a_later_build_are_not_copied_and_do_no_harm() -> None:
     usual = record(impression(T, (1, 2)))
     later = usual._replace(value=usual.value + b"\xa2\x06\x03new")  # field 100
     assert joined(later) == joined(usual)
+
+
+def test_the_trace_that_a_request_was_scored_in_is_on_its_sample() -> None:
+    """The opening impression's header is copied byte for byte, and the join keeps nothing more for it."""
+    told = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    message = impression(T, (1, 2))
+    message.header.traceparent = told
+    (made,) = [out for out in joined(record(message)) if out.topic == "samples"]
+    sample = wire.decode(made.value)[1]
+    assert isinstance(sample, pb.Sample) and sample.header == message.header

@@ -24,7 +24,7 @@ T = 1_000
 def changed(message: Any, **fields: Any) -> Record:
     """The record of a message with fields of its header (if it has such) or its own set anew, before the key is made."""
     for name, value in fields.items():
-        setattr(message.header if name in ("request_id", "surface", "time_ms", "schema") else message, name, value)
+        setattr(message.header if name in ("request_id", "surface", "time_ms", "schema", "traceparent") else message, name, value)
     return record(message)
 
 
@@ -49,6 +49,7 @@ CASES: list[tuple[str, Record, str]] = [
     ("no request id", changed(impression(T), request_id=""), "bad_shape"),
     ("long request id", changed(impression(T), request_id="x" * 65), "bad_shape"),
     ("long surface", changed(impression(T), surface="x" * 65), "bad_shape"),
+    ("long traceparent", changed(impression(T), traceparent="0" * 65), "bad_shape"),
     ("time 0", changed(impression(T), time_ms=0), "bad_time"),
     ("negative time", changed(engagement(T, event=1), time_ms=-5), "bad_time"),
     ("beyond the year 9999", changed(impression(T), time_ms=1 << 60), "bad_time"),

@@ -20,12 +20,11 @@ from tests.k8s.binaries import PROGRAMS, find, go
 from tests.k8s.manifests import OVERLAYS, built, named, of_kind, own_folder, workloads
 from tests.k8s.network import selects
 from tests.k8s.simulated_nodes import SimulatedNodes
-from tests.k8s.test_cluster_pages import commands, words
+from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
 
 pytestmark = pytest.mark.timeout(1800)
 Objects = tuple[dict[str, Any], ...]
 _OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
-NEEDS_A_CONTAINER = ("exec", "port-forward")
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_the_pages_own_commands_do_what_the_pages_say(server: ApiServer, nodes: 
     server.kubectl("create", "namespace", "gateways")
     ran: list[str] = []
     for command in commands():
-        if not command.startswith("kubectl") or "http" in command or words(command)[1] in NEEDS_A_CONTAINER:
+        if not runs_on_a_server(command):
             continue
         if command == "kubectl create namespace roostream" and command in ran:
             server.kubectl("delete", "namespace", "roostream", "--timeout=300s")  # the page's second way: an empty cluster again

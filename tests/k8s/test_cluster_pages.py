@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import click
 import pytest
@@ -14,8 +16,9 @@ from infra.kinds import KINDS
 from tests.contract.house import ROOT
 from tests.k8s.dockerfile import read
 from tests.k8s.generate import K8S
-from tests.k8s.manifests import built
+from tests.k8s.manifests import built, named
 from tests.k8s.test_policies import MADE_BY_HAND
+from trainer.control.page import StatusPage
 
 PAGES = ("cluster.md", "day-two.md")
 KNOWN = {"kubectl", "docker", "helm", "curl", "roostream"}
@@ -46,6 +49,42 @@ def ours() -> list[list[str]]:
         if "roostream" in parts and (parts[0] == "roostream" or "--" in parts):
             found.append(parts[parts.index("roostream", parts.index("--") if "--" in parts else 0) + 1 :])
     return found
+
+
+NEEDS_A_CONTAINER = ("exec", "port-forward")
+_SERVER, _HERE = "tests/k8s/test_api_server.py", "tests/k8s/test_cluster_pages.py"
+HELD_BY = {
+    r"kubectl (?!exec|port-forward)(?!.*https://)": ((_SERVER, "test_the_pages_own_commands_do_what_the_pages_say"),),
+    r"kubectl .*https://": ((_HERE, "test_operators_come_in_the_versions_that_manifests_are_checked_against"),),
+    r"helm .*https://": (
+        (_HERE, "test_operators_come_in_the_versions_that_manifests_are_checked_against"),
+        (_HERE, "test_a_chart_is_installed_by_its_name_from_its_repository"),
+    ),
+    r"docker build": (
+        (_HERE, "test_images_are_built_of_stages_that_there_are"),
+        ("tests/k8s/test_image.py", "test_what_each_run_says_is_executed_here"),
+    ),
+    r"docker push": ((_HERE, "test_what_is_pushed_is_what_was_built"),),
+    r"kubectl exec": ((_HERE, "test_what_kubectl_is_told_of_exists"), (_HERE, "test_roostream_takes_its_commands")),
+    r"(kubectl port-forward|curl)": ((_HERE, "test_the_controllers_page_is_where_the_page_of_a_cluster_asks_for_it"),),
+    r"roostream": ((_HERE, "test_roostream_takes_its_commands"),),
+}
+"""How a command begins → the tests that run it, or where that wants a container or another network, check what it says."""
+
+
+def runs_on_a_server(command: str) -> bool:
+    """Whether an API server without containers can do it."""
+    return command.startswith("kubectl") and "https://" not in command and words(command)[1] not in NEEDS_A_CONTAINER
+
+
+def test_every_command_is_held_by_a_test_that_there_is() -> None:
+    for command in commands():
+        assert sum(re.match(begins, command) is not None for begins in HELD_BY) == 1, command
+    assert all(any(re.match(begins, command) for command in commands()) for begins in HELD_BY)
+    server = next(iter(HELD_BY))
+    assert [c for c in commands() if re.match(server, c)] == [c for c in commands() if runs_on_a_server(c)]
+    for file, test in {place for places in HELD_BY.values() for place in places}:
+        assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}: {test}"
 
 
 def test_every_command_begins_with_a_tool_that_is_told() -> None:
@@ -109,6 +148,29 @@ def test_images_are_built_of_stages_that_there_are() -> None:
         tags.append(command[command.index("-t") + 1])
     values = (K8S / "overlays/dev/values.yaml").read_text(encoding="utf-8")
     assert tags and all(f"IMAGE: {tag}\n" in values for tag in tags)
+
+
+def test_what_is_pushed_is_what_was_built() -> None:
+    told = [words(command) for command in commands()]
+    made = [parts[parts.index("-t") + 1] for parts in told if parts[:2] == ["docker", "build"]]
+    assert made == [parts[2] for parts in told if parts[:2] == ["docker", "push"]] and len(made) == 2
+
+
+def test_a_chart_is_installed_by_its_name_from_its_repository() -> None:
+    (helm,) = [words(c) for c in commands() if c.startswith("helm")]
+    name, flag, place, chart, *options = helm[2:]
+    assert helm[1] == "install" and flag == "--repo" and place.startswith("https://") and chart == name
+    assert options == ["--namespace", "flink-operator", "--create-namespace"]
+
+
+def test_the_controllers_page_is_where_the_page_of_a_cluster_asks_for_it() -> None:
+    (forward,), (curl,) = ([words(c) for c in commands() if c.startswith(tool)] for tool in ("kubectl port-forward", "curl"))
+    here, there = forward[-1].split(":")
+    controller = named(built("dev"), "Deployment", "roostream-controller")["spec"]["template"]["spec"]["containers"][0]
+    assert int(there) in {port["containerPort"] for port in controller["ports"]}
+    address = urlsplit(curl[-1])
+    assert (address.scheme, address.netloc) == ("http", f"127.0.0.1:{here}")
+    assert address.path in StatusPage.answers(SimpleNamespace(status=dict, history=dict))  # type: ignore[arg-type]
 
 
 def test_what_a_roll_out_does_is_told_of_every_program() -> None:

@@ -18,4 +18,4 @@ def test_names_are_those_that_status_and_dashboards_know() -> None:
     assert shown == {f"roostream_shard_{name}" for name in ALWAYS}
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     more = {family.name for family in shard_exports(shard, publisher).collect()} - shown
-    assert more == {f"roostream_shard_{name}" for name in ("publish_lag_seconds", "published_keys", "republished_keys")}
+    assert more == {f"roostream_shard_{name}" for name in ("published_timestamp_seconds", "published_keys", "republished_keys")}

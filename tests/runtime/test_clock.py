@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from runtime.clock import Clock, FakeClock, SystemClock
+from runtime.clock import Clock, FakeClock, SystemClock, WallTime
 
 
 @pytest.mark.parametrize("clock", [SystemClock(), FakeClock()], ids=["system", "fake"])
@@ -25,3 +25,12 @@ def test_a_jump_moves_wall_time_only() -> None:
     assert (clock.now_ms(), clock.monotonic_s()) == (500, 0.0)
     clock.advance(1.5)
     assert (clock.now_ms(), clock.monotonic_s()) == (2000, 1.5)
+
+
+def test_a_moment_has_one_wall_time_however_clocks_are_set_later() -> None:
+    clock = FakeClock(now_ms=10_000)
+    wall = WallTime(clock)
+    clock.advance(2.5)
+    assert wall.of(0.0) == 10_000
+    clock.jump(7_200_000)
+    assert wall.of(0.0) == 10_000 and wall.of(clock.monotonic_s()) == 7_212_500

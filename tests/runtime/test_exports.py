@@ -49,6 +49,7 @@ def test_labels_counters_and_helps_are_as_they_are_declared() -> None:
         ("eta_s", "eta_seconds 1500.0"),
         ("read_per_s", "read_per_second 1500.0"),
         ("watermark_ms", "watermark_timestamp_seconds 1.5"),
+        ("committed_at_ms", "committed_timestamp_seconds 1.5"),
         ("rows", "rows 1500.0"),
     ],
 )

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 import threading
 import time
-import urllib.parse
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from infra import kafka_broker
 from infra.home import Home
@@ -33,13 +30,15 @@ from runtime.kafka.broker import ALLOWED_URLS, Broker, KafkaSecurity
 from runtime.kafka.topic_admin import TopicAdmin
 from runtime.kafka.topics import ROWS, TopicSettings, name_of
 from tests.certificates import Authority
+from tests.runtime.token_server import AUDIENCE, Tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 USER, PASSWORD = "worker", 'pa"ss\\word; ${x}'
 _SECURITY = "org.apache.kafka.common.security"
 _PLAIN = f'{_SECURITY}.plain.PlainLoginModule required username="admin" password="a" user_{USER}="{{password}}";'
-_OAUTH = f'{_SECURITY}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="admin";'
+_OAUTH = f"{_SECURITY}.oauthbearer"
+_ALLOWED = "org.apache.kafka.sasl.oauthbearer.allowed.urls"
 _PROBE = """
 import java.io.FileReader;
 import java.util.Properties;
@@ -59,38 +58,6 @@ public class Probe {
 """
 
 
-class Tokens(ThreadingHTTPServer):
-    """Gives a token to whoever shows the client's id and secret; unsigned, as a broker without keys takes it."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        super().__init__((HOST, 0), _TokenHandler)
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/token"
-
-
-class _TokenHandler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Tokens)
-        form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        who = base64.b64decode(self.headers["Authorization"].removeprefix("Basic ")).decode()
-        self.server.asked.append(who)
-        now_s = int(time.time())
-        claims = {"sub": who.partition(":")[0], "iat": now_s, "exp": now_s + 3600}
-        parts = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in ({"alg": "none"}, claims)]
-        body = json.dumps({"access_token": f"{'.'.join(parts)}.", "token_type": "Bearer", "expires_in": 3600}).encode()
-        self.send_response(200 if form == {"grant_type": ["client_credentials"]} else 400)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
-
-
 class Guarded(NamedTuple):
     """A broker with a listener for passwords and tokens, and one for certificates."""
 
@@ -105,8 +72,8 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-def properties(folder: Path, authority: Authority, sasl: int, ssl: int) -> dict[str, str]:
-    """What is set beside the settings of the stack's own broker."""
+def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: int) -> dict[str, str]:
+    """What is set beside the settings of the stack's own broker. `keys`: URL of those that tokens are signed with."""
     certificate, key = authority.issue("broker")
     (folder / "broker.pem").write_text(Path(key).read_text() + Path(certificate).read_text())
     plain = _PLAIN.format(password=PASSWORD.replace("\\", "\\\\").replace('"', '\\"'))
@@ -115,7 +82,10 @@ def properties(folder: Path, authority: Authority, sasl: int, ssl: int) -> dict[
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512,OAUTHBEARER",
         "listener.name.guarded.plain.sasl.jaas.config": plain,
         "listener.name.guarded.scram-sha-512.sasl.jaas.config": f"{_SECURITY}.scram.ScramLoginModule required;",
-        "listener.name.guarded.oauthbearer.sasl.jaas.config": _OAUTH,
+        "listener.name.guarded.oauthbearer.sasl.jaas.config": f"{_OAUTH}.OAuthBearerLoginModule required;",
+        "listener.name.guarded.oauthbearer.sasl.server.callback.handler.class": f"{_OAUTH}.OAuthBearerValidatorCallbackHandler",
+        "sasl.oauthbearer.jwks.endpoint.url": keys,
+        "sasl.oauthbearer.expected.audience": AUDIENCE,
         "listener.name.shown.ssl.client.auth": "required",
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(folder / "broker.pem"),
@@ -141,11 +111,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     plain, controller, sasl, ssl = (ports.draw() for _ in range(4))
     supervisor = Supervisor(lambda: None)
     whole = kafka_broker.program(home, StackOptions(), dict(os.environ), find_java(), plain, controller)
+    keys = tokens.write_keys(folder / "keys.json")
+    jose4j = ":".join(map(str, CONNECTOR_JARS.glob("jose4j-*.jar")))  # Kafka's own distribution has it, our jars of it lack it
+    libraries = f"{KAFKA_JARS}/*"
+    command = tuple(f"{libraries}:{jose4j}" if part == libraries else part for part in whole.command)
+    command = (command[0], f"-D{_ALLOWED}={keys}", *command[1:])
 
     def prepare() -> None:
         whole.prepare()
         conf = home.conf / "kafka.properties"
-        more = properties(folder, authority, sasl, ssl)
+        more = properties(folder, authority, keys, sasl, ssl)
         listeners = more.pop("listeners.more")
         lines = [f"{line},{listeners}" if "listeners=PLAINTEXT" in line else line for line in conf.read_text().splitlines()]
         conf.write_text("\n".join([*lines, *(f"{key}={_escaped(value)}" for key, value in more.items())]) + "\n")
@@ -157,7 +132,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         closing.callback(ports.release)
         closing.callback(supervisor.close)
         supervisor.open()
-        supervisor.want([dataclasses.replace(whole, prepare=prepare)])
+        supervisor.want([dataclasses.replace(whole, command=command, prepare=prepare)])
         assert supervisor.wait(lambda: supervisor.slots["kafka"].state == "ready", 60), home.log("kafka").read_text()[-2000:]
         admin = clients.admin(Broker(f"{HOST}:{plain}"))
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
@@ -238,18 +213,25 @@ def test_the_client_in_flinks_connector_takes_the_jobs_properties(guarded: Guard
     assert done.returncode == 0 and "topics [" in done.stdout, done.stderr[-1500:]
 
 
-def test_for_tokens_the_client_in_flinks_connector_wants_a_property_and_finds_its_classes(guarded: Guarded, probe: str) -> None:
-    """As docs/operations/security.md says; jars that it asks for are ours, and the image has them. It fetches a token and refuses
-    it, since those of this test are unsigned, which our own clients and the broker take here."""
+def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(guarded: Guarded, probe: str) -> None:
+    """As docs/operations/security.md says: with a property, and jars that are ours and that the image has."""
     if not list(CONNECTOR_JARS.glob("jose4j-*.jar")):
         pytest.skip("jose4j is not here: run make setup")
     broker = broker_of(guarded, "OAUTHBEARER")
     done = listed(guarded, probe, broker)
     assert done.returncode and ALLOWED_URLS in done.stderr
+    guarded.tokens.asked.clear()
     done = listed(guarded, probe, broker, f"-D{ALLOWED_URLS}={guarded.tokens.url}")
-    assert "ClassNotFound" not in done.stderr and "NoClassDefFound" not in done.stderr, done.stderr[-1500:]
-    assert "expected three sections (header, payload, and signature)" in done.stderr, done.stderr[:1500]
+    assert done.returncode == 0 and "topics [" in done.stdout, done.stderr[-1500:]
+    assert guarded.tokens.asked == [f"{USER}:{PASSWORD}"]
     page = Path(__file__).resolve().parents[2] / "docs" / "operations" / "security.md"
     assert ALLOWED_URLS in page.read_text()
     home = (Path(__file__).resolve().parents[2] / "infra/image/flink-home.sh").read_text(encoding="utf-8")
     assert all(f"/jars/kafka/{name}-*.jar" in home for name in OAUTH_JARS)
+
+
+def test_a_token_that_another_key_signed_is_refused(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
+    monkeypatch.setattr(guarded.tokens, "signs_with", other)
+    with pytest.raises(KafkaException):
+        clients.admin(broker_of(guarded, "OAUTHBEARER")).list_topics(timeout=5)

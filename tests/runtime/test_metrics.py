@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,30 +18,15 @@ from runtime import metrics
 from runtime.clock import FakeClock
 from runtime.deployment import Watched
 from runtime.health import Health
-from runtime.metrics import Histogram, Quantiles
+from runtime.metrics import FRESH_S, Histogram, StageTimes
 from runtime.security.tls import Tls
 from tests.certificates import Authority, trusting
 
 
-def test_quantiles_are_of_the_newest_observations() -> None:
-    stages = Quantiles("x", "help", size=100)
-    for value in range(1000):
-        stages.observe("close", value)
-    assert stages.quantile("close", 0.5) == 950 and stages.quantile("close", 0.99) == 999 and stages.quantile("close", 0) == 900
-    assert stages.quantile("other", 0.5) is None
-
-
-def test_quantiles_are_exported_by_stage() -> None:
-    registry, stages = CollectorRegistry(), Quantiles("x", "help")
+def test_times_are_observed_in_ms_and_exported_as_a_histogram_in_seconds() -> None:
+    registry, stages = CollectorRegistry(), StageTimes("x", "help")
     registry.register(stages)
-    assert b"x_quantile_seconds{" not in generate_latest(registry)
-    stages.observe("close", 5.0)
-    assert b'x_quantile_seconds{quantile="0.5",stage="close"} 0.005' in generate_latest(registry)
-
-
-def test_times_are_a_histogram_in_seconds_too() -> None:
-    registry, stages = CollectorRegistry(), Quantiles("x", "help", size=2)
-    registry.register(stages)
+    assert b"x_seconds_bucket" not in generate_latest(registry)
     for ms in (0.5, 1.5, 40.0, 400_000.0):
         stages.observe("pull", ms)
     told = {
@@ -48,6 +36,23 @@ def test_times_are_a_histogram_in_seconds_too() -> None:
     assert told == {"0.0005": 1, "0.05": 3, "300.0": 3, "+Inf": 4}
     assert registry.get_sample_value("x_seconds_count", {"stage": "pull"}) == 4
     assert registry.get_sample_value("x_seconds_sum", {"stage": "pull"}) == pytest.approx(400.042)
+    assert stages.told("pull")[0.05] == 3 and stages.told("pull")[math.inf] == 4
+    assert {family.name for family in registry.collect()} == {"x_seconds"}, "no quantile beside it"
+
+
+def test_no_observation_is_lost_where_several_threads_observe() -> None:
+    stages = StageTimes("x", "help")
+    threads = [threading.Thread(target=lambda: [stages.observe("pull", 1.0) for _ in range(2000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stages.told("pull")[math.inf] == 8000
+
+
+def test_buckets_between_stages_are_narrow_where_a_page_takes_quantiles() -> None:
+    assert list(FRESH_S) == sorted(set(FRESH_S)) and FRESH_S[0] == 0.001 and FRESH_S[-1] == 1000
+    assert max(b / a for a, b in itertools.pairwise(FRESH_S) if a >= 0.01) <= 1.5
 
 
 def test_freshness_is_one_a_process() -> None:
@@ -76,12 +81,12 @@ def asked(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
 
 def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: FakeClock) -> None:
     registry = CollectorRegistry()
-    stages = Quantiles("test", "help")
+    stages = StageTimes("test", "help")
     stages.observe("close", 5.0)
     registry.register(stages)
     port = metrics.serve(Watched(), health, registry)
     status, text = asked(port, "/metrics")
-    assert status == 200 and 'test_quantile_seconds{quantile="0.5",stage="close"} 0.005' in text
+    assert status == 200 and 'test_seconds_bucket{le="0.005",stage="close"} 1.0' in text
     assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
     health.turned()
     assert asked(port, "/readyz") == (200, "ok\n")

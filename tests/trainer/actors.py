@@ -4,14 +4,15 @@ workers sum by."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from roo.errors import TransportError, UnavailableError
 from runtime.clock import Clock
-from trainer.reduce import Alone, Meeting, Reduction
+from trainer.reduce import Alone, Meeting
 
 MOST_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
 
@@ -138,9 +139,9 @@ class Hall:
         hears: Callable[[int, int], bool] = lambda worker, other: True,
     ) -> None:
         self.clock, self.tears, self.hears = clock, tears, hears
-        self.posted: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self.members: dict[tuple[int, int], HallReduction] = {}
-        self.num_sums = 0
+        self.posted: dict[tuple[str, int], dict[int, Any]] = {}
+        self.members: dict[tuple[str, int], HallReduction] = {}
+        self.num_sums = self.num_swaps = 0
 
     def away(self, index: int) -> None:
         """The process of this worker is gone: those who sum with it hear of it."""
@@ -155,36 +156,46 @@ class HallTeam:
     def __init__(self, hall: Hall, index: int) -> None:
         self.hall, self.address = hall, f"127.0.0.1:{7000 + index}"
 
-    def join(self, meeting: Meeting) -> Reduction:
+    def join(self, meeting: Meeting) -> Alone | HallReduction:
         return Alone() if meeting.workers == 1 else HallReduction(self.hall, meeting)
 
 
 class HallReduction:
-    """See `Reduction`. Adds in the order of workers."""
+    """See `Reduction`, which adds in the order of workers, and `Peers` of rows that workers hold."""
 
     def __init__(self, hall: Hall, meeting: Meeting) -> None:
-        self.hall, self.meeting = hall, meeting
+        self.hall, self.name = hall, f"{meeting.incarnation}{meeting.about}"
         self.index, self.workers = meeting.worker, meeting.workers
         self.left = self.interrupted = False
         self._num = 0
-        hall.members[meeting.incarnation, meeting.worker] = self
+        hall.members[self.name, meeting.worker] = self
 
     def sum(self, bucket_N: Tensor) -> None:
+        posted = self._all_told(bucket_N.clone())
+        assert len({len(part_N) for part_N in posted.values()}) == 1, "the workers are not in step"
+        bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
+        self.hall.num_sums += 1
+
+    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        posted = self._all_told([part.copy() for part in parts])
+        self.hall.num_swaps += 1
+        return [posted[worker][self.index] for worker in range(self.workers)]
+
+    def _all_told(self, mine: Any) -> Mapping[int, Any]:
+        """What each worker gave for this turn."""
         if self.left:
             raise UnavailableError("this worker has left the others")
-        at = self.meeting.incarnation, self._num
+        at = self.name, self._num
         self._num += 1
         posted = self.hall.posted.setdefault(at, {})
         assert self.index not in posted
-        posted[self.index] = bucket_N.clone()
+        posted[self.index] = mine
         wait_until(lambda: self._has_all(posted) or self._is_over(), self.hall.clock, "the other workers' part")
-        assert len({len(part_N) for part_N in posted.values()}) == 1, "the workers are not in step"
         if not self._has_all(posted) or (self._someone_is_gone() and self.hall.tears(f"worker {self.index}")):
             self.leave()
             raise UnavailableError("interrupted" if self.interrupted else "another worker is gone")
-        bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
-        self.hall.num_sums += 1
         self.hall.posted.pop((at[0], at[1] - 2), None)
+        return posted
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -192,7 +203,7 @@ class HallReduction:
     def leave(self) -> None:
         self.left = True
 
-    def _has_all(self, posted: Mapping[int, Tensor]) -> bool:
+    def _has_all(self, posted: Mapping[int, Any]) -> bool:
         return len(posted) == self.workers and all(other == self.index or self.hall.hears(self.index, other) for other in posted)
 
     def _is_over(self) -> bool:
@@ -200,5 +211,5 @@ class HallReduction:
 
     def _someone_is_gone(self) -> bool:
         """That this worker hears of."""
-        its = {i: r for (incarnation, i), r in self.hall.members.items() if incarnation == self.meeting.incarnation and r.left}
+        its = {i: r for (name, i), r in self.hall.members.items() if name == self.name and r.left}
         return any(other == self.index or self.hall.hears(self.index, other) for other in its)

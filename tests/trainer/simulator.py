@@ -47,6 +47,7 @@ from trainer.control.phases import historical_range
 from trainer.control.protocol import Facts, State, workers
 from trainer.loop import TrainLoop, Wiring
 from trainer.record_batches import RecordBatches
+from trainer.reduce import Team
 from trainer.rows import ShardRows
 from trainer.worker import Worker
 
@@ -201,6 +202,10 @@ class Simulation:
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
+        for member in self._process_of(who):
+            self._end(member)
+
+    def _end(self, who: str) -> None:
         if who == CONTROLLER:
             self.controller, self.controller_dead_rounds = None, 0
         else:
@@ -218,8 +223,12 @@ class Simulation:
         for kill in [k for k in self.kills if k.moment == (who, what, when) and k.occurrence == self.moments[who, what, when]]:
             self.kills.remove(kill)
             self.kill(kill.victim)
-            if kill.victim == who:
+            if who in self._process_of(kill.victim):
                 raise Killed
+
+    def _process_of(self, who: str) -> tuple[str, ...]:
+        """The members that die with it."""
+        return (who,)
 
     def _shard(self, index: int) -> FakeShard | RealShard:
         store = self._store(f"shard {index}")
@@ -258,9 +267,11 @@ class Simulation:
             clock=self.clock,
         )
         loop = TrainLoop(self.config, self.site.schema, samples.MODEL, wiring)
-        return Worker(
-            loop, self.outputs, self._store(f"worker {index}"), self.site.identity(self.facts), index, HallTeam(self.hall, index)
-        )
+        identity, team = self.site.identity(self.facts), self._team(index, wiring.rows)
+        return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, team)
+
+    def _team(self, index: int, rows: Any) -> Team:
+        return HallTeam(self.hall, index)
 
     def _source(self, stream: BatchSource) -> BatchSource:
         """What a worker reads."""

@@ -154,3 +154,12 @@ def test_rows_of_a_user_keep_their_order_in_time() -> None:
 def test_few_records_are_rows_too(count: int) -> None:
     rows, dead = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, count)))
     assert (len(rows.counts_R), dead) == (count, [])
+
+
+def test_a_traced_sample_is_kept_whole_and_read_back_byte_equal(tmp_path: Path) -> None:
+    usual, *others = keyed(rich_records(SCHEMA, 20))
+    traced = pb.Sample.FromString(usual.value[2:])
+    traced.header.traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    records = [usual._replace(value=wire.encode(wire.SAMPLE, traced)), *others]
+    assert read_back(FileStore(tmp_path), SCHEMA, records) == [(r.key, r.value) for r in records]
+    assert sample_rows(SCHEMA, records)[0].columns["raw"].values[0] == records[0].value

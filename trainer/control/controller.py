@@ -20,7 +20,7 @@ from roo.errors import CheckpointError, FencedError, RoostreamError, Unavailable
 from runtime import manifest as manifests
 from runtime.backoff import Backoff
 from runtime.checkpoint_store import CheckpointStore
-from runtime.clock import Clock
+from runtime.clock import Clock, WallTime
 from runtime.kafka.topics import SAMPLES, Progress
 from runtime.manifest import Manifest
 from runtime.transport import Header
@@ -61,7 +61,8 @@ class Controller:
         self.keep_commits, self.history, self.open_session = keep_commits, history, open_session
         self.coordinator, self.store, self.clock, self.check, self.hold_s = coordinator, store, clock, check, hold_s
         self.readers: Callable[[], dict[str, Any]] | None = None  # what is told of those that read a session
-        self.spent, self._pace = Spent(clock.monotonic_s()), HistoryPace()
+        self.freshness: Callable[[], dict[str, Any]] = dict  # stage → what neighbours measured lately
+        self.spent, self._pace, self._wall = Spent(clock.monotonic_s()), HistoryPace(), WallTime(clock)
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
@@ -172,12 +173,14 @@ class Controller:
             it, now_s = self.coordinator, self.clock.monotonic_s()
             return {
                 "readers": readers,
+                "freshness": self.freshness(),
                 "state": str(it.state),
                 "reason": it.reason,
                 "incarnation": it.incarnation,
                 "seq": it.seq,
                 "manifest": it.last.name if it.last else "",
                 "commit_age_ms": (now_s - it.committed_at_s) * 1000,
+                "committed_at_ms": self._wall.of(it.committed_at_s),
                 "commit_ms": it.commit_s * 1000,
                 "paused_ms": it.paused_s * 1000,
                 "phases_ms": {name: seconds * 1000 for name, seconds in it.phases_s.items()},

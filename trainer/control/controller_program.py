@@ -41,7 +41,7 @@ log = logging.getLogger("roostream.controller")
 
 _CLOSING_S = 8.0  # after SIGTERM, for a last commit; below runtime.program.STOP_S
 _SHOWN = (
-    *("incarnation", "seq", "commit_age_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
+    *("incarnation", "seq", "committed_at_ms", "commit_ms", "paused_ms", "commits", "aborts", "rollbacks"),
     *("workers", "wanted_workers"),
 )
 _LABELS = {"readers": "what", "state": "state", "device_seconds": "spent_on", "held": "kind", "commit_phase_ms": "phase"}
@@ -92,7 +92,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         page.observe()
 
     master = ReadMaster(controller.session_now, schema, clock, config.readers)
-    controller.readers = master.status
+    controller.readers, controller.freshness = master.status, neighbours.freshness
     server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_keys())
     server.start()
     log.info("controller on %s", server.address)

@@ -13,8 +13,8 @@ from typing import Any
 from runtime import scrape
 from runtime.clock import Clock
 from runtime.scrape import Scraped
+from trainer.control.neighbour_times import FreshnessSeen
 
-STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable", "engagement_to_servable")
 LOOK_S = 5.0
 _ADDRESS = re.compile(r"(https://)?[\w.:\[\]-]+:\d{1,5}")  # nothing else that a member says becomes part of a URL
 STALE_S = 3 * LOOK_S  # older than that, a reading says nothing about now
@@ -37,6 +37,7 @@ class Neighbours:
         thread calls it."""
         self.settings, self.clock, self._fetch, self._workers = dict(urls), clock, fetch, workers
         self._found: tuple[float, dict[str, Scraped]] | None = None
+        self._seen = FreshnessSeen()
 
     @property
     def urls(self) -> dict[str, str]:
@@ -51,13 +52,21 @@ class Neighbours:
     def look(self) -> None:
         """Ask all of them once, side by side."""
         if urls := self.urls:
-            self._found = self.clock.monotonic_s(), self._fetch(urls)
+            now_s, scraped = self.clock.monotonic_s(), self._fetch(urls)
+            self._seen.look(now_s, scraped)
+            self._found = now_s, scraped
 
     def figures(self) -> dict[str, Any]:
         """What they told last; all unknown where nobody was asked, or the last answers are older than STALE_S."""
+        return read_figures(self.urls, self._answers()) | {"freshness": self.freshness()}
+
+    def freshness(self) -> dict[str, dict[str, float | None]]:
+        """Stage → p50 and p99 in ms of the last minutes; None as in `figures`."""
+        return self._seen.of(self._answers())
+
+    def _answers(self) -> dict[str, Scraped]:
         found = self._found
-        fresh = found is not None and self.clock.monotonic_s() - found[0] <= STALE_S
-        return read_figures(self.urls, found[1] if found and fresh else {})
+        return found[1] if found is not None and self.clock.monotonic_s() - found[0] <= STALE_S else {}
 
 
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
@@ -88,7 +97,6 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, Scraped]) -> di
     workers = {name: s for name, s in scraped.items() if name.partition("-")[0] == "worker"}
     return {
         "programs": {name: bool(scraped.get(name)) if scraped else None for name in names},
-        "freshness": freshness(scraped),
         "click_rate": click_rate(scraped.get("simulate", Scraped())),
         "serving": serving_state(scraped.get("serving", Scraped())),
         "joiner_watermark_ms": scraped.get("joiner", Scraped()).ms("roostream_joiner_watermark_timestamp_seconds"),
@@ -126,16 +134,6 @@ def rows_by_stack(scraped: Mapping[str, Scraped]) -> dict[str, int]:
             for stack, value in metrics.by("roostream_shard_rows", "stack").items():
                 rows[stack] = rows.get(stack, 0) + int(value)
     return rows
-
-
-def freshness(scraped: Mapping[str, Scraped]) -> dict[str, dict[str, float | None]]:
-    """Stage → p50 and p99 in ms, the worst of the programs that measure it."""
-    found: dict[str, dict[str, float | None]] = {}
-    for stage in STAGES:
-        for quantile, key in (("0.5", "p50_ms"), ("0.99", "p99_ms")):
-            values = [s.ms("roostream_freshness_quantile_seconds", stage=stage, quantile=quantile) for s in scraped.values()]
-            found.setdefault(stage, {})[key] = max((v for v in values if v is not None), default=None)
-    return found
 
 
 def click_rate(simulate: Scraped) -> dict[str, float | None]:

@@ -19,7 +19,8 @@ from typing import Any
 from runtime.metrics import PAGE_HEADERS, Answer
 from trainer.control.controller import Controller
 from trainer.control.history import Changes, History, Rate
-from trainer.control.neighbours import STAGES, Neighbours
+from trainer.control.neighbour_times import STAGES
+from trainer.control.neighbours import Neighbours
 from trainer.control.together import together
 from trainer.control.verdict import Finding, findings, headline
 

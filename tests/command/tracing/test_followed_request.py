@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from opentelemetry import trace
 
 from command.tracing.followed_request import STEPS, FollowedRequest
 from command.tracing.request_spans import tell
-from command.tracing.trace_command import TOPICS, follow, line
+from command.tracing.trace_command import TOPICS, _tell, follow, line
 from roo import roo_pb2 as pb
 from roo import wire
 from roo.errors import ConfigError, SetupError
@@ -17,23 +16,31 @@ from roo.wire import Record
 from runtime.clock import FakeClock
 from runtime.kafka.record_reader import MemoryReader
 from runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
+from tests.command.tracing.kept_spans import KeptSpans
 
 KEYS = frozenset({(3, 17), (3, 18)})
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
 offsets = itertools.count()
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> KeptSpans:
+    return KeptSpans.instead(monkeypatch)
 
 
 def record(topic: str, kind: int, message: object) -> Record:
     return Record(topic, 0, next(offsets), 1000, b"", wire.encode(kind, message))  # type: ignore[arg-type]
 
 
-def impression(request_id: str = "r-1") -> Record:
-    header = pb.Header(request_id=request_id, model_version="1-2")
+def impression(request_id: str = "r-1", traceparent: str = "") -> Record:
+    header = pb.Header(request_id=request_id, model_version="1-2", traceparent=traceparent)
     return record(IMPRESSIONS, wire.IMPRESSION, pb.Impression(header=header, item_ids=[1, 2]))
 
 
-def sample(request_id: str = "r-1", sample_id: int = 9) -> Record:
-    message = pb.Sample(header=pb.Header(request_id=request_id), sample_id=sample_id, close_ms=500, close_reason=pb.CLOSE_WINDOW)
+def sample(request_id: str = "r-1", sample_id: int = 9, traceparent: str = "") -> Record:
+    header = pb.Header(request_id=request_id, traceparent=traceparent)
+    message = pb.Sample(header=header, sample_id=sample_id, close_ms=500, close_reason=pb.CLOSE_WINDOW)
     return record(SAMPLES, wire.SAMPLE, message)
 
 
@@ -114,30 +121,39 @@ def test_without_the_package_there_is_one_sentence(monkeypatch: pytest.MonkeyPat
         tell(followed(impression()), f"00-{TRACE}-{SPAN}-01", 90)
 
 
-def test_steps_are_spans_one_below_the_other_in_the_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str, int, int]] = []
-    numbers = itertools.count(1)
-
-    class Told(trace.NonRecordingSpan):
-        def __init__(self, name: str, parent: trace.SpanContext, begin: int) -> None:
-            own = trace.SpanContext(parent.trace_id, next(numbers), False, trace.TraceFlags(1))
-            super().__init__(own)
-            self.about = (name, f"{parent.trace_id:032x}/{parent.span_id:x}", begin)
-
-        def end(self, end_time: int | None = None) -> None:
-            told.append((*self.about, end_time or 0))
-
-    class Tracer(trace.NoOpTracer):
-        def start_span(self, name: str, context: object = None, *rest: object, **more: object) -> trace.Span:  # type: ignore[override]
-            parent = trace.get_current_span(context).get_span_context()  # type: ignore[arg-type]
-            return Told(name, parent, int(str(more["start_time"])))
-
-    monkeypatch.setattr(trace, "get_tracer", lambda *names: Tracer())
+def test_steps_are_spans_one_below_the_other_in_the_callers_trace(kept: KeptSpans) -> None:
     assert tell(followed(impression(), sample(), prediction(), delta()), f"00-{TRACE}-{SPAN}-01", 90) == 4
     ms = 1_000_000
-    assert told == [
-        ("serving logged", f"{TRACE}/{SPAN}", 90 * ms, 100 * ms),
+    assert kept.told == [
+        ("serving logged", f"{TRACE}/{int(SPAN, 16):x}", 90 * ms, 100 * ms),
         ("joiner joined", f"{TRACE}/1", 100 * ms, 101 * ms),
         ("worker trained", f"{TRACE}/2", 101 * ms, 102 * ms),
         ("shard published", f"{TRACE}/3", 102 * ms, 103 * ms),
     ]
+
+
+def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> None:
+    found = followed(impression(traceparent=PARENT), sample(traceparent=PARENT))
+    assert found.traceparent == PARENT
+    assert [step.details["traceparent"] for step in found.steps.values()] == [PARENT, PARENT]
+    assert followed(impression()).traceparent == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "logged", "parent"),
+    [("", PARENT, TRACE), (f"00-{'c' * 32}-{SPAN}-01", PARENT, "c" * 32), ("", "", "")],
+)
+def test_spans_stand_below_the_one_that_is_named_else_below_servings(
+    asked: str, logged: str, parent: str, kept: KeptSpans
+) -> None:
+    _tell(followed(impression(traceparent=logged)), asked, 90)
+    assert [span[1].partition("/")[0] for span in kept.told] == ([parent] if parent else [])
+
+
+@pytest.mark.parametrize("logged", [PARENT, "00-nonsense"])
+def test_a_request_is_followed_where_no_span_can_be_told(
+    logged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
+    _tell(followed(impression(traceparent=logged)), "", 90)
+    assert f"it is traced as {logged}, and no span is told" in capsys.readouterr().err

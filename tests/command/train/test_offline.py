@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command.checkpoint.moved_buckets import CommittedShards
 from command.train.config import TrainConfig
 from command.train.offline import train_offline
+from param_server.blobs import RocksBlobs
+from param_server.row_block import newest_of
 from roo.errors import ConfigError, UnavailableError
 from roo.schema_registry import to_toml
 from runtime import manifest as manifests
@@ -121,3 +125,73 @@ def test_g11_readers_as_programs_change_no_bit(place: Path, readers: int) -> Non
     report = trained(place, f"read-{readers}", readers=readers)
     assert report["reading"]["fetched_requests"] >= 60 and last(place, f"read-{readers}").workers[0].metrics["requests"] == 60
     assert same_bits(place, f"read-{readers}", f"local-{readers}")
+
+
+# Several workers, and rows that they hold
+
+
+def rows_of(place: Path, home: str) -> dict[Any, bytes]:
+    """Every row with its state and stamp, whoever has it."""
+    manifest, found = last(place, home), {}
+    for owner in manifest.shards:
+        with contextlib.closing(RocksBlobs(place / home / f"shard-{owner}" / "segments").open()) as blobs:
+            its = CommittedShards(manifest, samples.schema(), {owner: blobs})
+            for part in its.segments(owner, manifest.owners.buckets_of(owner)).read(its.state(owner)):
+                block = newest_of(part.blocks, manifest.num_buckets)
+                kept = zip(block.rows_LD, block.state_LA, block.stamp_ms_L, strict=True)
+                for table, id_, (row, state, stamp) in zip(block.keys.table_U, block.keys.id_U, kept, strict=True):
+                    found[int(table), int(id_)] = row.tobytes() + state.tobytes() + stamp.tobytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"workers": 3}, "key 'workers': expected at most partitions = 2, got 3; each trains one of the partitions at least"),
+        ({"rows": "device"}, "key 'rows': expected"),
+    ],
+)
+def test_settings_that_can_not_be_together_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(place, "none", **more)
+
+
+def test_workers_swap_rows_on_the_host_alone(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected worker\.device = cpu with rows = workers, got cuda"):
+        train_offline(config(place, "none", rows="workers"), LoopConfig(device="cuda"), Stop())
+
+
+def test_g11_interrupted_training_goes_on_with_other_owners_of_the_rows(place: Path) -> None:
+    trained(place, "two", num_shards=2)
+    with pytest.raises(UnavailableError):
+        trained(place, "three", StopsAfter(24), num_shards=2)
+    assert last(place, "three").input is not None and last(place, "three").num_shards == 2
+    trained(place, "three", num_shards=3)
+    assert last(place, "three").num_shards == 3 and set(last(place, "three").shards) == {0, 1, 2}
+    assert same_bits(place, "two", "three") and rows_of(place, "two") == rows_of(place, "three")
+
+
+def test_rows_that_are_still_at_the_workers_go_to_the_shards_with_the_same_command(place: Path) -> None:
+    """As if it had been killed between the last commit and the hand-over."""
+    trained(place, "before", num_shards=2)
+    learned = rows_of(place, "before")
+    report = trained(place, "before", workers=2, rows="workers", num_shards=3)
+    assert (report["requests"], report["metrics"]["requests"], last(place, "before").num_shards) == (0, 60, 3)
+    assert rows_of(place, "before") == learned and len(learned) > 60
+    with pytest.raises(ConfigError, match="has a model that is trained"):
+        trained(place, "before", workers=2, rows="workers", num_shards=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_g11_workers_that_hold_rows_learn_what_workers_with_shards_learn(place: Path, num_shards: int) -> None:
+    if not (place / "of-shards").exists():
+        report = trained(place, "of-shards", workers=2, num_shards=2)
+        assert (report["requests"], report["metrics"]["requests"], report["steps"]) == (60, 60, last(place, "of-shards").step)
+    home = f"held-{num_shards}"
+    report = trained(place, home, workers=2, rows="workers", num_shards=num_shards)
+    assert report["metrics"]["requests"] == 60 and last(place, home).num_shards == num_shards
+    assert same_bits(place, "of-shards", home) and rows_of(place, "of-shards") == rows_of(place, home)
+    trained(place, f"{home}-other", workers=2, rows="workers", num_shards=num_shards, seed=1)
+    assert rows_of(place, f"{home}-other") != rows_of(place, home), "the control: another seed"

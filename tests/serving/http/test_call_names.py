@@ -15,6 +15,8 @@ from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
+from roo import roo_pb2 as pb
+from roo import wire
 from roo.errors import SetupError
 from runtime.program import CURRENT_CALL, CallNames, JsonFormatter
 from serving.http.app import HttpInterface
@@ -153,6 +155,37 @@ def test_spans_continue_the_callers_trace(tmp_path: Path, monkeypatch: pytest.Mo
     assert (rank["name"], rank["parent"], rank["http.response.status_code"]) == ("POST /v1/rank", f"{TRACE}/{SPAN}", 200)
     assert (unknown["name"], unknown["url.path"], unknown["status"]) == ("GET", "", None), "names don't grow with what is asked"
     assert (ready["http.response.status_code"], ready["status"]) == (503, trace.StatusCode.ERROR)
+
+
+OWN = "aaaaaaaaaaaaaaaa"
+
+
+@pytest.mark.parametrize(
+    ("tracing", "asked", "logged", "why"),
+    [
+        (True, PARENT, f"00-{TRACE}-{OWN}-01", "below the span of this call"),
+        (True, PARENT[:-1] + "0", "", "a caller who doesn't sample"),
+        (True, "", "", "nobody traces"),
+        (False, PARENT, "", "no spans are wanted"),
+    ],
+)
+def test_what_is_logged_of_a_traced_call_carries_its_span(
+    tracing: bool, asked: str, logged: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tracer(trace.NoOpTracer):
+        def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
+            at = trace.get_current_span(context).get_span_context()
+            own = trace.SpanContext(at.trace_id, int(OWN, 16), False, at.trace_flags)
+            return trace.use_span(trace.NonRecordingSpan(own if at.is_valid else trace.INVALID_SPAN_CONTEXT))
+
+    monkeypatch.setattr(trace, "get_tracer", lambda *names: Tracer())
+    built = build(tmp_path, FakeRows(SCHEMA), tracing=tracing)
+    answer = client_of(built).post("/v1/rank", json=BODY, headers={"traceparent": asked} if asked else {})
+    (impression,) = [wire.decode(record.value)[1] for record in built.records()]
+    built.close()
+    assert answer.status_code == 200
+    assert isinstance(impression, pb.Impression) and impression.header.traceparent == logged, why
+    assert CURRENT_CALL.get() is None
 
 
 def test_tracing_costs_nothing_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

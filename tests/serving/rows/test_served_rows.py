@@ -55,7 +55,8 @@ def test_a_reader_is_ready_when_the_owner_s_rows_are_complete_and_follows_from_t
     kept.topic.add(delta(8, 0.75, 2))
     kept.follower.step()
     assert kept.value(8) == 0.75 and kept.served.age_s() == 0
-    assert kept.served.numbers() == {"replica_rows": 1, "rows_age_s": 0.0, "rows_again": 0}
+    now_ms = pytest.approx(kept.clock.now_ms(), abs=1)
+    assert kept.served.numbers() == {"replica_rows": 1, "rows_current_at_ms": now_ms, "rows_again": 0}
 
 
 def test_a_reader_whose_owner_is_gone_goes_on_and_says_how_old_its_rows_are(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_the_setting_says_where_rows_are(tmp_path: Path) -> None:
     assert isinstance(shared, SharedServedRows) and not shared.ready
     own = open_rows(config_of(shards=("127.0.0.1:9",)), SCHEMA, 0, SystemClock())
     assert isinstance(own, FollowedRows) and own.waiting_for == "rows of the shards" and not own.ready
-    assert own.numbers()["rows_age_s"] is None and own.numbers()["replica_lag"] is None
+    assert own.numbers()["rows_current_at_ms"] is None and own.numbers()["replica_lag"] is None
     own.close()
     with pytest.raises(Refusal, match="name that of serving-rows"):
         config_of(rows="shared")

@@ -122,7 +122,7 @@ def test_status_says_where_everything_is() -> None:
     status = stage.it.status()
     assert (status["state"], status["incarnation"], status["seq"], status["manifest"]) == ("running", 1, 0, "")
     assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"} and status["reports"]["worker 0"] == {"step": 0}
-    assert status["commit_age_ms"] == pytest.approx(2000)
+    assert status["commit_age_ms"] == pytest.approx(2000) and status["committed_at_ms"] == stage.clock.now_ms() - 2000
 
 
 def test_an_unknown_call_is_refused() -> None:

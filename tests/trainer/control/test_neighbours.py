@@ -10,7 +10,7 @@ import pytest
 from runtime import scrape
 from runtime.clock import FakeClock
 from runtime.scrape import Scraped
-from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, freshness, read_figures, with_workers
+from trainer.control.neighbours import LOOK_S, STALE_S, Neighbours, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
 SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls 12\n'
@@ -29,10 +29,37 @@ def test_a_program_that_does_not_answer_is_told_and_what_it_measures_is_unknown(
     assert figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None} and figures["accounted"] is None
 
 
+def measured(counts: Mapping[str, int]) -> Scraped:
+    """Observations of a stage up to each bound."""
+    line = 'roostream_freshness_seconds_bucket{{stage="close_to_readable",le="{}"}} {}\n'
+    return scrape.parse("".join(line.format(*item) for item in counts.items()))
+
+
 def test_a_stage_is_as_slow_as_the_slowest_program_says() -> None:
-    line = 'roostream_freshness_quantile_seconds{{quantile="0.5",stage="close_to_readable"}} {}\n'
-    found = freshness({name: scrape.parse(line.format(ms / 1000)) for name, ms in (("worker", 20), ("worker-1", 900))})
-    assert found["close_to_readable"] == {"p50_ms": 900.0, "p99_ms": None}
+    told = {"worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}), "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100})}
+    neighbours = Neighbours(URLS, FakeClock(), lambda urls: told)
+    assert neighbours.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"] == {"p50_ms": pytest.approx(550), "p99_ms": pytest.approx(991)}
+    assert neighbours.figures()["freshness"] == neighbours.freshness()
+
+
+def test_stage_times_are_of_the_last_minutes_and_of_programs_that_answer() -> None:
+    told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
+    neighbours = Neighbours(URLS, clock, lambda urls: told)
+    for count in range(40):
+        neighbours.look()
+        clock.advance(LOOK_S)
+        told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
+    told["worker"] = Scraped()
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None
+    told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
+    neighbours.look()
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), "compared with before it was silent"
+    clock.advance(STALE_S + 1)
+    assert neighbours.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
 
 
 def test_nobody_is_asked_where_no_address_is_set() -> None:
@@ -52,7 +79,7 @@ def test_old_answers_say_nothing_about_now() -> None:
     clock.advance(STALE_S)
     assert neighbours.figures()["shards"]
     clock.advance(1)
-    assert neighbours.figures() == read_figures(URLS, {})
+    assert neighbours.figures() == read_figures(URLS, {}) | {"freshness": neighbours.freshness()}
 
 
 def test_it_looks_again_until_it_is_stopped() -> None:

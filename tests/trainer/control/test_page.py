@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from runtime.clock import FakeClock
 from runtime.scrape import Scraped
 from tests.browser.replayed_run import MEMBERS, ReplayedRun
 from trainer.control import page
-from trainer.control.neighbours import read_figures
+from trainer.control.neighbours import Neighbours
 from trainer.control.page import files, plain, readings
 
 HOSTILE = '<img src=x onerror="alert(1)"></script>"&\u202e'
@@ -81,7 +82,7 @@ def test_a_reading_that_a_worker_does_not_give_is_unknown() -> None:
         "commit_ms": 0.0,
         "paused_ms": 0.0,
     }
-    found = readings(status, read_figures({}, {}))
+    found = readings(status, Neighbours({}, FakeClock()).figures())
     assert found["lag_ms"] is None and found["commit_ms"] is None and found["rows"] is None and found["ne"] is None
 
 

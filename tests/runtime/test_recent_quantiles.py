@@ -1,0 +1,69 @@
+"""Quantiles of what a histogram counted lately."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from runtime.metrics import Recent, quantile_of
+
+TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
+
+
+@pytest.mark.parametrize(
+    ("q", "expected", "why"),
+    [
+        (0.0, 0.0, "where the first bucket begins"),
+        (0.1, 0.5, "half of the two below 1"),
+        (0.5, 1.5, "the fifth, three of six into its bucket"),
+        (0.8, 2.0, "a bound"),
+        (1.0, 4.0, "the largest"),
+    ],
+)
+def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, why: str) -> None:
+    assert quantile_of(TEN, q) == pytest.approx(expected), why
+
+
+def test_beyond_the_last_bound_it_is_that_bound() -> None:
+    assert quantile_of({1.0: 0, math.inf: 5}, 0.5) == 1.0
+
+
+@pytest.mark.parametrize("told", [{}, {1.0: 0, math.inf: 0}])
+def test_of_nothing_there_is_none(told: dict[float, float]) -> None:
+    assert quantile_of(told, 0.5) is None
+
+
+def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
+    recent = Recent()
+    assert recent.quantile(0.5) is None
+    recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
+    assert recent.quantile(0.5) == 0.5
+    recent.look(5, {1.0: 100, 2.0: 110, math.inf: 110})
+    assert recent.quantile(0.5) == 1.5
+    recent.look(10, {1.0: 100, 2.0: 110, math.inf: 110})
+    assert recent.quantile(0.5) == 1.5, "both of the window"
+
+
+def test_what_is_older_than_the_window_counts_no_more() -> None:
+    recent = Recent(window_s=60)
+    for at_s in range(0, 121, 5):
+        slow = min(at_s, 30)  # until then all are slow, later ones are fast
+        recent.look(at_s, {1.0: at_s - slow, 2.0: at_s, math.inf: at_s})
+    assert recent.quantile(0.99) == pytest.approx(0.99)
+    recent.look(185, {1.0: 90, 2.0: 120, math.inf: 120})
+    assert recent.quantile(0.5) is None, "nothing came"
+
+
+def test_a_process_that_began_anew_has_counted_from_nothing() -> None:
+    recent = Recent()
+    recent.look(0, {1.0: 100, 2.0: 100, math.inf: 100})
+    recent.look(5, {1.0: 0, 2.0: 4, math.inf: 4})
+    assert recent.quantile(0.5) == 1.5
+
+
+def test_looks_that_are_near_each_other_take_no_room() -> None:
+    recent = Recent(window_s=60)
+    for at in range(10_000):
+        recent.look(at / 100, {1.0: at, math.inf: at})
+    assert len(recent._looks) < 60 and recent.quantile(0.5) == pytest.approx(0.5)

@@ -1,0 +1,187 @@
+"""Rows that the workers of a session hold: commits, rollbacks and restores come to what they come to with rows at shards, to the
+bit, through kills at any moment; and so does what follows at shards."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.exchange.exchanged_rows import ExchangedRows
+from runtime.layout.bucket_map import BucketMap
+from tests.trainer import samples
+from tests.trainer.actors import HallTeam
+from tests.trainer.control.test_fleet_commit import lasting
+from tests.trainer.control.test_initial_phase import NUM_CHAOS
+from tests.trainer.control.test_moves import moved_to
+from tests.trainer.control.test_session_phase import NUMBERS, FromTable
+from tests.trainer.network import CONTROLLER
+from tests.trainer.places import Site
+from tests.trainer.schedules import kills_of
+from tests.trainer.simulator import Kill, Simulation
+from trainer.holding import HoldingTeam
+from trainer.reduce import Alone
+
+NUM_SCHEDULES = 6
+BEHIND = [*NUMBERS, *sorted([*range(50, 66, 2), *range(51, 83, 2)])]  # whole chunks of what a stream brings later
+
+
+class AtWorkers(FromTable):
+    """Worker w and shard w are one process, whose calls to the others are swaps."""
+
+    def _rows(self, worker: int) -> Any:
+        return ExchangedRows(self.places[f"shard {worker}"].process.shard, Alone())
+
+    def _team(self, index: int, rows: Any) -> Any:
+        return HoldingTeam(HallTeam(self.hall, index), rows.client)
+
+    def _process_of(self, who: str) -> tuple[str, ...]:
+        return (who,) if who == CONTROLLER else tuple(f"{role} {who.split()[1]}" for role in ("shard", "worker"))
+
+
+def held(at_workers: bool = True, seed: int | None = None, workers: int = 2, **more: Any) -> FromTable:
+    made = AtWorkers if at_workers else FromTable
+    settings = {"exact": True, "num_workers": workers, "num_shards": workers, "unit_records": 7, "commit_interval_s": 0.5}
+    return made(samples.records(NUMBERS), **{**settings, "real_shards": True, "seed": seed, **more})
+
+
+@functools.cache
+def at_shards(workers: int = 2) -> dict[str, bytes]:
+    """What nothing disturbed."""
+    return held(at_workers=False, workers=workers).run().bits()
+
+
+def assert_equal(simulation: Simulation, expected: dict[str, bytes]) -> None:
+    assert simulation.bits() == expected
+    assert all(np.isfinite(np.frombuffer(b[:-8], np.float32)).all() for k, b in expected.items() if k.startswith("row "))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_rows_at_the_workers_come_to_what_they_come_to_at_shards(workers: int) -> None:
+    """Of four, two have no partition with anything in it, and take part in every pull and push."""
+    simulation = held(workers=workers)
+    simulation.run()
+    assert_equal(simulation, at_shards(workers))
+    assert (simulation.hall.num_swaps > 0) == (workers > 1)
+    assert set(simulation.last.shards) == set(range(workers)) and all(s["segments"] for s in simulation.last.shards.values())
+
+
+MOMENTS = [
+    *((CONTROLLER, "link", when) for when in ("before", "after")),
+    *((f"{role} 1", "write", "after") for role in ("worker", "shard")),
+    *((who, kind, "after") for who, kind in (("worker 0", "cut"), ("shard 0", "freeze"), ("shard 1", "restore"))),
+]
+MORE_MOMENTS = [
+    *((CONTROLLER, "claim", when) for when in ("before", "after")),
+    *((f"{role} {index}", "commit", "after") for role in ("worker", "shard") for index in range(2)),
+    *((f"worker {index}", kind, "after") for index in range(2) for kind in ("restore", "start")),
+    ("shard 0", "write", "before"),
+]
+
+
+def killed(moment: tuple[str, str, str], victim: str) -> None:
+    simulation = held(kills=[Kill(moment, victim, 2)])
+    simulation.run()
+    assert simulation.killed == [victim]
+    assert_equal(simulation, at_shards())
+
+
+@pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
+@pytest.mark.parametrize("moment", MOMENTS, ids=" ".join)
+def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(moment: tuple[str, str, str], victim: str) -> None:
+    killed(moment, victim)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
+@pytest.mark.parametrize("moment", MORE_MOMENTS, ids=" ".join)
+def test_g2_g11_and_at_other_moments(moment: tuple[str, str, str], victim: str) -> None:
+    killed(moment, victim)
+
+
+def schedule(seed: int) -> None:
+    simulation = held(seed=seed, kills=kills_of(seed, 2), **lasting(seed, 2))
+    if seed % 7 == 0:
+        for _ in range(4 + seed % 9):
+            simulation.round()
+        simulation.start(CONTROLLER)  # beside the one that is still there
+    simulation.run_as_far_as_kills_go()
+    assert simulation.bits() == at_shards(), f"--seed {seed}"
+
+
+def test_g2_g11_a_schedule_of_rows_at_workers_by_its_seed(pytestconfig: pytest.Config) -> None:
+    schedule(pytestconfig.getoption("--seed", default=NUM_SCHEDULES))
+
+
+def test_g2_g11_rows_at_workers_through_kills_at_any_moment() -> None:
+    for seed in range(NUM_SCHEDULES):
+        schedule(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)  # far less where nothing else runs
+@pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 70))
+def test_g2_g11_many_schedules_of_rows_at_workers(first: int) -> None:
+    for seed in range(first, first + 70):
+        schedule(seed)
+
+
+# The hand-over
+
+
+class Forgetful(FromTable):
+    """Its shards bring rows back, and not what the rules keep beside them."""
+
+    def _shard(self, index: int) -> Any:
+        process = super()._shard(index)
+        execute = process.execute
+
+        def executed(command: dict[str, Any]) -> dict[str, Any]:
+            told = execute(command)
+            if command["kind"] == "restore":
+                for table in process.shard.tables.values():
+                    table.state_NA[:] = 1e-5
+            return told
+
+        process.execute = executed
+        return process
+
+
+def went_on(site: Site, shards: int, made: type[FromTable] = FromTable) -> dict[str, bytes]:
+    """By one worker from the stream, with rows at shards."""
+    simulation = made(samples.records(BEHIND), exact=True, real_shards=True, num_shards=shards, commit_interval_s=0.5, site=site)
+    return simulation.run().bits()
+
+
+@functools.cache
+def ended(at_workers: bool) -> Simulation:
+    return held(at_workers).run()
+
+
+def copied(simulation: Simulation) -> Simulation:
+    """To be changed."""
+    its = copy.copy(simulation)
+    its.store, its.disks = copy.copy(its.store), copy.deepcopy(its.disks)
+    its.store.objects = dict(its.store.objects)
+    return its
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_what_workers_held_goes_on_at_shards_as_if_it_had_always_been_there(num_shards: int) -> None:
+    always = copied(ended(False))
+    expected = went_on(Site(objects=always.store.objects, disks=always.disks), 2)
+    site = moved_to(copied(ended(True)), BucketMap.modulo(64, num_shards))
+    assert went_on(dataclasses.replace(site, disks=site.disks[:num_shards]), num_shards) == expected
+
+
+def test_without_what_the_rules_keep_it_goes_on_otherwise() -> None:
+    """The control."""
+    expected = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3)
+    forgot = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3, Forgetful)
+    rows = [key for key in expected if key.startswith("row ")]
+    assert expected.keys() == forgot.keys() and sum(expected[key] != forgot[key] for key in rows) > len(rows) / 4
+    assert all(np.isfinite(np.frombuffer(forgot[key][:-8], np.float32)).all() for key in rows)
