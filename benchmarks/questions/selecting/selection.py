@@ -79,18 +79,18 @@ QUESTION = Question(
     slice_s=0.0,
     rounds=1,
     means="""\
-Half of the requests without a click dropped by weight is to cost .45 at most of what as many dropped at random cost, in log loss.
-Skipping inputs with stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing: here it is
-worse than chance. With LayerNorm on both sides, which the paper has on one, it is better than chance in most rotations, of a model
-that predicts worse than without; its own loop takes more CPU than training on all of it, as nothing of a step is saved.
+Half of the requests without a click dropped by weight is to cost .45 at most of what as many dropped at random cost, in log
+loss. Skipping inputs with stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing:
+here it is worse than chance. With LayerNorm on both sides, which the paper has on one, it is better than chance in most
+rotations, of a model that predicts worse than without; its loop took more CPU than training on all of it.
 
 The first 3,500 impressions of each part of Criteo's sample, each a request with one candidate: five parts trained once, in
 batches of 128, the sixth predicted, for each of the six. Every run has a seed of its own, so least .. most is over seeds;
-figures are means over the rotations. The loss is a log loss, its change relative to training on all of it. The control drops as
-many requests, rotation by rotation, by a hash of their ids. `cpu` is the loop's own, with one shard in the same process; of what
-is skipped one in twenty is scored, in a pass of its own. A batch that isn't refilled is a step of half a batch, whose fixed part
-is the same; refilled, chunks are read larger and there are fewer steps. A kept negative's weight of 2 makes steps larger, which
-helps on this log by itself: docs/selection.md. In a log of 137 steps few inputs have rows that were all
-seen before: an input is hot here if 80 % of its rows are. Slipstream begins to skip behind step 58, and so does its control;
+figures are means over the rotations. The loss is a log loss, its change relative to training on all of it. The control drops
+as many requests, rotation by rotation, by a hash of their ids. `cpu` is the loop's own, with one shard in the same process;
+of what is skipped one in twenty is scored, in a pass of its own. A batch that isn't refilled is a step of half a batch, whose
+fixed part is the same; refilled, chunks are read larger and there are fewer steps. A kept negative's weight of 2 makes steps
+larger, which helps on this log by itself (docs/decisions/0066). In a log of 137 steps few inputs have rows that were all seen
+before: an input is hot here if 80 % of its rows are. Slipstream begins to skip behind step 58, and so does its control;
 `trained` says how many were.""",
 )
