@@ -64,6 +64,7 @@ class OfflineParts:
     def __init__(self, config: TrainConfig, settings: LoopConfig) -> None:
         self.config, self.settings, self.home, self.clock = config, settings, Home(Path(config.home)), SystemClock()
         self.schema: Schema = load_schema(Path(config.schema))
+        self.model = load_model_config(config.model)
         self.store: CheckpointStore = open_store(str(self.home.store))
         register(self.store, self.schema)
         self.identity = Identity(
@@ -113,9 +114,8 @@ class OfflineParts:
             lambda: self._source(stages, read_by), rows, stages, staleness=0, read_ahead=0 if self.settings.exact else _READ_AHEAD
         )
         opened.callback(source.close)
-        model = load_model_config(self.config.model)
         wiring = Wiring(source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages)
-        loop = TrainLoop(self.settings, self.schema, model, wiring)
+        loop = TrainLoop(self.settings, self.schema, self.model, wiring)
         opened.callback(loop.feed.close)
         return Worker(loop, outputs, self.store, self.identity, index, team)
 

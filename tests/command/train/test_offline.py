@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from runtime.program import Stop
 from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
+from trainer.selection.config import RehearsalConfig
 
 EXACT = LoopConfig(exact=True, batch_requests=4, first_batch_requests=4)
 
@@ -156,6 +158,11 @@ def test_settings_that_can_not_be_together_are_refused(place: Path, more: dict[s
         config(place, "none", **more)
 
 
+def test_a_model_that_is_not_there_is_refused_before_any_process_is_started(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        trained(place, "none", model="nowhere.toml", workers=2, rows="workers")
+
+
 def test_workers_swap_rows_on_the_host_alone(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected worker\.device = cpu with rows = workers, got cuda"):
         train_offline(config(place, "none", rows="workers"), LoopConfig(device="cuda"), Stop())
@@ -195,3 +202,20 @@ def test_g11_workers_that_hold_rows_learn_what_workers_with_shards_learn(place: 
     assert same_bits(place, "of-shards", home) and rows_of(place, "of-shards") == rows_of(place, home)
     trained(place, f"{home}-other", workers=2, rows="workers", num_shards=num_shards, seed=1)
     assert rows_of(place, f"{home}-other") != rows_of(place, home), "the control: another seed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_no_restart_mends_ends_it_with_its_reason(place: Path) -> None:
+    often = dataclasses.replace(EXACT, rehearsal=RehearsalConfig(batches=5))
+    with pytest.raises(ConfigError, match=r"training is held: .*rehears"):
+        train_offline(config(place, "often", workers=2, rows="workers"), often, Stop())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_g11_readers_read_for_workers_that_are_processes(place: Path) -> None:
+    trained(place, "read-for", workers=2, rows="workers", num_shards=2, readers=1)
+    trained(place, "read-by-themselves", workers=2, rows="workers", num_shards=2)
+    assert last(place, "read-for").step == last(place, "read-by-themselves").step
+    assert rows_of(place, "read-for") == rows_of(place, "read-by-themselves")
