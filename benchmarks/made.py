@@ -6,8 +6,10 @@ never what is timed.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FOLDER = "BENCH_MADE"
@@ -27,3 +29,21 @@ def made_once(name: str, make: Callable[[], bytes]) -> bytes:
     whole.write_bytes(found)
     whole.rename(path)
     return found
+
+
+@contextlib.contextmanager
+def made_folder(name: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    """As `made_once`, of a folder that `make` fills. Nobody changes it."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        with tempfile.TemporaryDirectory() as alone:
+            make(Path(alone))
+            yield Path(alone)
+        return
+    path = Path(folder) / name
+    if not path.exists():
+        whole = path.with_suffix(".making")
+        whole.mkdir()
+        make(whole)
+        whole.rename(path)
+    yield path

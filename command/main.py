@@ -98,6 +98,14 @@ def stack_options(command: Any) -> Any:
             click.option(
                 "--readers", "num_readers", type=int, default=0, show_default=True, help="that read a warehouse for workers"
             ),
+            click.option(
+                "--most-readers",
+                "most_readers",
+                type=int,
+                default=0,
+                show_default=True,
+                help="of those, if workers wait for them",
+            ),
             click.option("--task-managers", "num_task_managers", type=int, default=1, show_default=True, help="of Flink"),
             click.option("--port", "ports", multiple=True, metavar="NAME=PORT", help="fix a port, such as serving=8080"),
             click.option("--java", default="", help="a java of 17 or later instead of the installed runtime"),

@@ -160,9 +160,20 @@ def _readers(of: Mapping[str, Any] | None) -> list[Row]:
     """Nothing where no session is read by programs."""
     if not of or not (of["there"] or of["splits_wanted"]):
         return []
-    buffers = ", ".join(f"worker {n} {100 * its['fullness']:.0f} %" for n, its in sorted(of["buffers"].items()))
-    full = f", buffers full: {buffers}" if buffers else ""
-    return [("readers", f"{of['there']} of {of['wanted']} wanted, {of['splits_wanted']} splits waited for{full}")]
+    lines = [f"{of['there']} of {of['wanted']} wanted ({of['least']} to {of['most']}), {of['splits_wanted']} splits waited for"]
+    if of["leases_expired"]:
+        lines[0] += f", {of['leases_expired']:,} leases expired"
+    for worker, its in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
+        share = "" if its["stall_share"] is None else f", {100 * its['stall_share']:.1f} % of its time"
+        units = f"{100 * its['fullness']:.0f} % full, {number(its['units'])} units"
+        lines.append(f"worker {worker}: buffer {units}; it waited {duration(its['stalled_s'] * 1000)}{share}")
+    for name, its in sorted(of["readers"].items()):
+        splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
+        has = f"splits {', '.join(splits)}" if splits else "no lease"
+        lines.append(
+            f"{name}: {has}; {number(its.get('requests'))} requests given, last heard of {duration(its['silent_s'] * 1000)} ago"
+        )
+    return [("readers", "\n".join(lines))]
 
 
 def _history(initial: Mapping[str, Any] | None) -> str:

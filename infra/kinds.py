@@ -96,16 +96,16 @@ def _shard(site: Site) -> dict[str, Any]:
 
 
 def _controller(site: Site) -> dict[str, Any]:
-    others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name]
+    others = [f"{name}={url}" for name, url in site.at.metrics.items() if name != site.name and not is_reader(name)]
     own: dict[str, Any] = {"num_shards": site.options.num_shards, "num_workers": site.options.num_workers, "neighbours": others}
-    if readers := site.options.num_readers:
-        own["readers"] = {"least": readers, "most": readers}
+    if least := site.options.least_readers:
+        own["readers"] = {"least": least, "most": max(least, site.options.most_readers)}
     return _seeded(site, listen=site.at.controller, **own)
 
 
 def _worker(site: Site) -> dict[str, Any]:
     own: dict[str, Any] = {"home": site.home.root / site.name}
-    if site.options.num_readers:
+    if site.options.least_readers:
         own["readers"] = {"by": "programs"}
     return _seeded(site, controller=site.at.controller, shards=site.at.shards, index=site.index, **own)
 
@@ -304,7 +304,7 @@ KINDS = (  # in order of starting
         run="warehouse.readers.reader_program:run_reader",
         own=_reader,
         needs=lambda options: (),
-        count=lambda options: options.num_readers,
+        count=lambda options: options.least_readers,
         shared=False,
         stop_rank=StopRank.FEATURES,
     ),
@@ -322,7 +322,7 @@ KINDS = (  # in order of starting
     ),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-SIMULATE, WORKER = "simulate", "worker"
+SIMULATE, WORKER, READER = "simulate", "worker", "reader"
 
 
 def kind_of(name: str) -> Kind:
@@ -340,6 +340,10 @@ def kind_of(name: str) -> Kind:
 
 def is_worker(name: str) -> bool:
     return name == WORKER or name.startswith(f"{WORKER}-")
+
+
+def is_reader(name: str) -> bool:
+    return name.startswith(f"{READER}-")
 
 
 def names(options: StackOptions) -> list[str]:

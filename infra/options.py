@@ -39,6 +39,9 @@ class StackOptions(Settings):
         least=0,
         most=64,
     )
+    most_readers: int = setting(
+        0, "more than num_readers: as many as keep workers from waiting, up to so many; 0 = num_readers", least=0, most=64
+    )
     num_task_managers: int = setting(1, "Flink task managers, one slot each; also the joiner's parallelism", least=1)
     partitions: int = setting(DEFAULT_PARTITIONS, "of each topic; dead_letters has one", least=1, most=1024)
     buckets: int = setting(DEFAULT_BUCKETS, "that the rows of a stack are divided into", least=1, most=1 << 16)
@@ -63,6 +66,14 @@ class StackOptions(Settings):
             raise refusal(
                 "num_workers", f"at most partitions = {self.partitions}", self.num_workers, "each worker trains one at least"
             )
+
+        if self.most_readers and self.most_readers < self.least_readers:
+            raise refusal("most_readers", f"at least num_readers = {self.least_readers}, or 0", self.most_readers)
+
+    @property
+    def least_readers(self) -> int:
+        """While a session is read; 0 = workers read for themselves."""
+        return max(self.num_readers, 1) if self.most_readers else self.num_readers
 
     @property
     def settle_ms(self) -> int:

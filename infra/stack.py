@@ -23,9 +23,10 @@
         stack.run_to_end("simulate", timeout_s=60)     # a program that ends by itself: its exit code
 
 Programs: kafka, redis, flink-jm, flink-tm-0…, shard-0…, controller, worker, worker-1…, serving, serving-1…, serving-rows,
-features, auditor, joiner, simulate; the words "flink" (jm + all tms), "shards", "workers", "servings" and "all" (everything but
-simulate) name several. How many workers run follows the controller's wish (`infra/scaling.py`). Topics are created by the stack
-as soon as Kafka answers; our programs start beside it and wait for them.
+features, auditor, joiner, archiver, compactor, reader-0…, simulate; the words "flink" (jm + all tms), "shards", "workers",
+"servings" and "all" (everything but simulate) name several. How many workers and readers run follows the controller's wish
+(`infra/scaling.py`). Topics are created by the stack as soon as Kafka answers; our programs start beside it and wait for
+them.
 
 What the joiner meets (`roostream joiner --config conf/joiner.toml`): the environment has venv/bin first on PATH, JAVA_HOME,
 FLINK_HOME (with a bin/flink of our own), FLINK_CONF_DIR and FLINK_LIB_DIR (all jars of the cluster: pyflink/lib, flink-python,
@@ -65,6 +66,8 @@ from roo.errors import ConfigError, UnavailableError, nearest
 from runtime.deployment import MAX_WORKERS
 
 log = logging.getLogger("roostream.stack")
+_FORGOTTEN = "forgotten"
+_MOST_COPIES = {kinds.WORKER: MAX_WORKERS, kinds.READER: 64}
 
 
 class Stack:
@@ -124,15 +127,14 @@ class Stack:
             UnavailableError: one was not in time, or has failed for good; with the last lines of its log.
         """
         names = [n for n in self.expand([name]) if n in self.supervisor.slots]
-        slots = self.supervisor.slots
-        good, bad = ("ready", "ended"), ("failed", "stopped", "held")
+        good, bad = ("ready", "ended", _FORGOTTEN), ("failed", "stopped", "held")
         self.supervisor.wait(
-            lambda: all(slots[n].state in good for n in names) or any(slots[n].state in bad for n in names), timeout_s
+            lambda: all(self._now(n) in good for n in names) or any(self._now(n) in bad for n in names), timeout_s
         )
-        for late in (n for n in names if slots[n].state not in good):
+        for late in (n for n in names if self._now(n) not in good):
             tail = "\n".join(f"    | {line}" for line in logs.last_lines(self.log_path(late), 12))
             raise UnavailableError(
-                f"{late} was not ready within {timeout_s:.0f} s (it is {slots[late].state}); its log ends:\n{tail}"
+                f"{late} was not ready within {timeout_s:.0f} s (it is {self._now(late)}); its log ends:\n{tail}"
             )
 
     def kill(self, name: str) -> int:
@@ -152,24 +154,30 @@ class Stack:
         """End these programs within their time limits and keep them ended; the names of those that had to be killed."""
         return self.supervisor.stop(self.expand([name]))
 
-    def workers(self) -> dict[int, str]:
-        slots = list(self.supervisor.slots.values())
-        by_name = {kinds.BY_NAME[kinds.WORKER].name_of(n): n for n in range(MAX_WORKERS)}
-        return {by_name[s.program.name]: s.state for s in slots if s.program.name in by_name}
+    def copies(self, kind: str) -> dict[int, str]:
+        """Number → state, of those of a kind (`kinds.WORKER`, `kinds.READER`) that were ever started and aren't forgotten."""
+        its = kinds.BY_NAME[kind]
+        by_name = {its.name_of(n): n for n in range(_MOST_COPIES[kind])}
+        return {by_name[s.program.name]: s.state for s in list(self.supervisor.slots.values()) if s.program.name in by_name}
 
-    def start_worker(self, number: int) -> None:
+    def start_copy(self, kind: str, number: int) -> None:
         """Have it run; beyond those of the options it gets its settings and a port of its own now."""
-        name = kinds.BY_NAME[kinds.WORKER].name_of(number)
+        name = kinds.BY_NAME[kind].name_of(number)
         if name not in self._programs:
-            options = dataclasses.replace(self.options, num_workers=max(self.options.num_workers, number + 1))
+            field = f"num_{kind}s"
+            options = dataclasses.replace(self.options, **{field: max(getattr(self.options, field), number + 1)})
             at = dataclasses.replace(self._places, metrics={**self._places.metrics, name: self._ports.draw()})
             made = programs.program(programs.site_of(name, self.home, options, at), self._env)
             self._places, self._endpoints = at, at.endpoints(self.options)
             self._programs = {**self._programs, name: made}
         self.supervisor.want([self._programs[name]])
 
-    def stop_worker(self, number: int) -> None:
-        self.supervisor.stop([kinds.BY_NAME[kinds.WORKER].name_of(number)])
+    def stop_copy(self, kind: str, number: int) -> None:
+        self.supervisor.stop([kinds.BY_NAME[kind].name_of(number)])
+
+    def release_copy(self, kind: str, number: int) -> None:
+        """End it and forget it, as if it had never run; returns at once."""
+        self.supervisor.release([kinds.BY_NAME[kind].name_of(number)])
 
     def run_to_end(self, name: str, timeout_s: float) -> int:
         """Run a program that ends by itself; its exit code.
@@ -222,6 +230,11 @@ class Stack:
         slot = self.supervisor.slots.get(name)
         child = slot.child if slot else None
         return child.pid if child else None
+
+    def _now(self, name: str) -> str:
+        """Of one that was started: its state, or that nobody wants it any more."""
+        slot = self.supervisor.slots.get(name)
+        return slot.state if slot and not slot.released else _FORGOTTEN
 
     def state(self, name: str) -> str:
         slot = self.supervisor.slots.get(name)

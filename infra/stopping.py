@@ -53,7 +53,7 @@ def stop(supervisor: Supervisor, at: Endpoints, home: Home) -> Stopped:
     for rank in StopRank:
         if rank is StopRank.WORKER:
             _settle(supervisor, at, home, stopped)
-        chosen = [name for name, slot in supervisor.slots.items() if slot.program.stop_rank is rank]
+        chosen = [name for name, slot in list(supervisor.slots.items()) if slot.program.stop_rank is rank]
         if chosen:
             log.info("stopping %s", ", ".join(chosen))
             stopped.killed += supervisor.stop(chosen)

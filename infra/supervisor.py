@@ -41,6 +41,7 @@ class Slot:
     due_s: float = 0.0  # waiting: not before; starting: next probe; stopping: when it is killed
     exit_code: int | None = None
     killed: bool = False  # it did not stop within its limit
+    released: bool = False  # nobody wants it any more: forgotten when it has ended
 
 
 class Supervisor:
@@ -76,6 +77,10 @@ class Supervisor:
         limit_s = max((s.program.stop_timeout_s for s in slots), default=0.0) + 10.0
         self.wait(lambda: all(s.state not in RUNNING for s in slots), limit_s)
         return [s.program.name for s in slots if s.killed]
+
+    def release(self, names: Sequence[str]) -> None:
+        """End these within their time limits and forget them; returns at once."""
+        self._ask(self._release, [self.slots[n] for n in names if n in self.slots])
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done()`, which is looked at after every change; False if the time passed."""
@@ -164,6 +169,8 @@ class Supervisor:
         name, lived_s, asked = slot.program.name, now_s - slot.child.started_s, slot.state == "stopping"
         lines = logs.last_lines(slot.program.log, 8, since=slot.child.log_start)
         slot.child, slot.exit_code = None, code
+        if slot.released:
+            return self._forget(slot)
         if asked or self.halting:
             return self._set(slot, "stopped")
         if code == HELD_CODE:
@@ -198,6 +205,18 @@ class Supervisor:
         slot.due_s = time.monotonic() + slot.program.stop_timeout_s
         slot.child.send(slot.program.stop_signal)
         self._set(slot, "stopping")
+
+    def _release(self, slot: Slot) -> None:
+        slot.released = True
+        if slot.state in ("starting", "ready"):
+            self._begin_stop(slot)
+        elif slot.child is None:
+            self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        self._set(slot, "stopped")
+        del self.slots[slot.program.name]
+        self.changed()
 
     def _kill_late(self, slot: Slot) -> None:
         assert slot.child is not None

@@ -18,19 +18,32 @@ def _features_of(text: str) -> tuple[str, ...]:
 
 
 @click.command("session")
-@click.argument("warehouse")
+@click.argument("warehouse", required=False)
 @click.option("--days", default="", help="of close, as 2024-05-01..2024-05-07; either end may be left out; '' = all")
 @click.option("--features", default="", help="names with commas between; '' = all")
 @click.option("--capture", type=click.Path(path_type=Path), help="file that gets the reads, for `roostream replay session`")
+@click.option("--leases", metavar="STORE", help="instead: which readers read what, in the run whose checkpoint store this is")
 @click.option("--json", "as_json", is_flag=True, help="machine-readable, stable keys")
-def inspect_session(warehouse: str, days: str, features: str, capture: Path | None, as_json: bool) -> None:
-    """What a session of these days and features would read: rows by partition, splits, files, bytes and reads.
+def inspect_session(
+    warehouse: str | None, days: str, features: str, capture: Path | None, leases: str | None, as_json: bool
+) -> None:
+    """What a session of these days and features would read: rows by partition, splits, files, bytes and reads. Or who read it.
 
     \b
     Example:
       roostream inspect session .roostream/warehouse --days 2024-05-01..2024-05-07
       roostream inspect session warehouse/ --features history,ctr_1h --capture session.json
+      roostream inspect session --leases .roostream/store
     """
+    from roo.errors import ConfigError
+
+    if (warehouse is None) == (leases is None):
+        raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of them")
+    if leases is not None:
+        its = leases_of(leases)
+        click.echo(json.dumps(its, indent=2) if as_json else leases_told(its))
+        return
+    assert warehouse is not None
     told = session_of(warehouse, days, _features_of(features), capture)
     if as_json:
         click.echo(json.dumps(told, indent=2))
@@ -40,6 +53,44 @@ def inspect_session(warehouse: str, days: str, features: str, capture: Path | No
     click.echo(f"{told['bytes']:,} bytes, {told['over_read']:.1%} more than are needed; the files have {told['file_bytes']:,}")
     for partition, rows in told["rows"].items():
         click.echo(f"partition {partition}: {rows:,}")
+
+
+def leases_of(store: str) -> dict[str, Any]:
+    """What a controller keeps of leases in its store: as `--json` has it.
+
+    Raises:
+        CheckpointError: no session was read by programs there. UnavailableError: the store can't be read now.
+    """
+    from roo.errors import CheckpointError
+    from runtime.checkpoint_store import open_store
+    from trainer.control.kept_leases import LEASES
+    from warehouse.readers.lease_log import read_log
+
+    try:
+        body = open_store(store).get(LEASES)
+    except CheckpointError:
+        raise CheckpointError(f"{store}: expected a run whose session was read by `reader` programs, found no leases") from None
+    found = read_log(json.loads(body))
+    return {**found, "events": [event._asdict() for event in found["events"]]}
+
+
+def leases_told(its: dict[str, Any]) -> str:
+    """For people: sums, readers, and what is held."""
+    from command.status_table import clock, plain
+    from warehouse.readers.lease_log import ENDS
+
+    session = its["session"] or {}
+    state = "trained now" if its["trained"] else "trained before"
+    lines = [f"as of {clock(its['at_ms'])} UTC, incarnation {its['incarnation']}"]
+    if session:
+        lines += [f"session {session['digest']} of {session['table']}, version {session['version']}: {state}"]
+    for reader, counts in its["readers"].items():
+        ends = ", ".join(f"{counts[end]:,} {end}" for end in ENDS if counts.get(end))
+        lines.append(f"reader {reader}: {counts.get('granted', 0):,} splits{f': {ends}' if ends else ''}")
+    for held in its["held"]:
+        where = f"split {held['split']} from {held['position']:,}, for worker {held['worker']}"
+        lines.append(f"{where}: {held['reader']}, for {held['for_s']:.1f} s")
+    return plain("\n".join(lines))
 
 
 def session_of(place: str, days: str, features: tuple[str, ...], capture: Path | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from command.checkpoint.moved_buckets import move
 from command.train.config import TrainConfig
 from command.train.offline_parts import NUM_BUCKETS, OfflineParts
-from command.train.offline_readers import OfflineReaders
+from command.train.offline_readers import OfflineReaders, reader_programs
 from command.train.worker_processes import WorkerProcesses
 from infra.home import Home
 from param_server.blobs import RocksBlobs
@@ -42,6 +42,7 @@ from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.protocol import Facts, State, workers
+from trainer.control.read_master import ReadMaster
 from trainer.monitoring.quality import summary
 from trainer.partitions import PartitionCut, report_of
 from trainer.rows import ShardRows
@@ -55,6 +56,7 @@ _UNIT_ROWS = 1 << 20  # of each partition between two ends of an epoch, for whic
 _TELL_S = 2.0
 _LOOK_S = 0.1
 _SETTLE_S = 3.0
+_SLOW_S = 120.0  # where all members are threads of this process: who is silent is slow (kernels compile, readers start), not dead
 _HELD_MS = 7 * 86_400_000
 
 Tell = Callable[[int, int, float], None]
@@ -186,6 +188,7 @@ class _Offline:
             num_partitions=self.config.partitions,
             kafka={},
             commit_interval_s=self.config.commit_interval_ms / 1000,
+            lost_after_s=Facts.lost_after_s if self.config.by_processes else _SLOW_S,
         )
         coordinator = Coordinator(facts, self.clock.monotonic_s())
         check = self.parts.identity.check
@@ -194,7 +197,8 @@ class _Offline:
     def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
         if not self.config.reads_by_programs:
             return None
-        readers = OfflineReaders(self.config, self.home, controller, self.schema, self.clock).open()
+        master = ReadMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
+        readers = OfflineReaders(master, self.config.reader_count, reader_programs(self.home), self.store).open()
         opened.callback(readers.close)
         return readers
 

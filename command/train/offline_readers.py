@@ -1,61 +1,66 @@
-"""`reader` programs beside `roostream train`: the controller in this process tells them what to read, a supervisor keeps as many
-running as it wishes for."""
+"""`reader` programs beside training in this process: what they are told to read, and as many of them as are wished for."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tomli_w
 
-from command.train.config import TrainConfig
 from infra.child import Program, StopRank
 from infra.home import Home
 from infra.options import ROOT
-from infra.supervisor import Supervisor
-from roo.schema import Schema
-from runtime.clock import Clock
+from infra.pool import Pool, ProcessPool
+from roo.errors import RoostreamError
+from runtime.checkpoint_store import CheckpointStore
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from runtime.transport import InMemoryTransport
-from trainer.control.controller import Controller
+from trainer.control.kept_leases import KeptLeases
 from trainer.control.read_master import ReadMaster
-from warehouse.readers.config import ReadersConfig
+from warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from warehouse.readers.remote_rows import ReadByPrograms, ReadersLink
+
+log = logging.getLogger("roostream.train")
 
 _FOLLOW_S = 1.0
 _STOP_S = 10.0
 
 
 class OfflineReaders:
-    """Until `close`, as many as the controller wishes for."""
+    """A pool of readers that follows the wish of a master, until `close`."""
 
-    def __init__(self, config: TrainConfig, home: Home, controller: Controller, schema: Schema, clock: Clock) -> None:
-        self.config, self.home, self.clock = config, home, clock
-        self.master = ReadMaster(controller.session_now, schema, clock, config.reader_count)
+    def __init__(
+        self, master: ReadMaster, count: ReaderCountConfig, pool: Callable[[str], Pool], store: CheckpointStore | None = None
+    ) -> None:
+        """`pool`: the master's "host:port" → readers that ask it; `store`: where it is kept what became of leases."""
+        self.master, self.count, self.clock = master, count, master.clock
+        self._kept = KeptLeases(master, store, self.clock) if store else None
         self.server = RpcServer(self.master.handle)
-        self.supervisor = Supervisor(lambda: None)
+        self._pool = pool
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="readers", daemon=True)
 
     def open(self) -> OfflineReaders:
         self.server.start()
-        self.supervisor.open()
-        self.resize(self.config.reader_count.least)
+        self.pool = self._pool(self.server.address)
+        self.pool.resize(self.count.least)
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Ends them, by force those that don't. Idempotent."""
+        """Readers hear from nobody, so they end at once, by force those that don't. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self.supervisor.stop(list(self.supervisor.slots))
-        self.supervisor.close()
+        if self._kept:
+            self._kept.turned(last=True)
         self.server.stop()
+        self.pool.close()
 
     def reading(self, settings: ReadersConfig, incarnation: Callable[[], int]) -> ReadByPrograms:
         """Who reads for the worker of this process."""
@@ -64,31 +69,39 @@ class OfflineReaders:
         )
         return ReadByPrograms(link, settings, self.clock)
 
-    def resize(self, count: int) -> None:
-        """Have so many run: the first ones."""
-        self.supervisor.want([self._program(number) for number in range(count)])
-        if over := [name for name, slot in self.supervisor.slots.items() if int(name[7:]) >= count and slot.state != "stopped"]:
-            self.supervisor.stop(over)
-
     def _follow(self) -> None:
         while not self._stop.wait(_FOLLOW_S):
-            self.resize(max(self.master.status()["wanted"], self.config.reader_count.least))
+            if self._kept:
+                self._kept.turned()
+            try:
+                self.pool.resize(max(self.master.status()["wanted"], self.count.least))
+            except RoostreamError as error:  # those that run go on
+                log.warning("the number of readers stays as it is: %s", error)
 
-    def _program(self, number: int) -> Program:
-        name = f"reader-{number}"
-        conf = self.home.conf / f"{name}.toml"
-        table: dict[str, Any] = {"controller": self.server.address}
 
-        def prepare() -> None:
-            conf.parent.mkdir(parents=True, exist_ok=True)
-            conf.write_text(tomli_w.dumps(table), encoding="utf-8")
+def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Callable[[str], Pool]:
+    """Child processes with these settings; their files lie in `home`."""
 
-        return Program(
-            name=name,
-            command=(sys.executable, "-m", "command.main", "reader", "--config", str(conf)),
-            log=self.home.log(name),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))},
-            prepare=prepare,
-            stop_rank=StopRank.FEATURES,
-            stop_timeout_s=_STOP_S,
-        )
+    def made(controller: str) -> Pool:
+        return ProcessPool(lambda number: _program(home, number, {**(settings or {}), "controller": controller}))
+
+    return made
+
+
+def _program(home: Home, number: int, table: Mapping[str, Any]) -> Program:
+    name = f"reader-{number}"
+    conf = home.conf / f"{name}.toml"
+
+    def prepare() -> None:
+        conf.parent.mkdir(parents=True, exist_ok=True)
+        conf.write_text(tomli_w.dumps(table), encoding="utf-8")
+
+    return Program(
+        name=name,
+        command=(sys.executable, "-m", "command.main", "reader", "--config", str(conf)),
+        log=home.log(name),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))},
+        prepare=prepare,
+        stop_rank=StopRank.FEATURES,
+        stop_timeout_s=_STOP_S,
+    )

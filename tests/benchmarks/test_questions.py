@@ -104,6 +104,10 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
     "warehouse.train_files": [("from_files", [60])],
     "warehouse.read_alone": [("from_files", [60])],
+    "warehouse.reader_fleet": [
+        *(("read", [readers, 4, 600]) for readers in (0, 2)),
+        *(("starved", [most, 0.44, 2000.0, [0.2, 0.3], 4, 600]) for most in (0, 2)),
+    ],
     "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
 }
 ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
@@ -138,8 +142,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
 }
 STARTS_PROGRAMS = {
     *("serving.end_to_end", "serving.freshness", "serving.one_request", "serving.overload", "serving.restart", "serving.swap"),
-    "placing.exchange",
-    "training_workers",
+    *("placing.exchange", "training_workers", "warehouse.reader_fleet"),
 }
 NOT_RUN_HERE = {"rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 

@@ -83,6 +83,25 @@ def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
     assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text("#partitions-body")
 
 
+def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(opened: Any) -> None:
+    run = ReplayedRun().to_the_end()
+    lease = {"split": 7, "worker": 0, "position": 0, "reader": HOSTILE, "for_s": 1.0}
+    run.controller.readers = lambda: {
+        **{"wanted": 3, "least": 1, "most": 4, "there": 2, "splits_wanted": 5, "splits_leased": 9, "leases_expired": 1},
+        "buffers": {"0": {"fullness": 0.25, "in_flight": 5, "stalled_s": 1.5, "stall_share": 0.125, "units": 4}},
+        "readers": {
+            HOSTILE: {"held_splits": 1, "held_units": 2, "sent_bytes": 2048, "silent_s": 0.2},
+            "b:1/y": {"silent_s": 1.0},
+        },
+        "leases": [lease],
+    }
+    rows = [row.split("\t") for row in opened(run).text("#readers-body tbody").strip().split("\n")]
+    assert rows[0][:3] == ["all", "2 there, 3 wanted (1 to 4); 1 leases expired", "5 waited for"]
+    assert rows[1][:4] == ["buffer of worker 0", "25 % full; waited 1.5 s, 12.5 % of its time", "5 under way", "4"]
+    assert [HOSTILE, "reads split 7 for worker 0", "1", "2"] in [row[:4] for row in rows[2:]]
+    assert ["b:1/y", "has no lease"] in [row[:2] for row in rows[2:]]
+
+
 def test_quality_is_told_by_window_and_slice_beside_the_inputs_that_moved_most(opened: Any) -> None:
     page = opened()
     told = page.run.page.status()["reports"]["worker 0"]["metrics"]

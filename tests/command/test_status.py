@@ -306,9 +306,14 @@ def test_devices_that_never_trained_have_no_ratio() -> None:
 
 def test_readers_are_told_of_while_there_are_any() -> None:
     none = whole(Scraped(), Scraped(), CONTROL)
-    buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0}}
-    there = {"there": 1, "wanted": 2, "splits_wanted": 3, "buffers": buffers}
+    buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "units": 4}}
+    there = {"there": 2, "wanted": 3, "least": 1, "most": 4, "splits_wanted": 3, "leases_expired": 1, "buffers": buffers}
+    there["readers"] = {"a:1/x": {"requests": 2048, "silent_s": 0.25}, "b:1/y": {"silent_s": 1.0}}
+    there["leases"] = [{"split": n, "worker": 0, "position": 0, "reader": "a:1/x", "for_s": 1.0} for n in (3, 5)]
     assert "readers" not in dict(table.rows(none))
-    assert dict(table.rows({**none, "readers": there}))["readers"] == (
-        "1 of 2 wanted, 3 splits waited for, buffers full: worker 0 25 %"
-    )
+    assert dict(table.rows({**none, "readers": there}))["readers"].split("\n") == [
+        "2 of 3 wanted (1 to 4), 3 splits waited for, 1 leases expired",
+        "worker 0: buffer 25 % full, 4 units; it waited 1.0 s, 12.5 % of its time",
+        "a:1/x: splits 3, 5; 2,048 requests given, last heard of 250 ms ago",
+        "b:1/y: no lease; – requests given, last heard of 1.0 s ago",
+    ]

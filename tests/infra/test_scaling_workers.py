@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.scaling import Scaling, steps
+from infra.scaling import Scaling, reader_steps, steps
 
 READY = {0: "ready", 1: "ready", 2: "ready"}
 
@@ -50,16 +50,19 @@ class Started:
     """Programs that are ready as soon as they are started."""
 
     def __init__(self) -> None:
-        self.states = {0: "ready"}
+        self.states: dict[str, dict[int, str]] = {"worker": {0: "ready"}, "reader": {}}
 
-    def workers(self) -> dict[int, str]:
-        return dict(self.states)
+    def copies(self, kind: str) -> dict[int, str]:
+        return dict(self.states[kind])
 
-    def start_worker(self, number: int) -> None:
-        self.states[number] = "ready"
+    def start_copy(self, kind: str, number: int) -> None:
+        self.states[kind][number] = "ready"
 
-    def stop_worker(self, number: int) -> None:
-        self.states[number] = "stopped"
+    def stop_copy(self, kind: str, number: int) -> None:
+        self.states[kind][number] = "stopped"
+
+    def release_copy(self, kind: str, number: int) -> None:
+        del self.states[kind][number]
 
 
 def test_a_number_goes_up_and_down_and_up_again() -> None:
@@ -68,13 +71,13 @@ def test_a_number_goes_up_and_down_and_up_again() -> None:
 
     def look(**status: Any) -> dict[int, str]:
         scaling.look({"state": "running", **status})
-        return programs.states
+        return programs.states["worker"]
 
     assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
     assert look(wanted_workers=1, workers=2) == {0: "ready", 1: "ready"}
     assert look(wanted_workers=1, workers=1) == {0: "ready", 1: "stopped"}
     assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
-    programs.stop_worker(1)
+    programs.stop_copy("worker", 1)
     assert look(wanted_workers=2, workers=2) == {0: "ready", 1: "stopped"}
     scaling.close()
 
@@ -82,5 +85,42 @@ def test_a_number_goes_up_and_down_and_up_again() -> None:
 def test_a_controller_that_tells_no_number_changes_nothing() -> None:
     programs = Started()
     scaling = Scaling(programs, "127.0.0.1:1")
-    assert scaling.look({"state": "running"}) == ([], []) and programs.states == {0: "ready"}
+    assert scaling.look({"state": "running"}) == ([], []) and programs.copies("worker") == {0: "ready"}
+    scaling.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "state", "readers", "start", "stop", "why"),
+    [
+        (3, "running", {0: "ready"}, [1, 2], [], "training waits"),
+        (1, "running", {0: "ready", 1: "ready", 2: "starting"}, [], [1, 2], "they wait for training"),
+        (0, "running", {0: "ready"}, [], [0], "the session is over"),
+        (0, "gathering", {0: "ready"}, [], [], "it isn't known yet"),
+        (0, "committing", {0: "ready"}, [], [0], "it is known during a commit, too"),
+        (2, "running", {0: "ready", 1: "stopping"}, [], [], "it is started when it has ended"),
+        (2, "running", {0: "ready", 1: "stopped"}, [], [], "what a person stopped stays stopped"),
+        (1, "running", {0: "failed"}, [], [], "so does what died too often"),
+    ],
+)
+def test_which_readers_are_started_and_ended(
+    wanted: int, state: str, readers: Mapping[int, str], start: list[int], stop: list[int], why: str
+) -> None:
+    assert reader_steps(wanted, state, readers) == (start, stop), why
+
+
+def test_readers_follow_the_wish_where_there_were_any_and_are_forgotten() -> None:
+    programs = Started()
+    scaling = Scaling(programs, "127.0.0.1:1")
+
+    def look(wanted: int) -> list[int]:
+        scaling.look({"state": "running", "wanted_workers": 1, "workers": 1, "readers": {"wanted": wanted}})
+        return sorted(programs.states["reader"])
+
+    assert look(2) == [], "workers of this stack read for themselves"
+    programs.start_copy("reader", 0)
+    assert look(3) == [0, 1, 2]
+    assert look(1) == [0]
+    assert look(0) == [] and look(2) == [0, 1], "another session"
+    scaling.look({"state": "running", "wanted_workers": 1, "workers": 1, "readers": None})
+    assert sorted(programs.states["reader"]) == [0, 1]
     scaling.close()

@@ -29,6 +29,7 @@ from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.handover import TableHistory
 from trainer.control.idle import Idle, IdleRule
+from trainer.control.kept_leases import KeptLeases
 from trainer.control.lookout import IdleWatch, Lookout
 from trainer.control.neighbours import Neighbours
 from trainer.control.page import StatusPage, files
@@ -87,12 +88,15 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     page = StatusPage(controller, neighbours, interval_ms=config.commit_interval_ms)
     pages |= page.answers()
 
+    master = ReadMaster(controller.session_now, schema, clock, config.readers)
+    controller.readers, controller.freshness = master.status, neighbours.freshness
+    kept = KeptLeases(master, store, clock)
+
     def turned() -> None:
         health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
         page.observe()
+        kept.turned()
 
-    master = ReadMaster(controller.session_now, schema, clock, config.readers)
-    controller.readers, controller.freshness = master.status, neighbours.freshness
     server = RpcServer(master.beside(controller.handle), host, port, keys=config.link_keys())
     server.start()
     log.info("controller on %s", server.address)
@@ -104,6 +108,7 @@ def control(config: ControllerConfig, stop: Stop) -> None:
         Exports("controller", lambda: _gauges(controller.status()), _LABELS, counters=_COUNTERS).register()
         controller.run(stop, turned, _CLOSING_S)
     finally:
+        kept.turned(last=True)
         server.stop()
         watching.join(_CLOSING_S)
 

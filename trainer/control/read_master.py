@@ -19,6 +19,7 @@ from runtime.clock import Clock
 from runtime.transport import Arrays, Handler, Header
 from runtime.work_unit import TableInput
 from warehouse.readers.config import ReaderCountConfig
+from warehouse.readers.lease_log import LeaseLog, plain_lease
 from warehouse.readers.leases import MOST_WANTED, Leases
 from warehouse.readers.scale import ReaderCount
 
@@ -51,8 +52,10 @@ class ReadMaster:
         count = count or ReaderCountConfig()
         self.trained, self.schema, self.clock, self.hold_s = trained, schema, clock, hold_s
         self.count = ReaderCount(least=count.least, most=count.most)
-        self.leases = Leases()
+        self.log = LeaseLog()
+        self.leases = self._no_leases()
         self._of: tuple[int, str] = 0, ""  # incarnation, digest of the session
+        self._session: TableInput | None = None  # the newest that was trained
         self._readers: dict[str, _Seen] = {}
         self._workers: dict[int, _Seen] = {}
         self._changed = threading.Condition()
@@ -133,7 +136,9 @@ class ReadMaster:
         incarnation, session = self.trained()
         of = incarnation, session.digest if session else ""
         if of != self._of:
-            self._of, self.leases, self._workers = of, Leases(), {}
+            self.leases.end()
+            self._session = session or self._session
+            self._of, self.leases, self._workers = of, self._no_leases(), {}
             self._changed.notify_all()
         self._forget()
         return session
@@ -145,20 +150,38 @@ class ReadMaster:
         for number in [number for number, seen in self._workers.items() if now_s - seen.seen_s > SILENT_S]:
             del self._workers[number]
 
+    def _no_leases(self) -> Leases:
+        return Leases(note=lambda what, lease: self.log.note(self.clock.now_ms(), what, lease))
+
+    def kept(self) -> dict[str, Any]:
+        """What became of leases, and those of now: plain JSON (`lease_log.read_log`)."""
+        with self._changed:
+            self._look()
+            held = [plain_lease(it) for it in self.leases.held(self.clock.monotonic_s())]
+            more: dict[str, Any] = {"incarnation": self._of[0], "session": self._session.plain() if self._session else None}
+            more |= {"trained": bool(self._of[1]), "held": held}
+            return self.log.body(at_ms=self.clock.now_ms(), **more)
+
     def status(self) -> dict[str, Any]:
         """Plain values for `status` and metrics: readers that are there and wanted, splits, and how full workers' buffers are."""
         with self._changed:
-            self._look()
+            session = self._look()
             now_s, workers = self.clock.monotonic_s(), {n: seen.told for n, seen in self._workers.items()}
-            wanted = self.count.of(sum(int(told["in_flight"]) for told in workers.values()), now_s)
+            in_flight = sum(int(told["in_flight"]) for told in workers.values())
             return {
-                "wanted": wanted,
+                "wanted": self.count.of(max(in_flight, 1) if session else 0, now_s),
+                "least": self.count.least,
+                "most": self.count.most,
                 "there": len(self._readers),
                 "splits_wanted": self.leases.num_wanted,
                 "splits_leased": self.leases.num_granted,
                 "leases_expired": self.leases.num_expired,
                 "buffers": {
-                    str(n): {name: told[name] for name in ("fullness", "in_flight", "stalled_s")} for n, told in workers.items()
+                    str(n): {name: told.get(name) for name in ("fullness", "in_flight", "stalled_s", "stall_share", "units")}
+                    for n, told in workers.items()
                 },
-                "readers": {name: seen.told.get("report", {}) for name, seen in self._readers.items()},
+                "readers": {
+                    name: {**seen.told.get("report", {}), "silent_s": now_s - seen.seen_s} for name, seen in self._readers.items()
+                },
+                "leases": [plain_lease(it) for it in self.leases.held(now_s)],
             }

@@ -13,7 +13,7 @@ of a split depend on the split alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 LEASE_S = 3.0
@@ -29,16 +29,26 @@ class Lease(NamedTuple):
     reader: str
 
 
+class HeldLease(NamedTuple):
+    """A lease, and who waits for its rows."""
+
+    lease: Lease
+    worker: int
+    held_s: float
+
+
 class _Granted(NamedTuple):
     lease: Lease
     until_s: float
+    since_s: float
 
 
 class Leases:
     """Of one session and one incarnation. Times are seconds of one monotonic clock. Not thread-safe."""
 
-    def __init__(self, lease_s: float = LEASE_S) -> None:
-        self.lease_s = lease_s
+    def __init__(self, lease_s: float = LEASE_S, note: Callable[[str, Lease], None] = lambda what, lease: None) -> None:
+        """`note` hears of each that is granted, and why it ends (`lease_log.ENDS`)."""
+        self.lease_s, self._note = lease_s, note
         self.num_granted = self.num_expired = 0
         self._wanted: dict[int, dict[int, int]] = {}  # worker → number of a split → position, in its order
         self._held: dict[int, _Granted] = {}
@@ -49,13 +59,13 @@ class Leases:
         """(split, position) of all that this worker waits for now, in order. What nobody waits for any more is no lease."""
         self._wanted[worker] = dict(wanted[:MOST_WANTED])
         known = {number for its in self._wanted.values() for number in its}
-        self._held = {number: held for number, held in self._held.items() if number in known}
+        self._end("done", [number for number in self._held if number not in known])
 
     def void(self, split: int, grant: int) -> None:
         """Its reader doesn't answer whoever waits for it: the split is anybody's. A grant that is over changes nothing."""
         held = self._held.get(split)
         if held is not None and held.lease.grant == grant:
-            del self._held[split]
+            self._end("voided", [split])
 
     def holders(self, worker: int, now_s: float) -> list[Lease]:
         """Of what this worker waits for, what is leased, in its order."""
@@ -72,7 +82,8 @@ class Leases:
             return None
         self.num_granted += 1
         lease = Lease(*split, self.num_granted, reader)
-        self._held[lease.split] = _Granted(lease, now_s + self.lease_s)
+        self._held[lease.split] = _Granted(lease, now_s + self.lease_s, now_s)
+        self._note("granted", lease)
         return lease
 
     def renew(self, reader: str, now_s: float) -> list[Lease]:
@@ -81,12 +92,22 @@ class Leases:
         self._expire(now_s)
         its = [held.lease for number, _ in self._in_turn() if (held := self._held.get(number)) and held.lease.reader == reader]
         for lease in its:
-            self._held[lease.split] = _Granted(lease, now_s + self.lease_s)
+            self._held[lease.split] = self._held[lease.split]._replace(until_s=now_s + self.lease_s)
         return its
 
     def lost(self, reader: str) -> None:
         """It ends, or began anew: what it had is anybody's."""
-        self._held = {number: held for number, held in self._held.items() if held.lease.reader != reader}
+        self._end("left", [number for number, held in self._held.items() if held.lease.reader == reader])
+
+    def held(self, now_s: float) -> list[HeldLease]:
+        """All of now, by their splits."""
+        self._expire(now_s)
+        workers = {number: worker for worker, its in self._wanted.items() for number in its}
+        return [HeldLease(held.lease, workers[number], now_s - held.since_s) for number, held in sorted(self._held.items())]
+
+    def end(self) -> None:
+        """Another incarnation or session begins: all are void."""
+        self._end("over", list(self._held))
 
     @property
     def num_wanted(self) -> int:
@@ -101,6 +122,10 @@ class Leases:
         return [(number, at) for _, number, at in sorted(turns)]
 
     def _expire(self, now_s: float) -> None:
-        there = {number: held for number, held in self._held.items() if now_s < held.until_s}
-        self.num_expired += len(self._held) - len(there)
-        self._held = there
+        late = [number for number, held in self._held.items() if now_s >= held.until_s]
+        self.num_expired += len(late)
+        self._end("expired", late)
+
+    def _end(self, why: str, splits: Sequence[int]) -> None:
+        for number in splits:
+            self._note(why, self._held.pop(number).lease)

@@ -3,7 +3,8 @@
 1 listen, and ask the controller what is trained and for leases of its splits, again and again
 2 another session: open its version of the table; another incarnation: forget every lease
 3 read what is leased, in order, while there is room; give units to whoever trains
-4 on stop: tell the controller, whose leases are anybody's at once; give what is asked for no more
+4 on stop: take no more leases and give what it has, for DRAIN_S at most, so that training waits for nothing that has to be read
+  again; then tell the controller, whose leases are anybody's at once
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _CALL_S = 5.0
 _BETWEEN_S = 0.02
 _RENEW_S = 0.5  # between two words with the controller at most, where there is no room for more
 _MOST_WAIT_S = 5.0  # that a call for a unit is held
+DRAIN_S = 5.0  # below infra's limits for its end
 _COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
 
 OpenTable = Callable[[TableInput, Schema], tuple[LocalRows, Schema]]
@@ -70,6 +72,7 @@ class LeasedReader:
         self.reader, self.at, self.most_splits, self.open_rows = reader, at, most_splits, open_rows
         self.name = f"{at}/{random.SystemRandom().getrandbits(32):08x}"
         self.incarnation, self.session = 0, ""
+        self.takes_more = True
 
     def ask(self, controller: Transport, *, leaving: bool = False) -> None:
         """One call: say that it lives, hear what is its own.
@@ -83,7 +86,7 @@ class LeasedReader:
             "at": self.at,
             "incarnation": self.incarnation,
             "session": self.session,
-            "free": self.reader.free(self.most_splits) if self.session else 0,
+            "free": self.reader.free(self.most_splits) if self.session and self.takes_more else 0,
             "leaving": leaving,
             "report": self.reader.shown(),
         }
@@ -142,11 +145,11 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     exports = Exports("reader", reader.shown, {}, counters=_COUNTERS)
     exports.register()
     controller = SocketTransport(config.controller, keys=keys)
-    crew = Crew(stop)
+    crew, drained = Crew(stop), threading.Event()
     try:
         log.info("reader on %s, told as %s", server.address, leased[0].at)
-        crew.start("reader-leases", keep_asking, leased[0], controller, clock, stop)
-        step_on(reader, health, leased[0], stop)
+        crew.start("reader-leases", keep_asking, leased[0], controller, clock, stop, drained)
+        step_on(reader, health, leased[0], drained)
     finally:
         leave(leased[0], controller)
         server.stop()
@@ -164,22 +167,39 @@ def told_at(config: ReaderConfig, port: int) -> str:
     return f"{host}:{chosen or port}"
 
 
-def keep_asking(leased: LeasedReader, controller: Transport, clock: Clock, stop: threading.Event) -> None:
-    """Until `stop`; a controller that is away is waited for."""
+def keep_asking(
+    leased: LeasedReader, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
+) -> None:
+    """Until `stop`, and then until nothing is held; a controller that is away is waited for."""
     waits = Backoff(what="the controller, or the warehouse", clock=clock, most_s=0.5)
-    while not stop.is_set():
+    try:
+        while not stop.is_set():
+            try:
+                leased.ask(controller)
+                waits.reached()
+            except UnavailableError as error:
+                if not stop.is_set():
+                    waits.wait(error, stop)
+            except CheckpointError as error:  # the version isn't what it was: whoever trains is told the same
+                log.error("%s", error)
+                clock.sleep(_RENEW_S, stop)
+            has_room = bool(leased.session and leased.reader.free(leased.most_splits))
+            clock.sleep(_BETWEEN_S if has_room else _RENEW_S, stop)
+        drain(leased, controller, clock)
+    finally:
+        drained.set()
+
+
+def drain(leased: LeasedReader, controller: Transport, clock: Clock) -> None:
+    """Give what it has, and take no more. Whoever trains may have gone, too: then it is for nothing, and DRAIN_S long."""
+    leased.takes_more, ends_s = False, clock.monotonic_s() + DRAIN_S
+    while leased.reader.holds_any and clock.monotonic_s() < ends_s:
         try:
             leased.ask(controller)
-            waits.reached()
-        except UnavailableError as error:
-            if stop.is_set():
-                return
-            waits.wait(error, stop)
-        except CheckpointError as error:  # the version isn't what it was: whoever trains is told the same
-            log.error("%s", error)
-            clock.sleep(_RENEW_S, stop)
-        has_room = bool(leased.session and leased.reader.free(leased.most_splits))
-        clock.sleep(_BETWEEN_S if has_room else _RENEW_S, stop)
+        except RoostreamError as error:
+            log.debug("the controller isn't there, so nobody waits: %s", error)
+            return
+        clock.sleep(_BETWEEN_S)
 
 
 def step_on(reader: SplitReader, health: Health, leased: LeasedReader, stop: threading.Event) -> None:

@@ -193,6 +193,8 @@ class RemoteRows:
             "in_flight": len(wanted),
             "fullness": self.ahead.fullness,
             "stalled_s": self.waited_s,
+            "stall_share": self.waited_s / max(self.clock.monotonic_s() - self._began_s, 1e-9),
+            "units": self.ahead.held[0],
         }
 
     def _say_whether_read(self, wanted: Sequence[Any], holders: Sequence[Lease], num_readers: int) -> None:

@@ -2,7 +2,8 @@
 
 The fullness of the trainer's buffer says whether readers keep up (Kurian et al., *Scalable Machine Learning Training
 Infrastructure for Online Ads Recommendation*, §IV): too empty while training waited, one unit
-more; nearly full for long, one less.
+more; nearly full for long, one less. One less is a trial: a buffer that empties under it ends it before training waits, and what
+was too few isn't tried again for a time that doubles.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ LOW, HIGH = 0.5, 0.9  # of the buffer's capacity
 STALL_WITHIN_S = 2.0  # training waited for data within it
 SMOOTHED_S = 2.0
 FULL_FOR_S = 20.0
+BACK_BELOW = 0.75  # of the capacity, where fewer are under way than there once were
+SETTLES_S = 3.0  # until one more shows in the buffer
+FAILED_FOR_S, MOST_FAILED_FOR_S = 120.0, 1920.0  # that what was too few isn't tried again, first and at most
 UNITS_A_READER = 2
 LEAST_DOWN_S = 10.0  # between two readers that are taken away
 
@@ -38,6 +42,11 @@ class Appetite:
     _stalled_s: float = float("-inf")
     _full_since_s: float | None = None
     _changed_s: float = float("-inf")
+    _enough: int = 0  # so many were under way once; fewer are a trial
+    _failed: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)  # number → not before, for how long
+
+    def __post_init__(self) -> None:
+        self._enough = self.in_flight
 
     def observe(self, fullness: float, *, stalled: bool, now_s: float) -> int:
         """The buffer is so full now, and training waits for it or doesn't; the units in flight from now on. One more a second at
@@ -50,11 +59,29 @@ class Appetite:
             self._stalled_s = now_s
         self._full_since_s = (self._full_since_s or now_s) if self.fullness > HIGH else None
         full_s = 0.0 if self._full_since_s is None else now_s - self._full_since_s
-        wanted = wanted_in_flight(self.in_flight, self.fullness, now_s - self._stalled_s, full_s, self.most)
+        wanted = self._wanted(now_s, full_s)
         if wanted != self.in_flight and now_s - self._changed_s >= 1.0:
             self._full_since_s = None  # a change has to show before the next one
+            if wanted > self.in_flight:
+                self._note(wanted, now_s)
             self.in_flight, self._changed_s = wanted, now_s
         return self.in_flight
+
+    def _wanted(self, now_s: float, full_s: float) -> int:
+        """The rule, and what is known of trials."""
+        settled = now_s - self._changed_s >= SETTLES_S
+        if self.in_flight < self._enough and self.fullness < BACK_BELOW and settled:
+            return self.in_flight + 1
+        wanted = wanted_in_flight(self.in_flight, self.fullness, now_s - self._stalled_s, full_s, self.most)
+        has_failed = wanted < self.in_flight and now_s < self._failed.get(wanted, (now_s, 0.0))[0]
+        return self.in_flight if has_failed else wanted
+
+    def _note(self, wanted: int, now_s: float) -> None:
+        """What is under way was too few."""
+        if self.in_flight < self._enough:
+            for_s = min(2 * self._failed.get(self.in_flight, (0.0, FAILED_FOR_S / 2))[1], MOST_FAILED_FOR_S)
+            self._failed[self.in_flight] = now_s + for_s, for_s
+        self._enough = max(self._enough, wanted)
 
 
 @dataclasses.dataclass(kw_only=True)

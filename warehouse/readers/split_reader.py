@@ -98,6 +98,12 @@ class SplitReader:
         units = [unit for held in self._held.values() for unit in held.units]
         return len(units) < self.most_units and sum(num_bytes(unit.arrays) for unit in units) < self.most_bytes
 
+    @property
+    def holds_any(self) -> bool:
+        """A lease."""
+        with self._changed:
+            return bool(self._held)
+
     def free(self, most_splits: int) -> int:
         """So many leases more would be read."""
         with self._changed:

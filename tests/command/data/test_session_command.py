@@ -10,7 +10,11 @@ from click.testing import CliRunner
 
 from command.main import cli
 from roo.errors import CheckpointError, ConfigError
+from runtime.checkpoint_store import open_store
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
+from trainer.control.kept_leases import LEASES
+from warehouse.readers.lease_log import LeaseLog
+from warehouse.readers.leases import Lease
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +56,29 @@ def test_what_is_not_there_is_told(place: Path) -> None:
     assert "expected features of schema" in str(run(cli, ["inspect", "session", str(place), "--features", "agee"]).exception)
     assert isinstance(run(cli, ["inspect", "session", str(place), "--features", "agee"]).exception, ConfigError)
     assert isinstance(run(cli, ["inspect", "session", str(place), "--days", "2030-01-01"]).exception, CheckpointError)
+
+
+def test_who_read_what_in_a_run_is_told(tmp_path: Path) -> None:
+    log, store = LeaseLog(), open_store(str(tmp_path / "store"))
+    log.note(1, "granted", Lease(3, 0, 1, "a:1/x"))
+    log.note(2, "done", Lease(3, 0, 1, "a:1/x"))
+    log.note(3, "granted", Lease(4, 8, 2, "a:1/x"))
+    held = {"split": 4, "worker": 0, "position": 4096, "reader": "a:1/x", "for_s": 1.25}
+    session = {"digest": "d", "table": "w", "version": 7}
+    more = {"at_ms": 1_700_000_000_000, "incarnation": 2, "session": session, "trained": True, "held": [held]}
+    store.put(LEASES, json.dumps(log.body(**more)).encode())
+    assert told("inspect", "session", "--leases", str(tmp_path / "store")).splitlines() == [
+        "as of 2023-11-14 22:13:20 UTC, incarnation 2",
+        "session d of w, version 7: trained now",
+        "reader a:1/x: 2 splits: 1 done",
+        "split 4 from 4,096, for worker 0: a:1/x, for 1.2 s",
+    ]
+    its = json.loads(told("inspect", "session", "--leases", str(tmp_path / "store"), "--json"))
+    assert its["events"][1] == {"at_ms": 2, "what": "done", "split": 3, "position": 0, "reader": "a:1/x"}
+
+
+def test_a_run_without_readers_and_a_question_about_nothing_are_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a run whose session was read by `reader` programs, found no leases"):
+        told("inspect", "session", "--leases", str(tmp_path))
+    with pytest.raises(ConfigError, match="expected a warehouse, or --leases with a checkpoint store"):
+        told("inspect", "session")

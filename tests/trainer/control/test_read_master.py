@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from roo.errors import FencedError, RoostreamError
+from roo.errors import FencedError, RoostreamError, UnavailableError
 from roo.schema_registry import to_toml
 from runtime.clock import FakeClock
 from runtime.work_unit import TableInput
 from tests.trainer import samples
+from tests.trainer.memory_store import MemoryStore
 from tests.trainer.sessions.reading_fleet import session_of
 from tests.warehouse.memory_table import table_of
+from trainer.control.kept_leases import KEEP_S, LEASES, KeptLeases
 from trainer.control.read_master import SILENT_S, ReadMaster
 from warehouse.readers.config import ReaderCountConfig
+from warehouse.readers.lease_log import read_log
 
 TOLD, _ = session_of(table_of(samples.records(list(range(1, 20)))))
 
@@ -102,7 +106,80 @@ def test_readers_are_wanted_by_what_workers_have_in_flight_within_the_settings(i
     case = Case(least=1, most=5)
     case.want(*((n, 0) for n in range(in_flight)))
     assert case.it.status()["wanted"] == wanted
-    assert case.it.status()["buffers"] == {"0": {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0}}
+    told = {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0, "stall_share": None, "units": None}
+    assert case.it.status()["buffers"] == {"0": told}
+
+
+def test_readers_are_wanted_as_soon_as_there_is_a_session() -> None:
+    case = Case(least=2, most=5)
+    assert case.it.status()["wanted"] == 2, "before any worker has asked"
+
+
+def test_who_has_which_lease_is_told() -> None:
+    case = Case()
+    case.want((3, 8), (4, 12))
+    case.lease("a", free=1)
+    case.lease("b", free=1)
+    case.clock.advance(1.5)
+    case.lease("a", free=0)
+    case.lease("b", free=0)
+    assert case.it.status()["leases"] == [
+        {"split": 3, "worker": 0, "position": 8, "reader": "a", "for_s": 1.5},
+        {"split": 4, "worker": 0, "position": 12, "reader": "b", "for_s": 1.5},
+    ]
+    assert case.it.status()["readers"]["a"]["silent_s"] == 0.0
+
+
+class Store(MemoryStore):
+    """Counts, and may be away."""
+
+    num_puts, is_away = 0, False
+
+    def put(self, key: str, data: bytes) -> None:
+        if self.is_away:
+            raise UnavailableError("the store is away")
+        super().put(key, data)
+        self.num_puts += 1
+
+
+def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
+    case, store = Case(), Store()
+    kept = KeptLeases(case.it, store, case.clock)
+    kept.turned()
+    assert store.num_puts == 0, "nobody read anything"
+    case.want((3, 8), (4, 12))
+    case.lease("a", free=2)
+    case.want((4, 12))
+    kept.turned()
+    case.want((4, 12), voided=[(4, 2)])
+    kept.turned()
+    assert store.num_puts == 1, "not each time"
+    case.lease("b", free=1)
+    case.incarnation = 5
+    kept.turned(last=True)
+    found = read_log(json.loads(store.get(LEASES)))
+    assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
+    assert [(event.what, event.split, event.reader) for event in found["events"]] == [
+        *(("granted", 3, "a"), ("granted", 4, "a"), ("done", 3, "a"), ("voided", 4, "a"), ("granted", 4, "b"), ("over", 4, "b")),
+    ]
+    assert found["session"]["digest"] == TOLD.digest and (found["incarnation"], found["trained"]) == (5, True)
+    case.session = None  # type: ignore[assignment]
+    assert case.it.kept()["session"]["digest"] == TOLD.digest and not case.it.kept()["trained"], "it was the last"
+
+
+def test_a_store_that_is_away_keeps_nothing_and_is_asked_again() -> None:
+    case, store = Case(), Store()
+    store.is_away = True
+    kept = KeptLeases(case.it, store, case.clock)
+    case.want((3, 8))
+    case.lease()
+    kept.turned()
+    store.is_away = False
+    kept.turned()
+    assert store.num_puts == 0, "not each time"
+    case.clock.advance(KEEP_S)
+    kept.turned()
+    assert store.num_puts == 1
 
 
 def test_another_call_is_refused_and_those_of_the_controller_go_to_it() -> None:

@@ -58,8 +58,17 @@ class Cut:
         """Nothing is held."""
 
 
+class FleetWorker:
+    """Its side of the fleet; of several, each has the partition of its number."""
+
+    def __init__(self, fleet: Fleet, number: int, limits: dict[str, int]) -> None:
+        self.pending: list[Fetch] = []  # asked for, and not answered yet
+        self.rows = fleet.client(number, **limits)
+        self.source = fleet.batches(self.rows, number)
+
+
 class Fleet:
-    def __init__(self, table: MemoryTable | None = None, num_readers: int = 2, **limits: int) -> None:
+    def __init__(self, table: MemoryTable | None = None, num_readers: int = 2, num_workers: int = 1, **limits: int) -> None:
         self.clock = FakeClock(samples.T0)
         self.table = table or table_of(samples.records(NUMBERS), rows_of_file=6, seed=2)
         self.told, self.session = session_of(self.table)
@@ -69,12 +78,19 @@ class Fleet:
         self.silent: list[str] = []  # readers that the controller doesn't hear
         self.gone: list[str] = []  # readers that answer nobody
         self.readers: dict[str, LeasedReader] = {}
-        self.num_begun = 0
+        self.num_begun, self.num_workers = 0, num_workers
         for _ in range(num_readers):
             self.begin_reader()
-        self.pending: list[Fetch] = []  # asked for, and not answered yet
-        self.rows = self.client(**limits)
-        self.source = self.batches(self.rows)
+        self.workers = [FleetWorker(self, number, limits) for number in range(num_workers)]
+
+    @property
+    def rows(self) -> RemoteRows:
+        """Of the first worker."""
+        return self.workers[0].rows
+
+    @property
+    def source(self) -> SessionBatches:
+        return self.workers[0].source
 
     # Parts
 
@@ -92,14 +108,14 @@ class Fleet:
     def dial(self, address: str) -> Transport:
         return Cut(InMemoryTransport(self.readers[address].handle), self.gone, address)
 
-    def client(self, **limits: int) -> RemoteRows:
+    def client(self, number: int, **limits: int) -> RemoteRows:
         link = ReadersLink(
-            controller=self.controller, dial=self.dial, worker=0, incarnation=lambda: self.worker_incarnation, wait_s=0
+            controller=self.controller, dial=self.dial, worker=number, incarnation=lambda: self.worker_incarnation, wait_s=0
         )
         config = ReadersConfig(**{"by": "programs", "most_units": 4, "most_in_flight": 3, **limits})  # type: ignore[arg-type]
         return RemoteRows(self.told.digest, self.schema, link, config, self.clock)
 
-    def batches(self, rows: SessionRows) -> SessionBatches:
+    def batches(self, rows: SessionRows, number: int = 0) -> SessionBatches:
         empty = without_requests(next(iter(self.table.batches.values())))
         made = SessionBatches(
             self.session.order,
@@ -109,6 +125,8 @@ class Fleet:
             partitions=PARTITIONS,
             newest=lambda n: NewestIds(empty.offset_R, empty.offset_R),
         )
+        if self.num_workers > 1:
+            made.assign([number])
         made.seek({})
         return made
 
@@ -123,45 +141,49 @@ class Fleet:
     def reader_reads(self, at: str) -> None:
         self.readers[at].reader.step(0.0)
 
-    def worker_asks(self) -> None:
+    def worker_asks(self, worker: int = 0) -> None:
         try:
-            self.rows.ask(self.controller())
+            self.workers[worker].rows.ask(self.controller())
         except FencedError:
             assert self.worker_incarnation != self.incarnation
 
-    def worker_begins_to_fetch(self) -> None:
-        fetch = self.rows.ahead.fetch(self.rows.appetite.in_flight)
+    def worker_begins_to_fetch(self, worker: int = 0) -> None:
+        its = self.workers[worker]
+        fetch = its.rows.ahead.fetch(its.rows.appetite.in_flight)
         if fetch is not None:
-            self.pending.append(fetch)
+            its.pending.append(fetch)
 
-    def answer_comes(self, number: int = 0) -> None:
-        if self.pending:
-            fetch = self.pending.pop(number % len(self.pending))
-            self.rows.fetch(fetch, self.dial(fetch.address) if fetch.address in self.readers else _Nobody())
+    def answer_comes(self, number: int = 0, worker: int = 0) -> None:
+        its = self.workers[worker]
+        if its.pending:
+            fetch = its.pending.pop(number % len(its.pending))
+            its.rows.fetch(fetch, self.dial(fetch.address) if fetch.address in self.readers else _Nobody())
 
-    def poll(self, size: int = 5, partition: Partition | None = None) -> Chunk | None:
-        return self.source.poll(size, 0.0, partition)
+    def poll(self, size: int = 5, partition: Partition | None = None, worker: int = 0) -> Chunk | None:
+        return self.workers[worker].source.poll(size, 0.0, partition)
 
-    def restore(self, at: Progress) -> None:
-        """Another incarnation: the worker goes back to a commit; answers to what it asked before may still come."""
+    def restore(self, *at: Progress) -> None:
+        """Another incarnation: each worker goes back to a commit; answers to what it asked before may still come."""
         self.incarnation += 1
-        self.source.seek(at)
+        for worker, its in zip(self.workers, at, strict=True):
+            worker.source.seek(its)
         self.worker_incarnation = self.incarnation
 
     def turn(self, draw: random.Random) -> None:
         """Something that isn't a fault."""
         at = draw.choice(sorted(self.readers)) if self.readers else ""
+        worker = draw.randrange(self.num_workers)
         match draw.choice(("asks", "reads", "reads", "want", "fetch", "fetch", "answer", "answer")):
             case "asks" if at:
                 self.reader_asks(at)
             case "reads" if at:
                 self.reader_reads(at)
             case "want":
-                self.worker_asks()
+                self.worker_asks(worker)
             case "fetch":
-                self.worker_begins_to_fetch()
+                self.worker_begins_to_fetch(worker)
             case "answer":
-                self.answer_comes(draw.randrange(8))
+                self.answer_comes(draw.randrange(8), worker)
         self.clock.advance(draw.choice((0.0, 0.02, 0.08)))
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from runtime.kafka.topics import Partition
+from runtime.kafka.topics import Partition, Progress
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.sessions.reading_fleet import Fleet, bits
 from trainer.batches import Chunk
@@ -16,10 +16,10 @@ MOST_TURNS = 40_000
 NUM_CHAOS = 400
 
 
-def undisturbed(fleet: Fleet, in_turns: bool = False, size: int = 5) -> list[list[bytes]]:
+def undisturbed(fleet: Fleet, in_turns: bool = False, worker: int = 0) -> list[list[bytes]]:
     """Chunks of a worker that reads for itself."""
-    source, found = fleet.batches(LocalRows(fleet.session, fleet.table)), list[list[bytes]]()
-    while (chunk := source.poll(size, 0.0, turn_of(len(found)) if in_turns else None)) is not None:
+    source, found = fleet.batches(LocalRows(fleet.session, fleet.table), worker), list[list[bytes]]()
+    while (chunk := source.poll(5, 0.0, turn_of(len(found)) if in_turns else None)) is not None:
         found.append(bits(chunk.batch))
     return found
 
@@ -28,28 +28,51 @@ def turn_of(count: int) -> Partition:
     return PARTITIONS[count % 2]
 
 
-def run(fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False) -> list[list[bytes]]:
-    """All chunks; with `faults`, whatever may happen to readers, the controller and the worker does, until half of the turns."""
-    found, at = list[list[bytes]](), [fleet.source.positions()]
-    wanted = len(undisturbed(fleet, in_turns))
+class Trained:
+    """Of one worker: its chunks, and the progress before each of them."""
+
+    def __init__(self, at: Progress) -> None:
+        self.chunks: list[list[bytes]] = []
+        self.at = [at]
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(bits(chunk.batch))
+        self.at.append(self.at[-1] | chunk.after)
+
+    def back(self, draw: random.Random) -> Progress:
+        """To some commit."""
+        kept = draw.randint(0, len(self.chunks))
+        del self.chunks[kept:], self.at[kept + 1 :]
+        return self.at[-1]
+
+
+def run(fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False) -> list[list[list[bytes]]]:
+    """All chunks of each worker; with `faults`, whatever may happen to readers, the controller and workers does, until half of
+    the turns."""
+    of = [Trained(worker.source.positions()) for worker in fleet.workers]
+    wanted = [len(undisturbed(fleet, in_turns, number)) for number in range(fleet.num_workers)]
     for turn in range(MOST_TURNS):
         fleet.turn(draw)
         if faults and turn < MOST_TURNS // 2 and draw.random() < 0.03:
-            found, at = hurt(fleet, draw, found, at)
+            hurt(fleet, draw, of)
         if not fleet.readers:
             fleet.begin_reader()
-        chunk: Chunk | None = fleet.poll(5, turn_of(len(found)) if in_turns else None)
-        if chunk is not None:
-            found.append(bits(chunk.batch))
-            at.append(at[-1] | chunk.after)
-        if len(found) == wanted:
-            return found
-    raise AssertionError(f"{len(found)} of {wanted} chunks after {MOST_TURNS} turns")
+        for number, its in enumerate(of):
+            chunk = fleet.poll(5, turn_of(len(its.chunks)) if in_turns else None, number)
+            if chunk is not None:
+                its.add(chunk)
+        if [len(its.chunks) for its in of] == wanted:
+            return [its.chunks for its in of]
+    raise AssertionError(f"{[len(its.chunks) for its in of]} of {wanted} chunks after {MOST_TURNS} turns")
 
 
-def hurt(fleet: Fleet, draw: random.Random, found: list[list[bytes]], at: list[dict]) -> tuple[list[list[bytes]], list[dict]]:  # type: ignore[type-arg]
+def all_undisturbed(fleet: Fleet, in_turns: bool = False) -> list[list[list[bytes]]]:
+    return [undisturbed(fleet, in_turns, number) for number in range(fleet.num_workers)]
+
+
+def hurt(fleet: Fleet, draw: random.Random, of: list[Trained]) -> None:
     name = draw.choice(sorted(fleet.readers)) if fleet.readers else ""
-    match draw.choice(("kill", "silence", "cut", "heal", "join", "restore", "stand still")):
+    match draw.choice(("kill", "silence", "cut", "heal", "join", "restore", "stand still", "leave")):
         case "kill" if name:
             del fleet.readers[name]
         case "silence" if name:
@@ -62,26 +85,33 @@ def hurt(fleet: Fleet, draw: random.Random, found: list[list[bytes]], at: list[d
         case "join" if len(fleet.readers) < 4:
             fleet.begin_reader()
         case "restore":
-            back = draw.randint(0, len(found))
-            fleet.restore(at[back])
-            return found[:back], at[: back + 1]
+            fleet.restore(*(its.back(draw) for its in of))
         case "stand still":
             fleet.clock.advance(4.0)
-    return found, at
+        case "leave" if name and len(fleet.readers) > 1:
+            fleet.readers[name].takes_more = False  # it gives what it has
+            fleet.begin_reader()
 
 
 @pytest.mark.parametrize("in_turns", [False, True], ids=["as they lie", "in turns"])
 @pytest.mark.parametrize("num_readers", [1, 3])
 def test_batches_are_those_of_a_worker_that_reads_for_itself(num_readers: int, in_turns: bool) -> None:
     fleet = Fleet(num_readers=num_readers)
-    assert run(fleet, random.Random(num_readers), in_turns) == undisturbed(fleet, in_turns)
+    assert run(fleet, random.Random(num_readers), in_turns) == all_undisturbed(fleet, in_turns)
     assert fleet.rows.ahead.counts["refused"] == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> None:
     fleet = Fleet(num_readers=2)
-    assert run(fleet, random.Random(seed), seed % 2 == 1, faults=True) == undisturbed(fleet, seed % 2 == 1)
+    assert run(fleet, random.Random(seed), seed % 2 == 1, faults=True) == all_undisturbed(fleet, seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_g2_g11_two_workers_share_readers_and_get_each_its_own_whatever_dies(seed: int) -> None:
+    fleet = Fleet(num_readers=2, num_workers=2)
+    found = run(fleet, random.Random(seed), faults=seed > 0)
+    assert found == all_undisturbed(fleet) and all(found), "each trains a partition"
 
 
 @pytest.mark.chaos
@@ -90,6 +120,7 @@ def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> No
 def test_g2_g11_many_schedules_of_readers(first: int) -> None:
     for seed in range(first, first + 50):
         test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed)
+        test_g2_g11_two_workers_share_readers_and_get_each_its_own_whatever_dies(seed)
 
 
 def test_a_unit_that_comes_under_a_lease_that_is_another_reader_s_by_now_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warehouse.readers.scale import FULL_FOR_S, LEAST_DOWN_S, Appetite, ReaderCount, wanted_in_flight
+from warehouse.readers.scale import FAILED_FOR_S, FULL_FOR_S, LEAST_DOWN_S, SETTLES_S, Appetite, ReaderCount, wanted_in_flight
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,42 @@ def test_a_buffer_that_is_half_full_changes_nothing() -> None:
     for tick in range(400):
         it.observe(0.6 + 0.1 * (tick % 3), stalled=False, now_s=tick * 0.25)
     assert it.in_flight == 3
+
+
+class Course:
+    """An appetite over time, looked at four times a second."""
+
+    def __init__(self) -> None:
+        self.it, self.now_s = Appetite(most=6, in_flight=4), 0.0
+
+    def after(self, seconds: float, fullness: float) -> int:
+        for _ in range(int(4 * seconds)):
+            self.now_s += 0.25
+            self.it.observe(fullness, stalled=False, now_s=self.now_s)
+        return self.it.in_flight
+
+
+def test_one_less_is_given_back_when_the_buffer_empties_before_training_waits() -> None:
+    course = Course()
+    assert course.after(FULL_FOR_S + 6, fullness=1.0) == 3
+    assert course.after(SETTLES_S + 2, fullness=0.7) == 4, "nobody waited yet"
+
+
+def test_what_was_too_few_is_not_tried_again_for_a_time_that_doubles() -> None:
+    course = Course()
+    course.after(FULL_FOR_S + 6, fullness=1.0)
+    course.after(SETTLES_S + 2, fullness=0.7)
+    assert course.after(FAILED_FOR_S - 10, fullness=1.0) == 4
+    assert course.after(10, fullness=1.0) == 3
+    course.after(SETTLES_S + 2, fullness=0.7)
+    assert course.after(FAILED_FOR_S + 10, fullness=1.0) == 4, "now twice as long"
+    assert course.after(FAILED_FOR_S, fullness=1.0) == 3
+
+
+def test_what_is_as_much_as_there_ever_was_is_no_trial() -> None:
+    course = Course()
+    assert course.after(600, fullness=0.7) == 4
+    assert course.after(FULL_FOR_S + 6, fullness=1.0) == 3, "nothing is held against it"
 
 
 def test_readers_come_at_once_and_go_one_at_a_time() -> None:

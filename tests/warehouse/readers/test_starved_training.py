@@ -1,5 +1,5 @@
 """The rules together, in simulated time: leases, splits in flight, and how many readers there are, while readers are slower than
-training. What one reader leaves training waiting for, as many as the rules ask for don't."""
+training. One reader leaves training waiting, as many as the rules ask for don't, once there are so many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from warehouse.readers.leases import Lease, Leases
 from warehouse.readers.scale import Appetite, ReaderCount
 
 READ_S, TRAIN_S = 1.0, 0.44  # of a unit: one reader keeps training waiting for 56 % of the time
-UNITS_A_SPLIT, MOST_UNITS, MOST_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.02
+UNITS_A_SPLIT, MOST_UNITS, MOST_SPLITS, START_S, TICK_S = 4, 16, 2, 1.0, 0.05
+WARM_S = 30.0
 
 
 class SlowReader:
@@ -19,12 +20,13 @@ class SlowReader:
         self.name, self.ready_s = name, now_s + START_S + READ_S
         self.read: dict[int, int] = {}  # split → units
         self.held: list[Lease] = []
+        self.leaves = False
 
     def turn(self, leases: Leases, now_s: float) -> None:
         if now_s < self.ready_s - READ_S:
             return
         self.held = leases.renew(self.name, now_s)
-        while sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MOST_SPLITS:
+        while not self.leaves and sum(self.read.get(it.split, 0) < UNITS_A_SPLIT for it in self.held) < MOST_SPLITS:
             if (lease := leases.lease(self.name, now_s)) is None:
                 break
             self.held.append(lease)
@@ -38,13 +40,14 @@ class SlowReader:
 
 
 class Training:
-    def __init__(self, most_readers: int) -> None:
+    def __init__(self, most_readers: int, train_s: float = TRAIN_S) -> None:
+        self.train_s = train_s
         self.leases, self.appetite = Leases(), Appetite(most=8)
         self.count = ReaderCount(least=1, most=most_readers)
         self.readers: list[SlowReader] = []
         self.here: dict[int, int] = {}  # split → units fetched
         self.unit, self.busy_until_s, self.stalls = 0, 0.0, list[bool]()
-        self.num_begun = 0
+        self.num_begun = self.num_changes = 0
 
     def split(self) -> int:
         return self.unit // UNITS_A_SPLIT
@@ -58,17 +61,23 @@ class Training:
         ]
         self.leases.tell(0, [(n, self.here.get(n, 0)) for n in in_flight])
         wanted = self.count.of(len(in_flight), now_s)
-        while len(self.readers) < wanted:
-            self.num_begun += 1
-            self.readers.append(SlowReader(f"r{self.num_begun}", now_s))
-        for reader in self.readers[wanted:]:
-            self.leases.lost(reader.name)
-        del self.readers[wanted:]
+        self.resize(wanted, now_s)
         for reader in self.readers:
             reader.turn(self.leases, now_s)
             for lease in reader.held:
                 self.fetch(lease.split, reader.read.get(lease.split, 0))
         self.train(now_s)
+
+    def resize(self, wanted: int, now_s: float) -> None:
+        """Who leaves takes no more, and ends when what it has was fetched."""
+        while sum(not reader.leaves for reader in self.readers) < wanted:
+            self.num_begun += 1
+            self.readers.append(SlowReader(f"r{self.num_begun}", now_s))
+        for reader in [reader for reader in self.readers if not reader.leaves][wanted:]:
+            reader.leaves = True
+        for reader in [reader for reader in self.readers if reader.leaves and not reader.held]:
+            self.leases.lost(reader.name)
+            self.readers.remove(reader)
 
     def fetch(self, split: int, read: int) -> None:
         """What there is room for; and what training waits for."""
@@ -80,16 +89,18 @@ class Training:
         if now_s >= self.busy_until_s:
             stalled = self.here.get(self.split(), 0) <= self.unit % UNITS_A_SPLIT
             if not stalled:
-                self.unit, self.busy_until_s = self.unit + 1, now_s + TRAIN_S
+                self.unit, self.busy_until_s = self.unit + 1, now_s + self.train_s
         self.stalls.append(stalled)
         self.appetite.observe(self.buffered() / MOST_UNITS, stalled=stalled, now_s=now_s)
 
     def run(self, seconds: float) -> float:
-        """Share of the second half in which training waited."""
+        """Share of the time behind WARM_S in which training waited."""
         for tick in range(int(seconds / TICK_S)):
+            before = self.appetite.in_flight
             self.turn(tick * TICK_S)
-        half = self.stalls[len(self.stalls) // 2 :]
-        return sum(half) / len(half)
+            self.num_changes += self.appetite.in_flight != before
+        warm = self.stalls[int(WARM_S / TICK_S) :]
+        return sum(warm) / len(warm)
 
 
 def test_one_throttled_reader_keeps_training_waiting() -> None:
@@ -98,5 +109,19 @@ def test_one_throttled_reader_keeps_training_waiting() -> None:
 
 def test_as_many_readers_as_the_rule_asks_for_do_not() -> None:
     training = Training(most_readers=8)
-    assert training.run(240) < 0.01, "it tries again and again whether one less does"
+    assert training.run(500) == 0.0
     assert len(training.readers) <= 3, "no more than it takes"
+    assert training.num_changes <= 24, "seven up, and three times down and back, each time twice as late"
+
+
+@pytest.mark.parametrize("train_s", [0.3, 0.55, 0.9])
+def test_whatever_training_takes_it_hardly_waits_once_there_are_enough(train_s: float) -> None:
+    training = Training(most_readers=8, train_s=train_s)
+    assert training.run(300) < 0.001
+    assert len(training.readers) <= READ_S / train_s + 2
+
+
+def test_readers_that_are_far_too_few_are_as_many_as_there_may_be() -> None:
+    training = Training(most_readers=4, train_s=0.14)
+    assert training.run(120) == pytest.approx(1 - 4 * 0.14, abs=0.1)
+    assert training.num_changes == 7, "up, and never down"

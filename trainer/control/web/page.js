@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element, list, say } from "./parts.js";
-import { changesTable, commits, drift, members, now, partitions, rows, slices, stages, windows } from "./tables.js";
+import { changesTable, commits, drift, members, now, partitions, readers, rows, slices, stages, windows } from "./tables.js";
 import { clock, count, duration, known } from "./words.js";
 
 const EVERY_MS = 2000;
@@ -115,6 +115,7 @@ function show(status) {
   members($("members-body"), status);
   rows($("rows-body"), status);
   partitions($("partitions-body"), status);
+  readers($("readers-body"), status);
   changesTable($("changes-body"), status);
   draw(atS);
   say($("kept"), `The past is kept in the controller’s memory alone, since ${clock(status.page.started_ms)}; a restart forgets it.`);

@@ -173,6 +173,26 @@ export function partitions(host, status) {
   table(host, "Partitions of the training input", columns, lines, "Unknown: no worker tells about its partitions.");
 }
 
+/** Who reads a session of the warehouse for workers, which splits each has, and how full workers' buffers are. */
+export function readers(host, status) {
+  const of = status.readers;
+  const lines = [];
+  if (of && (of.wanted || of.there || of.splits_wanted)) {
+    const expired = of.leases_expired ? `; ${count(of.leases_expired)} leases expired` : "";
+    lines.push(["all", `${count(of.there)} there, ${count(of.wanted)} wanted (${count(of.least)} to ${count(of.most)})${expired}`, `${count(of.splits_wanted)} waited for`, "–", "–", "–"]);
+    for (const [number, its] of Object.entries(of.buffers).sort(([a], [b]) => byNumber(a, b))) {
+      const share = known(its.stall_share) ? `, ${(100 * its.stall_share).toFixed(1)} % of its time` : "";
+      lines.push([`buffer of worker ${number}`, `${(100 * its.fullness).toFixed(0)} % full; waited ${seconds(its.stalled_s)}${share}`, `${count(its.in_flight)} under way`, count(its.units), "–", "–"]);
+    }
+    for (const [name, its] of Object.entries(of.readers).sort(([a], [b]) => byNumber(a, b))) {
+      const splits = of.leases.filter((lease) => lease.reader === name).map((lease) => `${lease.split} for worker ${lease.worker}`);
+      lines.push([name, splits.length ? `reads split ${splits.join(", ")}` : "has no lease", count(its.held_splits), count(its.held_units), bytes(its.sent_bytes), seconds(its.silent_s)]);
+    }
+  }
+  const columns = [{ name: "who" }, { name: "is", words: true }, { name: "splits" }, { name: "units" }, { name: "sent" }, { name: "last heard" }];
+  table(host, "Reader programs, and the buffers of whom they read for", columns, lines, "No reader programs: workers read for themselves, or train the stream.");
+}
+
 const byNumber = (a, b) => a.localeCompare(b, "en", { numeric: true });
 
 export function changesTable(host, status) {

@@ -1,0 +1,75 @@
+"""So many copies of a program run as are wanted, whoever runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.child import Program, StopRank
+from infra.pool import ProcessPool
+
+WAIT_S = 20.0
+SLOW_TO_END = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0))); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[ProcessPool]:
+    def copy(number: int) -> Program:
+        name = f"copy-{number}"
+        command = (sys.executable, "-I", "-S", "-c", SLOW_TO_END)
+        return Program(name=name, command=command, log=tmp_path / name, env=dict(os.environ), stop_rank=StopRank.FEATURES)
+
+    made = ProcessPool(copy)
+    yield made
+    made.close()
+
+
+def until(done: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
+def test_a_pool_grows_shrinks_without_waiting_and_ends(pool: ProcessPool) -> None:
+    pool.resize(3)
+    until(lambda: len(pool.pids()) == 3)
+    time.sleep(0.2)  # until they hear signals
+    began_s = time.monotonic()
+    pool.resize(1)
+    assert time.monotonic() - began_s < 0.5 and len(pool.members()) == 3, "they are ending"
+    until(lambda: pool.members() == ["copy-0"])
+    pool.close()
+    pool.close()
+    assert pool.pids() == []
+
+
+def test_a_copy_that_was_let_go_comes_back_when_it_has_ended(pool: ProcessPool) -> None:
+    pool.resize(2)
+    until(lambda: len(pool.pids()) == 2)
+    before = pool.pids()[1]
+    time.sleep(0.2)
+    pool.resize(1)
+
+    def is_back() -> bool:
+        time.sleep(0.3)
+        pool.resize(2)
+        return len(pool.pids()) == 2 and pool.pids()[1] != before
+
+    until(is_back)
+
+
+def test_a_copy_that_dies_is_started_again(pool: ProcessPool) -> None:
+    pool.resize(1)
+    until(lambda: len(pool.pids()) == 1)
+    (before,) = pool.pids()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: pool.pids() not in ([], [before]))

@@ -1,0 +1,45 @@
+"""What became of leases is kept, bounded, and read by what wrote it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from roo.errors import CheckpointError
+from warehouse.readers.lease_log import MOST_EVENTS, MOST_READERS, LeaseEvent, LeaseLog, read_log
+from warehouse.readers.leases import Lease, Leases
+
+
+def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None:
+    log = LeaseLog()
+    for number in range(MOST_EVENTS + 10):
+        log.note(number, "granted", Lease(number, 0, number, f"r{number % (MOST_READERS + 1)}"))
+    body = read_log(json.loads(json.dumps(log.body(at_ms=7))))
+    assert len(body["events"]) == MOST_EVENTS and body["events"][-1] == LeaseEvent(
+        MOST_EVENTS + 9, "granted", MOST_EVENTS + 9, 0, f"r{(MOST_EVENTS + 9) % (MOST_READERS + 1)}"
+    )
+    assert len(body["readers"]) == MOST_READERS and body["at_ms"] == 7
+
+
+def test_every_end_of_a_lease_is_heard_of_once() -> None:
+    heard: list[tuple[str, int]] = []
+    leases = Leases(lease_s=3.0, note=lambda what, lease: heard.append((what, lease.split)))
+    leases.tell(0, [(n, 0) for n in range(6)])
+    granted = [leases.lease(reader, 0.0) for reader in ("a", "a", "b", "c", "c")]
+    leases.tell(0, [(n, 0) for n in range(1, 6)])
+    leases.void(1, granted[1].grant if granted[1] else 0)
+    leases.lost("b")
+    assert [held.lease.split for held in leases.held(1.0)] == [3, 4]
+    leases.renew("c", 3.5)
+    assert heard[5:] == [("done", 0), ("voided", 1), ("left", 2), ("expired", 3), ("expired", 4)]
+    leases.lease("d", 4.0)
+    leases.end()
+    leases.end()
+    assert heard[10:] == [("granted", 1), ("over", 1)]
+
+
+@pytest.mark.parametrize("body", [[], {"format": 9}])
+def test_what_is_no_log_is_told(body: object) -> None:
+    with pytest.raises(CheckpointError, match="expected leases of format 1, got"):
+        read_log(body)

@@ -1,0 +1,81 @@
+"""A reader that is told to end gives what it has, takes no more, and waits for nobody for long."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from roo.errors import TransportError
+from runtime.transport import Answer, Arrays, Header, Transport
+from tests.trainer.sessions.reading_fleet import Fleet
+from warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
+
+
+class Beside:
+    """The controller; whoever trains fetches what it waits for whenever the reader asks."""
+
+    def __init__(self, fleet: Fleet, inner: Transport, trains: bool = True) -> None:
+        self.fleet, self.inner, self.trains = fleet, inner, trains
+        self.is_away = False
+        self.free: list[int] = []
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        if self.is_away:
+            raise TransportError("it is away")
+        self.free.append(int(header["free"]))
+        if self.trains:
+            for _ in range(4):
+                self.fleet.reader_reads("r1:1")
+                self.fleet.worker_asks()
+                self.fleet.worker_begins_to_fetch()
+                self.fleet.answer_comes()
+                self.fleet.poll()
+        return self.inner.call(method, header, arrays, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """One reader, which has what is waited for."""
+    made = Fleet(num_readers=1)
+    made.poll()
+    made.worker_asks()
+    made.reader_asks("r1:1")
+    made.reader_asks("r1:1")
+    assert its(made).reader.holds_any
+    return made
+
+
+def its(fleet: Fleet) -> LeasedReader:
+    return fleet.readers["r1:1"]
+
+
+def test_it_ends_when_all_that_it_had_was_fetched_and_leases_no_more(fleet: Fleet) -> None:
+    controller, had = Beside(fleet, fleet.controller()), fleet.master.leases.num_granted
+    drain(its(fleet), controller, fleet.clock)
+    assert not its(fleet).reader.holds_any and set(controller.free) == {0}
+    assert fleet.master.leases.num_granted == had, "others are another reader's"
+    assert fleet.rows.ahead.counts["requests"] > 0 and fleet.rows.ahead.counts["refused"] == 0
+
+
+def test_nobody_who_trains_no_more_is_waited_for_long(fleet: Fleet) -> None:
+    controller, began_s = Beside(fleet, fleet.controller(), trains=False), fleet.clock.monotonic_s()
+    drain(its(fleet), controller, fleet.clock)
+    assert DRAIN_S <= fleet.clock.monotonic_s() - began_s < DRAIN_S + 1
+
+
+def test_without_a_controller_it_ends_at_once(fleet: Fleet) -> None:
+    controller, began_s = Beside(fleet, fleet.controller()), fleet.clock.monotonic_s()
+    controller.is_away = True
+    drain(its(fleet), controller, fleet.clock)
+    assert fleet.clock.monotonic_s() == began_s
+
+
+def test_what_ends_the_asking_ends_the_program(fleet: Fleet) -> None:
+    stop, drained = threading.Event(), threading.Event()
+    stop.set()
+    keep_asking(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
+    assert drained.is_set() and not its(fleet).reader.holds_any
