@@ -215,7 +215,7 @@ def test_a_shard_of_prod_answers_whoever_has_a_pods_certificate_and_token(tmp_pa
         words = [running.kubelet.here(w) for w in shlex.split(re.sub(r"\$(\w+)", lambda m: variables[m[1]], before_end))]
         assert words[:2] == ["preempt", "shard-0"] and words[-2] == "--link"
         words[words.index("--controller") + 1] = running.address
-        assert "expected a call of pull, push" in _asks(words, running)
+        assert "expected a call of owners, pull, push" in _asks(words, running)
         stranger = _asks(words[:-2], running)
         assert running.address in stranger and "expected" not in stranger, stranger
     finally:
