@@ -99,6 +99,7 @@ def test_a_page_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytest.C
     assert "expected a folder for the report" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_none
 def test_pytest_s_own_words_are_understood(tmp_path: Path) -> None:
     ran = run_tests(tmp_path / "tests.xml", ["tests/trainer/device/test_hstu_attention.py"])

@@ -165,6 +165,7 @@ def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: 
         assert (work.units() if callable(work.units) else work.units) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
 def test_subjects_on_a_log_open_and_take_steps() -> None:
     for module, cases in ON_A_LOG.items():

@@ -179,7 +179,7 @@ def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
     for _ in range(12):
         press("Tab")
         seen.append(page.tab.evaluate("document.activeElement.textContent.trim() || document.activeElement.name"))
-    assert seen[:4] == ["Skip to the content", "Trends", "Quality", "Freshness"] and seen[8] == "span" and "Numbers" in seen[9]
+    assert seen[:4] == ["Skip to the content", "Trends", "Quality", "Freshness"] and seen[9] == "span" and "Numbers" in seen[10]
     outline = page.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid", "where the focus is can be seen"
     page.tab.focus("#span input")

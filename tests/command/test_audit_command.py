@@ -46,6 +46,7 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
     home.unlock()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_a_stack_is_audited_while_it_runs_and_when_it_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

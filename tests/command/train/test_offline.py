@@ -58,8 +58,8 @@ def same_bits(place: Path, one: str, other: str) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-def trained(place: Path, home: str, stop: Stop | None = None, **more: Any) -> dict[str, Any]:
-    return train_offline(config(place, home, **more), EXACT, stop or Stop(), lambda done, rows, rate: None)
+def trained(place: Path, home: str, stop: Stop | None = None, loop: LoopConfig = EXACT, **more: Any) -> dict[str, Any]:
+    return train_offline(config(place, home, **more), loop, stop or Stop(), lambda done, rows, rate: None)
 
 
 def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(
@@ -121,7 +121,7 @@ def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: 
         config(place, "g", schema="nowhere.toml")
 
 
-@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_g11_readers_as_programs_change_no_bit(place: Path, readers: int) -> None:
     trained(place, f"local-{readers}")
     report = trained(place, f"read-{readers}", readers=readers)
@@ -168,12 +168,24 @@ def test_workers_swap_rows_on_the_host_alone(place: Path) -> None:
         train_offline(config(place, "none", rows="workers"), LoopConfig(device="cuda"), Stop())
 
 
+class StopsAtACommit(Stop):
+    """Set once there is one."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__()
+        self.home = home
+
+    def is_set(self) -> bool:
+        return manifests.newest(open_store(str(self.home / "store"))) is not None
+
+
 def test_g11_interrupted_training_goes_on_with_other_owners_of_the_rows(place: Path) -> None:
-    trained(place, "two", num_shards=2)
+    by_one = dataclasses.replace(EXACT, batch_requests=1, first_batch_requests=1)  # several commits, on any machine
+    trained(place, "two", loop=by_one, num_shards=2)
     with pytest.raises(UnavailableError):
-        trained(place, "three", StopsAfter(24), num_shards=2)
+        trained(place, "three", StopsAtACommit(place / "three"), by_one, num_shards=2)
     assert last(place, "three").input is not None and last(place, "three").num_shards == 2
-    trained(place, "three", num_shards=3)
+    trained(place, "three", loop=by_one, num_shards=3)
     assert last(place, "three").num_shards == 3 and set(last(place, "three").shards) == {0, 1, 2}
     assert same_bits(place, "two", "three") and rows_of(place, "two") == rows_of(place, "three")
 
