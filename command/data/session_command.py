@@ -70,7 +70,7 @@ def leases_of(store: str) -> dict[str, Any]:
         body = open_store(store).get(LEASES)
     except CheckpointError:
         raise CheckpointError(f"{store}: expected a run whose session was read by `reader` programs, found no leases") from None
-    found = read_log(json.loads(body))
+    found = read_log(body)
     return {**found, "events": [event._asdict() for event in found["events"]]}
 
 

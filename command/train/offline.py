@@ -151,7 +151,6 @@ class _Offline:
             "requests_s": counts["requests"] / trained_s,
             "steps": last.manifest.step,
             **counts,
-        } | {
             "version_of_model": last.manifest.version,
             "metrics": self._metrics(last.manifest),
             **({"reading": reading} if reading else {}),

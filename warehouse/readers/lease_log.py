@@ -5,6 +5,7 @@ Nothing reads it to go on: how far a session is trained is in the manifest (docs
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -55,9 +56,14 @@ def plain_lease(held: HeldLease) -> dict[str, Any]:
     return {"split": its.split, "worker": held.worker, "position": its.position, "reader": its.reader, "for_s": held.held_s}
 
 
-def read_log(body: Any) -> Mapping[str, Any]:
-    """What `LeaseLog.body` made. CheckpointError: it is none."""
-    if not isinstance(body, Mapping) or body.get("format") != FORMAT:
-        got = body.get("format") if isinstance(body, Mapping) else type(body).__name__
-        raise CheckpointError(f"expected leases of format {FORMAT}, got {got!r}; look with the Roostream that wrote them")
-    return {**body, "events": [LeaseEvent(*event) for event in body["events"]]}
+def read_log(body: bytes) -> Mapping[str, Any]:
+    """What `LeaseLog.body` made, of its JSON. CheckpointError: it is none."""
+    try:
+        found = json.loads(body)
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"expected leases of format {FORMAT}, got {found['format']!r}; look with the Roostream that wrote them"
+            )
+        return {**found, "events": [LeaseEvent(*event) for event in found["events"]]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"expected leases as the controller keeps them, got another thing ({error!r:.100})") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -157,7 +156,7 @@ def test_what_became_of_leases_is_kept_for_whoever_looks_later() -> None:
     case.lease("b", free=1)
     case.incarnation = 5
     kept.turned(last=True)
-    found = read_log(json.loads(store.get(LEASES)))
+    found = read_log(store.get(LEASES))
     assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
     assert [(event.what, event.split, event.reader) for event in found["events"]] == [
         *(("granted", 3, "a"), ("granted", 4, "a"), ("done", 3, "a"), ("voided", 4, "a"), ("granted", 4, "b"), ("over", 4, "b")),

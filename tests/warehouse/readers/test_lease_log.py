@@ -15,7 +15,7 @@ def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None
     log = LeaseLog()
     for number in range(MOST_EVENTS + 10):
         log.note(number, "granted", Lease(number, 0, number, f"r{number % (MOST_READERS + 1)}"))
-    body = read_log(json.loads(json.dumps(log.body(at_ms=7))))
+    body = read_log(json.dumps(log.body(at_ms=7)).encode())
     assert len(body["events"]) == MOST_EVENTS and body["events"][-1] == LeaseEvent(
         MOST_EVENTS + 9, "granted", MOST_EVENTS + 9, 0, f"r{(MOST_EVENTS + 9) % (MOST_READERS + 1)}"
     )
@@ -39,7 +39,15 @@ def test_every_end_of_a_lease_is_heard_of_once() -> None:
     assert heard[10:] == [("granted", 1), ("over", 1)]
 
 
-@pytest.mark.parametrize("body", [[], {"format": 9}])
-def test_what_is_no_log_is_told(body: object) -> None:
-    with pytest.raises(CheckpointError, match="expected leases of format 1, got"):
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"format": 9}', "expected leases of format 1, got 9"),
+        (b"[]", "got another thing"),
+        (b'{"format": 1, "eve', "got another thing"),
+        (b'{"format": 1, "events": [[1]]}', "got another thing"),
+    ],
+)
+def test_what_is_no_log_is_told(body: bytes, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
         read_log(body)
