@@ -57,11 +57,10 @@ QUESTION = Question(
     slice_s=0.0,
     rounds=1,
     means="""\
-Gradients of hot rows that hardly move wait for up to eight visits: about a third of the pushes are saved, for less than a tenth
-of a percent of log loss; the same share of hot rows chosen at random loses more.
+Gradients of hot rows that hardly move wait for up to eight visits. What that saves in pushes, what it costs in log loss, and
+whether the same share of hot rows chosen at random costs more.
 
 As the page of `selection`, with the first 5,000 impressions of each part: five parts trained, the sixth predicted, means over the
-six, another seed in each run. `cpu` is the loop's own, deferral
-and all, so what is above 1 there is its price where pushes cost next to nothing. What it is for, bytes pushed and deltas
-published, falls by the pushes saved.""",
+six, another seed in each run. `cpu` is the loop's own, deferral and all, so what is above 1 there is its price where pushes cost
+next to nothing. What it is for, bytes pushed and deltas published, falls by the pushes saved.""",
 )
