@@ -78,7 +78,8 @@ def table(row: Mapping[str, Any]) -> str:
         return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"
     clock = row.get("time") or ("CPU time" if row["clock"] == "cpu" else "wall time")
-    figure = f"{unit}/s" if rate else f"µs a {unit.removesuffix('es') if unit.endswith('ches') else unit.removesuffix('s')}"
+    one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
+    figure = f"{unit}/s" if rate else f"µs {'an' if one[0] in 'aeiou' else 'a'} {one}"
     lines = [f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"]
     lines.append("|---|---:|---|---:|---|")
     ratios = {ratio["to"]: ratio["times_as_fast"] for ratio in row["ratios"]}
@@ -100,16 +101,21 @@ def table(row: Mapping[str, Any]) -> str:
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    """A second table where the subjects gave other figures: a line a subject, medians with least .. most."""
+    """A second table where the subjects gave other figures: a line a subject, medians with least .. most. Empty: that subject
+    hasn't got it."""
     told = [subject for subject in row["subjects"] if "figures" in subject]
     if not told:
         return []
-    names = list(told[0]["figures"])
+    names = list(dict.fromkeys(name for subject in told for name in subject["figures"]))
     lines = ["", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for subject in told:
-        cells = (f"{_number(f['median'])} ({_number(f['least'])} .. {_number(f['most'])})" for f in subject["figures"].values())
+        cells = (_middle_and_ends(subject["figures"].get(name)) for name in names)
         lines.append(f"| {subject['name']} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _middle_and_ends(figure: Mapping[str, float] | None) -> str:
+    return f"{_number(figure['median'])} ({_number(figure['least'])} .. {_number(figure['most'])})" if figure else ""
 
 
 def _derived(row: Mapping[str, Any]) -> list[str]:

@@ -67,6 +67,14 @@ def test_other_figures_stand_in_a_second_table() -> None:
     assert "| | refused % |\n|---|---:|\n| a | 12 (10 .. 15) |" in text and "refused" not in table(row())
 
 
+def test_a_figure_that_a_subject_lacks_leaves_its_cell_empty() -> None:
+    first, second = row()["subjects"]
+    ours, theirs = {"late": figures(1, 1, 1), "lost": figures(2, 2, 2)}, {"sent": figures(4, 4, 4), "lost": figures(3, 3, 3)}
+    text = table(row(unit="events", shows="cost", subjects=[{**first, "figures": ours}, {**second, "figures": theirs}]))
+    assert "| | late | lost | sent |" in text and "| | µs an event (wall time) |" in text
+    assert "| a | 1 (1 .. 1) | 2 (2 .. 2) |  |\n| b |  | 3 (3 .. 3) | 4 (4 .. 4) |" in text
+
+
 def test_what_a_row_derives_stands_below_it_and_a_row_that_was_not_asked_says_why() -> None:
     text = table(row(figures={"bound": figures(4.5, 4.25, 5)}))
     assert text.endswith("| | | least .. most |\n|---|---:|---|\n| bound | 4.5 | 4.25 .. 5 |")
