@@ -138,6 +138,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "stack_kills/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "warehouse.train_files": [("from_kafka", [2000])],
     "warehouse.read_alone": [("from_kafka", [2000])],
+    "warehouse.hand_over": [("handed_over", [400]), ("restarted", [400]), ("committed", [400])],
     "stack_leaves": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
 }
 STARTS_PROGRAMS = {
