@@ -53,9 +53,7 @@ def duplicates_of(paths: tuple[str, ...], schema: str, by: str, batch_requests: 
     """
     import itertools
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from command.data.progress_bar import counted
     from roo import wire
     from roo.errors import ConfigError
     from roo.schema_file import load_schema
@@ -72,14 +70,11 @@ def duplicates_of(paths: tuple[str, ...], schema: str, by: str, batch_requests: 
     if not its_schema.ro:
         raise ConfigError(f"{replay.schema_path}: expected at least one [[ro]] feature, got none; nothing can be shared")
     opened, duplicates = open_log(replay, its_schema), Duplicates(batch_requests)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
     shown = (record for record in opened.records if wire.kind_of(record.value) == wire.IMPRESSION)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        total = min(opened.num_requests or most, most or opened.num_requests) or None
-        read = progress.track(itertools.islice(shown, most or None), total=total)
-        for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
-            duplicates.add(*window)
+    total = min(opened.num_requests or most, most or opened.num_requests) or None
+    read = counted(itertools.islice(shown, most or None), "requests", total)
+    for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
+        duplicates.add(*window)
     return {"log": list(paths), "by": by, **duplicates.report()}
 
 

@@ -121,21 +121,18 @@ def scanned(
     place: str, first: date | None, last: date | None, reader: Schema | None = None
 ) -> Iterator[tuple[TableScan, Iterator[tuple[DataFile, Batch]]]]:
     """A table and its batches, with a bar where there is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from command.data.progress_bar import progress_bar
     from warehouse.scan import TableScan
 
     scan = TableScan(place, first, last)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=scan.num_requests)
+    with progress_bar("requests", scan.num_requests) as tell:
 
         def batches() -> Iterator[tuple[DataFile, Batch]]:
+            done = 0
             for file, batch in scan.batches(reader or scan.schema()):
                 yield file, batch
-                bar.advance(task, batch.num_requests)
+                done += batch.num_requests
+                tell(done, None)
 
         yield scan, batches()
 

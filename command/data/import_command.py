@@ -35,27 +35,15 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
       roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
       roostream check --schema shop.toml --log shop.jsonl.gz
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from command.data.progress_bar import progress_bar
     from roo.schema_file import load_schema
     from traffic.intake.import_map import load_map
     from traffic.intake.parquet_import import import_parquet
 
     its_schema = load_schema(schema)
     its_map = load_map(map_file, its_schema)
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("rows", total=None)
-        told = import_parquet(
-            files,
-            its_schema,
-            its_map,
-            out,
-            skip_bad=skip_bad,
-            progress=lambda done, rows: bar.update(task, completed=done, total=rows),
-        )
+    with progress_bar("rows") as tell:
+        told = import_parquet(files, its_schema, its_map, out, skip_bad=skip_bad, progress=tell)
     click.echo(f"{out}: {told.rows:,} rows became {told.requests:,} requests with {told.engagements:,} engagements")
     if told.skipped:
         click.echo(f"{told.skipped:,} requests were left out; the first: {told.first_skipped}", err=True)
@@ -78,20 +66,13 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
     """
     import dataclasses
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from command.data.log_archive import archive_log
+    from command.data.progress_bar import progress_bar
     from traffic.intake.which_log import files_of, replay_of
 
     replay = dataclasses.replace(replay_of(log, schema), window_ms=window_ms)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("requests", total=None)
-        told = archive_log(
-            replay, files_of(replay), warehouse, lambda done, of: bar.update(task, completed=done, total=of or None)
-        )
+    with progress_bar("requests") as tell:
+        told = archive_log(replay, files_of(replay), warehouse, lambda done, of: tell(done, of or None))
     click.echo(f"{warehouse}: {told.samples:,} samples in {told.files:,} files, {told.bytes:,} bytes")
     if told.late:
         click.echo(

@@ -100,6 +100,7 @@ def session_of(place: str, days: str, features: tuple[str, ...], capture: Path |
         ConfigError: days that are none, or an unknown feature. CheckpointError: there is nothing, or it is damaged.
         UnavailableError: it can't be read now.
     """
+    from command.data.progress_bar import counted
     from roo.columnar import projected
     from roo.errors import CheckpointError, ConfigError, nearest
     from warehouse.captured import CapturedRead, CapturedSession
@@ -126,7 +127,7 @@ def session_of(place: str, days: str, features: tuple[str, ...], capture: Path |
     )
     if capture is not None:
         CapturedSession(version=told.version, features=features, reads=reads).write(capture)
-    ranges = [files.ranges(*read) for read in reads]
+    ranges = [files.ranges(*read) for read in counted(reads, "row groups", len(reads))]
     needed = sum(_bytes(its) for _, its in ranges)
     merged = [one for its, _ in ranges for one in its]
     paths = {split.path for split in session.order.splits}
