@@ -9,6 +9,7 @@ from typing import Literal
 from infra.options import DEFAULT_HOME, DEMO_SCHEMA
 from roo.config import MAX_SEED, Settings, refusal, setting
 from roo.errors import ConfigError
+from runtime.address import check_addresses, is_loopback, parse_address
 from runtime.kafka.topics import DEFAULT_PARTITIONS
 from warehouse.readers.config import ReaderCountConfig
 from warehouse.readers.session import Labels, SessionSpec, days_of
@@ -37,6 +38,14 @@ class TrainConfig(Settings):
     most_readers: int = setting(
         0, "more than readers: as many as keep training from waiting, up to so many; 0 = readers", least=0, most=64
     )
+    pool: Literal["processes", "ray"] = setting(
+        "processes", "who runs readers: this machine, or the Ray cluster that it belongs to, on any of its nodes (extra ray)"
+    )
+    ask_at: str = setting(
+        "127.0.0.1:0", "host:port at which readers ask what to read; with a Ray cluster of several machines one that all reach"
+    )
+    link: str = setting("", "TOML of which [link] is read: how readers call and are called; its files on each node, too")
+    insecure: bool = setting(False, "ask_at and readers may be reached by others, although nothing asks who they are")
     report: str = setting("", "file for the JSON report")
 
     def __post_init__(self) -> None:
@@ -45,6 +54,11 @@ class TrainConfig(Settings):
             raise ConfigError(f"{self.schema}: no such file; expected a schema TOML")
         if self.most_readers and self.most_readers < max(self.readers, 1):
             raise refusal("most_readers", f"at least readers = {max(self.readers, 1)}, or 0", self.most_readers)
+        check_addresses("ask_at", self.ask_at)
+        if self.pool == "ray" and not self.reads_by_programs:
+            raise refusal("pool", "readers or most_readers above 0 with it", self.pool, "say how many")
+        if self.by_processes and (self.link or not is_loopback(parse_address(self.ask_at)[0])):
+            raise refusal("ask_at", "one worker, with rows at shards, where readers are reached from outside", self.ask_at)
         if self.workers > self.partitions:
             error = "each trains one of the partitions at least"
             raise refusal("workers", f"at most partitions = {self.partitions}", self.workers, error)

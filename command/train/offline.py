@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from command.asked import link_of
 from command.checkpoint.moved_buckets import move
 from command.train.config import TrainConfig
 from command.train.offline_parts import NUM_BUCKETS, OfflineParts
-from command.train.offline_readers import OfflineReaders, reader_programs
+from command.train.offline_readers import OfflineReaders, linked, reader_actors, reader_programs
 from command.train.worker_processes import WorkerProcesses
 from infra.home import Home
 from param_server.blobs import RocksBlobs
@@ -35,6 +36,7 @@ from runtime.layout.bucket_map import BucketMap
 from runtime.manifest import Manifest
 from runtime.member import Member
 from runtime.program import Stop
+from runtime.security.link_security import LinkKeys
 from runtime.transport import InMemoryTransport
 from runtime.work_unit import TableInput
 from trainer import worker_file
@@ -197,7 +199,9 @@ class _Offline:
         if not self.config.reads_by_programs:
             return None
         master = ReadMaster(controller.session_now, self.schema, self.clock, self.config.reader_count)
-        readers = OfflineReaders(master, self.config.reader_count, reader_programs(self.home), self.store).open()
+        keys = LinkKeys(link_of(self.config.link), insecure=self.config.insecure)
+        pool = reader_actors(linked(keys)) if self.config.pool == "ray" else reader_programs(self.home, linked(keys))
+        readers = OfflineReaders(master, self.config.reader_count, pool, self.store, self.config.ask_at, keys).open()
         opened.callback(readers.close)
         return readers
 

@@ -40,6 +40,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "obstore": ("runtime/object_store.py",),
     "pyarrow": ("traffic", "warehouse"),
     "deltalake": ("warehouse/delta_table.py",),
+    "ray": ("infra/pools/on_ray.py",),
     "zstandard": ("traffic",),
     "matplotlib": ("command/replay/figures.py", "command/data/table_figures.py"),
     "pandas": (),

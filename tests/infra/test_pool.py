@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.child import Program, StopRank
-from infra.pool import ProcessPool
+from infra.pools.processes import ProcessPool
 
 WAIT_S = 20.0
 SLOW_TO_END = (

@@ -26,6 +26,7 @@ from tests.contract.house import ROOT
 
 K8S = ROOT / "infra" / "k8s"
 COPIES = 3
+NOT_IN_IMAGES = {"ray"}  # readers in pods are a Deployment; 200 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +132,13 @@ def contents() -> dict[Path, str]:
 
 
 def locked_for_images() -> str:
-    """The entries of requirements.lock that programs need: what the project lists with all of its extras, and what that needs in
-    this environment, which is the locked one. Its build's requirements too, since images install the project by them."""
+    """The entries of requirements.lock that programs need: what the project lists with all of its extras but `NOT_IN_IMAGES`, and
+    what that needs in this environment, which is the locked one. Its build's requirements too, since images install the project
+    by them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    wanted += [line for extra in project["project"]["optional-dependencies"].values() for line in extra]
+    extras = project["project"]["optional-dependencies"]
+    wanted += [line for extra in extras.keys() - NOT_IN_IMAGES for line in extras[extra]]
     left_out = set(project["tool"]["uv"]["exclude-dependencies"])
     waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
     while waiting:

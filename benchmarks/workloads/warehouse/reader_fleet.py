@@ -19,7 +19,7 @@ from benchmarks.question import Work
 from benchmarks.workloads import data
 from command.train.offline_readers import OfflineReaders, reader_programs
 from infra.home import Home
-from infra.pool import ProcessPool
+from infra.pools.processes import ProcessPool
 from roo import wire
 from roo.batch import Batch
 from roo.columnar import FlatColumn

@@ -12,8 +12,10 @@ import pytest
 from command.checkpoint.moved_buckets import CommittedShards
 from command.train.config import TrainConfig
 from command.train.offline import train_offline
+from command.train.offline_readers import linked, reader_actors
 from param_server.blobs import RocksBlobs
 from param_server.row_block import newest_of
+from roo.config import load
 from roo.errors import ConfigError, UnavailableError
 from roo.schema_registry import to_toml
 from runtime import manifest as manifests
@@ -21,10 +23,12 @@ from runtime import tensor_file
 from runtime.checkpoint_store import open_store
 from runtime.manifest import Manifest
 from runtime.program import Stop
+from runtime.security.link_security import LinkKeys
 from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
 from trainer.selection.config import RehearsalConfig
+from warehouse.readers.config import ReaderConfig
 
 EXACT = LoopConfig(exact=True, batch_requests=4, first_batch_requests=4)
 
@@ -119,6 +123,36 @@ def test_what_can_not_be_trained_is_told(place: Path, more: dict[str, Any], says
 def test_a_schema_that_is_not_there_is_refused_before_anything_is_opened(place: Path) -> None:
     with pytest.raises(ConfigError, match="no such file; expected a schema TOML"):
         config(place, "g", schema="nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"pool": "ray"}, "'pool': expected readers or most_readers above 0 with it"),
+        ({"ask_at": "10.0.0.1:7000", "workers": 2}, "'ask_at': expected one worker"),
+        ({"ask_at": "somewhere"}, "'ask_at': expected an address"),
+    ],
+)
+def test_readers_that_can_not_be_had_are_refused(place: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(place, "h", **more)
+
+
+def test_programs_on_other_machines_are_told_where_and_how_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("infra.pools.on_ray.RayPool", lambda copy, kind: made.append((copy, kind)))
+    for at in ("127.0.0.1:7000", "10.0.0.1:7000"):
+        reader_actors(linked(LinkKeys(insecure=at.startswith("10."))))(at)
+    told = []
+    for number, (copy, kind) in enumerate(made):
+        program = copy(number, tmp_path)
+        program.prepare()
+        told.append(load(ReaderConfig, program.command[-1]))
+        assert (kind, program.name, program.log.parent.parent) == ("reader", f"reader-{number}", tmp_path)
+    assert told == [
+        ReaderConfig(controller="127.0.0.1:7000"),
+        ReaderConfig(controller="10.0.0.1:7000", listen="0.0.0.0:0", insecure=True),
+    ]
 
 
 @pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -1,0 +1,1 @@
+"""So many copies of one program, on this machine or on others."""

@@ -1,0 +1,88 @@
+"""Readers on the nodes of a Ray cluster, of one machine here: the batches are those of a worker that reads for itself, and what
+dies is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from infra.child import Program, StopRank
+from infra.pools.on_ray import RayPool
+from tests.command.train.test_offline import last, place, same_bits, trained
+
+ray = pytest.importorskip("ray", reason="package extra ray isn't there")
+__all__ = ["place"]  # a fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+def copy(env: dict[str, str], number: int, folder: Path) -> Program:
+    command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
+    return Program(name=f"copy-{number}", command=command, log=folder / "log", env=env, stop_rank=StopRank.FEATURES)
+
+
+def until(done: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < ends_s
+        time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_copies_that_die_and_actors_that_die_are_started_again() -> None:
+    pool = RayPool(partial(copy, dict(os.environ)), "copy")
+    try:
+        pool.resize(2)
+        until(lambda: len(pool.pids()) == 2)
+        first, second = pool.pids()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: len(its := pool.pids()) == 2 and first not in its and second in its)
+        os.kill(parent_of(second), signal.SIGKILL)
+        until(lambda: not is_alive(second))
+
+        def is_back() -> bool:
+            pool.resize(2)
+            return len(its := pool.pids()) == 2 and second not in its
+
+        until(is_back)
+        pool.resize(1)
+        until(lambda: pool.members() == ["copy-0"])
+        left = pool.pids()
+    finally:
+        pool.close()
+    until(lambda: not any(map(is_alive, left)))
+
+
+def test_g11_readers_on_a_cluster_change_no_bit(place: Path) -> None:
+    trained(place, "here")
+    report = trained(place, "on-a-cluster", readers=2, pool="ray")
+    assert report["reading"]["fetched_requests"] >= 60
+    assert last(place, "on-a-cluster").workers[0].metrics["requests"] == 60
+    assert same_bits(place, "on-a-cluster", "here")
