@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from command.asked import AskedController
+from command.troubles import troubles, why
 from infra.home import Home
 from infra.logs import last_lines
 from infra.options import StackOptions
@@ -50,27 +51,41 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     deadline_s = time.monotonic() + wait_s
     said: set[str] = set()
-    while time.monotonic() < deadline_s:
+    while True:
         if process.poll() is not None:
             lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
             raise SetupError(printable(lines[-1].removeprefix("error: ")))
         stack = place.read_stack()
         programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
-        for name, line in settled(programs).items():
-            if name not in said:
-                print(line, flush=True)
-                said.add(name)
-        if programs and len(said) == len(programs):
+        if failed := [n for n, its in programs.items() if its["state"] == "failed"]:
+            name = failed[0]
+            words = f"{name} can't run: {why(programs[name])}; its log: {programs[name]['log']}"
+            raise SetupError(printable(f"{words}; `roostream down --home {place.root}` stops the rest"))
+        news = [line for line in (*settled(programs).values(), *dying(programs)) if line not in said]
+        for line in news:
+            print(printable(line), flush=True)
+        said.update(news)
+        if programs and len(settled(programs)) == len(programs):
             print("\n".join(about(stack or {})))
             return 0
-        if failed := [n for n, p in programs.items() if p["state"] == "failed"]:
-            words = printable(" ".join(last_lines(place.log(failed[0]), 1))) or "nothing"
-            raise SetupError(
-                f"{failed[0]} failed for good, its log ends: {words}; `roostream down --home {place.root}` stops the rest"
-            )
+        if time.monotonic() >= deadline_s:
+            break
         time.sleep(0.25)
-    print(f"not all programs were ready after {wait_s:.0f} s; `roostream status --home {place.root}` tells more", file=sys.stderr)
+    late = "; ".join(f"{name}: {words}" for name, words in troubles(programs).items()) or "none has been started"
+    more = f"`roostream status --home {place.root}` tells more"
+    print(printable(f"not all programs were ready after {wait_s:.0f} s: {late}; {more}"), file=sys.stderr)
     return 1
+
+
+def dying(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Of stack.json: who died and is tried again, a line each."""
+    again = [(name, its) for name, its in programs.items() if its.get("said") and its["state"] in ("waiting", "starting")]
+    return [f"{name} died and is tried again: {its['said']}; its log: {its['log']}" for name, its in again]
+
+
+def place_of(text: str) -> str:
+    """A place as programs take it, whose working directory isn't the caller's: a directory from the root on, a URL as it is."""
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def settled(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -174,7 +174,7 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     from command import control
 
     if from_warehouse:
-        options["sets"] = (*options["sets"], f"controller.warehouse={from_warehouse}")
+        options["sets"] = (*options["sets"], f"controller.warehouse={control.place_of(from_warehouse)}")
 
     base = kept(home)
     if base is not None:  # what isn't said is as it was

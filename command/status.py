@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException
 
 from command.audit import sums
-from infra.logs import last_lines
+from command.troubles import of_controller, troubles
 from roo.errors import RoostreamError, UnavailableError
 from runtime import scrape
 from runtime.flink_rest import FlinkRest
@@ -48,7 +47,7 @@ class Watcher:
         control = self._controller_status()
         return {
             "programs": {n: {"state": p["state"], "pid": p["pid"], "restarts": p["restarts"]} for n, p in programs.items()},
-            "troubles": troubles(programs),
+            "troubles": {**of_controller(control), **troubles(programs)},
             "rates": self._rates(ends),
             "topics": ends,
             "joiner": joiner_state(self._joiner_job(), scraped.get("joiner", Scraped())),
@@ -108,16 +107,6 @@ class Watcher:
             return {}
         finally:
             transport.close()
-
-
-def troubles(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Program that is not ready → its state, with the last line of its log if it has died or is still starting."""
-    found = {}
-    for name, p in programs.items():
-        if p["state"] not in ("ready", "ended"):
-            said = last_lines(Path(p["log"]), 1) if p["restarts"] or p["state"] in ("starting", "failed", "held") else []
-            found[name] = " ".join([p["state"], *(f"(its log ends: {line})" for line in said)])
-    return found
 
 
 def joiner_state(job: Mapping[str, Any] | None, joiner: Scraped) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Program:
     stop_signal: int = signal.SIGTERM
     metrics: str | None = None
     restarted: bool = True  # False: a program that ends by itself
+    refusal: int | None = None  # the exit code by which it says that no start mends what it was told
+    reads: tuple[Path, ...] = ()  # of what it was told: files that somebody may mend; a change of one is worth another start
     place: Path | None = None  # working directory
 
 

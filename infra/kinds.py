@@ -215,7 +215,6 @@ KINDS = (  # in order of starting
         config="trainer.config:ControllerConfig",
         run="trainer.main:run_controller",
         own=_controller,
-        ready=lambda site: ports.answers(site.at.controller),
         stop_rank=StopRank.CONTROLLER,
     ),
     Kind(

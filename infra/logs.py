@@ -7,8 +7,11 @@ slow. Rotation copies the file aside and truncates it in place: lines written be
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -41,3 +44,25 @@ def last_lines(path: Path, count: int = 15, since: int = 0, most_bytes: int = 16
             return file.read().decode("utf-8", "replace").splitlines()[-count:]
     except OSError:
         return []
+
+
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [EC] \S+ (.*)|error: (.*)")  # as programs log (runtime/program.py), and as commands say it
+_NAMED = re.compile(r"^[a-z-]+(?: \d+)?: ")  # by itself, as `runtime.program.run` begins its last line
+_DEFECT = "this is a defect of Roostream"  # what it was stands behind it
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Why a program ended, of its last lines: the last that tells an error, without time, logger and its own name; else the last
+    one. Lines of `log_format = "json"` too. "" = it said nothing."""
+    told = [words for line in lines if (words := _error(line)) and _DEFECT not in words]
+    return told[-1] if told else next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _error(line: str) -> str:
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError, AttributeError):
+            entry = json.loads(line)
+            said = str(entry.get("error") or entry.get("message", "")).strip()  # a traceback ends with what went wrong
+            return _NAMED.sub("", said.rpartition("\n")[2]) if entry.get("level") in ("ERROR", "CRITICAL") else ""
+    match = _LOGGED.match(line)
+    return _NAMED.sub("", match[1] or match[2] or "") if match else ""

@@ -17,6 +17,7 @@ from infra.kinds import Site
 from infra.options import StackOptions
 from infra.places import Places, address
 from roo.errors import ConfigError
+from runtime.program import REFUSED_CODE
 
 
 def site_of(name: str, home: Home, options: StackOptions, places: Places) -> Site:
@@ -68,15 +69,25 @@ def program(site: Site, env: Mapping[str, str]) -> Program:
         log=site.home.log(site.name),
         env=env,
         needs=kind.needs(site.options),
-        after=kind.after,
+        after=kind.after + _own_archive(site),
         prepare=prepare,
         ready=lambda: kind.ready(site),
         stop_rank=kind.stop_rank,
         stop_timeout_s=GRACE_S,
         metrics=site.at.metrics.get(site.name),
         restarted=kind.restarted,
+        refusal=REFUSED_CODE,
+        reads=(site.options.schema,) if kind.shared else (),
         place=site.home.root,
     )
+
+
+def _own_archive(site: Site) -> tuple[str, ...]:
+    """A controller whose model begins in the archive of this very stack is started when that is there."""
+    chosen = site.options.overrides.get("controller", {}).get("warehouse", "")
+    own = site.home.root / "warehouse"
+    is_own = site.name == "controller" and chosen and Path(str(chosen)).absolute() == own
+    return tuple(kinds.BY_NAME["archiver"].names(site.options)) if is_own else ()
 
 
 def plain(value: Any) -> Any:

@@ -245,7 +245,7 @@ class Stack:
         return slot.restarts.total if slot else 0
 
     def failed(self) -> list[str]:
-        """Programs that died too often and stay down."""
+        """Programs that died too often, or can't be as they were told to, and stay down."""
         return [s.program.name for s in list(self.supervisor.slots.values()) if s.state == "failed"]
 
     def expand(self, names: Iterable[str]) -> list[str]:
@@ -327,6 +327,7 @@ class Stack:
             "metrics": slot.program.metrics,
             "restarts": slot.restarts.total,
             "state": slot.state,
+            "said": slot.said,
         }
 
 

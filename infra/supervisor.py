@@ -1,7 +1,8 @@
 """The supervisor: keeps the wanted programs running. One thread starts, watches and restarts every child.
 
 waiting (for those that come before it, or for its next try) → starting → ready
-at its end: stopped (asked to) · ended (by itself, not one that is restarted) · failed (died too often) · held (training is held)
+at its end: stopped (asked to) · ended (by itself, not one that is restarted) · held (training is held)
+            failed (died too often, or can't be as it was told to)
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Slot:
     exit_code: int | None = None
     killed: bool = False  # it did not stop within its limit
     released: bool = False  # nobody wants it any more: forgotten when it has ended
+    said: str = ""  # why it died last
+    refused: bool = False  # it can't be as it was told to
+    read: tuple[int, ...] = ()  # the files that it reads, as they were at its start (`_stamps`)
 
 
 class Supervisor:
@@ -124,6 +128,9 @@ class Supervisor:
                 self._probe(slot, now_s)
             elif slot.state == "stopping" and now_s >= slot.due_s and not slot.killed:
                 self._kill_late(slot)
+            elif slot.refused and not self.halting and slot.read != _stamps(slot.program):
+                log.info("%s is started again: what it reads has changed", slot.program.name)
+                self._want(slot.program)
         if now_s >= self._rotate_at_s:
             self._rotate_at_s = now_s + _ROTATE_EVERY_S
             for slot in self.slots.values():
@@ -135,7 +142,7 @@ class Supervisor:
             slot = Slot(program=program, restarts=Restarts(policy=self.policy), wanted_s=time.monotonic())
             self._set(slot, "waiting")
         elif slot.state not in RUNNING and slot.state != "waiting":
-            slot.program, slot.due_s = program, 0.0
+            slot.program, slot.due_s, slot.refused, slot.said = program, 0.0, False, ""
             slot.restarts.forgive()
             self._set(slot, "waiting")
 
@@ -145,7 +152,7 @@ class Supervisor:
         return all(n not in self.slots or self.slots[n].state == "ready" for n in slot.program.after)
 
     def _start(self, slot: Slot, now_s: float) -> None:
-        slot.killed, slot.exit_code, slot.due_s = False, None, now_s
+        slot.killed, slot.exit_code, slot.due_s, slot.read = False, None, now_s, _stamps(slot.program)
         try:
             slot.child = child.start(slot.program, now_s)
         except (OSError, RoostreamError) as error:
@@ -180,11 +187,24 @@ class Supervisor:
             return self._set(slot, "ended")
         if code == 0:
             log.info("%s has left after %.0f s, as it was asked to", name, lived_s)
-        else:
-            log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
-            for line in lines:
-                log.error("    | %s", line)
+            return self._retry(slot, lived_s, now_s)
+        before, slot.said = slot.said, (logs.last_words(lines) if code > 0 else "") or _how(code)
+        if code == slot.program.refusal and (lived_s < self.policy.stable_s or slot.said == before):
+            return self._refused(slot)
+        log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
+        for line in lines:
+            log.error("    | %s", line)
         self._retry(slot, lived_s, now_s)
+
+    def _refused(self, slot: Slot) -> None:
+        """It stays down: whoever ran for a while has another start first, since what it was told may be new to it."""
+        files = ", ".join(map(str, slot.program.reads))
+        slot.refused = True
+        log.error(
+            "%s can't be started as it was told to: %s; its log: %s%s",
+            *(slot.program.name, slot.said, slot.program.log, f"; it is tried again when {files} changes" if files else ""),
+        )
+        self._set(slot, "failed")
 
     def _retry(self, slot: Slot, lived_s: float, now_s: float) -> None:
         delay_s = slot.restarts.died(lived_s)
@@ -198,6 +218,7 @@ class Supervisor:
         self._set(slot, "waiting")
 
     def _begin_stop(self, slot: Slot) -> None:
+        slot.refused = False
         if slot.child is None:
             if slot.state == "waiting":
                 self._set(slot, "stopped")
@@ -237,6 +258,17 @@ class Supervisor:
             slot.state = state
             self._condition.notify_all()
         self.changed()
+
+
+def _stamps(program: Program) -> tuple[int, ...]:
+    """When each file that it reads was written; 0 = it can't be told."""
+    found = []
+    for file in program.reads:
+        try:
+            found.append(file.stat().st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return tuple(found)
 
 
 def _how(code: int) -> str:

@@ -25,6 +25,12 @@ STOP_S = 20.0
 """Within this a program of ours has ended after SIGTERM, whoever of its peers is away; whoever stops it waits a little longer."""
 
 
+REFUSED_CODE = 2
+"""What a program ends with whose settings, or what they name, can't be: no start mends that, its last line says what does."""
+
+AWAY_CODE = 69
+"""What a program ends with that may do better at its next start: who or what it needs is away, or another one has its place."""
+
 HELD_CODE = 75
 """What a program ends with that is not to be started again before the hold of training is over."""
 
@@ -125,8 +131,9 @@ def _say_when_kernels_compile() -> None:
 def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text") -> int:
     """Run `body` until it returns or raises; its exit code.
 
-    0 done or stopped by a signal, also while waiting for a peer · 2 a RoostreamError, told in one line · 75 held: no restart
-    helps, whoever supervises lets it rest · 1 a defect of ours, with its traceback in the log.
+    0 done or stopped by a signal, also while waiting for a peer · 2 refused (ConfigError) and 69 another RoostreamError, told in
+    one line; a supervisor tries again what ended with 69 · 75 held: no restart helps, whoever supervises lets it rest · 1 a
+    defect of ours, with its traceback in the log.
     """
     faulthandler.enable()
     collect_rarely()
@@ -143,12 +150,23 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
             log.info("%s stopped: %s", name, error)
             return 0
         log.error("%s: %s", name, error)
-        return HELD_CODE if isinstance(error, HeldError) else 2
+        return _code_of(error)
     except Exception:
         log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
         return 1
     log.info("%s stopped", name)
     return 0
+
+
+def _code_of(error: RoostreamError) -> int:
+    if isinstance(error, HeldError):
+        return HELD_CODE
+    return REFUSED_CODE if isinstance(error, ConfigError) else AWAY_CODE
+
+
+def command_code(code: int) -> int:
+    """That of a command, of what `run` gave: nobody starts a command again, so whatever it couldn't do is 2."""
+    return REFUSED_CODE if code == AWAY_CODE else code
 
 
 def leave(code: int) -> NoReturn:

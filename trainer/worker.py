@@ -81,7 +81,7 @@ class Worker:
         self._cut_s: float | None = None  # since when training waits for a commit
         self._aborted = 0  # seq; a cut that comes after its abort is refused
         self._heard = 0, 0  # the newest incarnation to be restored to, and of it the newest commit to be aborted
-        self._refusal: ConfigError | None = None
+        self.refusal: ConfigError | None = None  # of what is committed, which no restart mends; `turn` raises it
         self._inbox: queue.SimpleQueue[tuple[Command, concurrent.futures.Future[dict[str, Any]]]] = queue.SimpleQueue()
         self._closed = threading.Event()
 
@@ -114,8 +114,8 @@ class Worker:
         Raises:
             ConfigError: what is committed can't be used by this worker (its schema, its Kafka); it must exit.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
         if not self.training:
             return False
         if refused := self.outputs.refused():
@@ -374,7 +374,7 @@ class Worker:
         try:
             check()
         except ConfigError as error:
-            self._refusal = error
+            self.refusal = error
             raise
 
     def _read(self, manifest: Manifest) -> Snapshot:

@@ -234,10 +234,13 @@ def train(
     """Batches and commands in turn. When asked to stop: no more batches, and a last commit if one comes soon enough.
 
     Raises:
-        UnavailableError: no controller answers. HeldError: training is held; nothing is committed that was not before.
+        UnavailableError: no controller answers. HeldError: training is held, or will be as soon as the controller hears what this
+            worker refused for good; nothing is committed that was not before.
     """
     while True:
         worker.serve_inbox()
+        if worker.refusal is not None:
+            raise HeldError(f"training can't go on with this worker: {worker.refusal}")
         worker.turn()
         monitor.observe(held=member.hold)
         if member.hold:

@@ -288,7 +288,7 @@ class _Offline:
             if coordinator.holds.now is not None:
                 raise ConfigError(f"training is held: {coordinator.holds.now.reason}")
             if down := processes.failed():
-                raise ConfigError(f"{down} died again and again; {self.home.logs} says why")
+                raise ConfigError(f"{down}; its log is in {self.home.logs}")
             time.sleep(_LOOK_S)
             progress.at(lambda: sum(last.manifest.positions.values()) if (last := coordinator.last) else 0)
         ends_s = time.monotonic() + _SETTLE_S

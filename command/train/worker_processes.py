@@ -17,6 +17,7 @@ from infra.options import ROOT
 from infra.supervisor import Supervisor
 from param_server.calls import Calls
 from param_server.server import Shard
+from runtime.program import REFUSED_CODE
 from runtime.rpc_server import RpcServer
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
@@ -50,8 +51,8 @@ class WorkerProcesses:
             server.stop()
 
     def failed(self) -> str:
-        """Who stays down, "" = nobody."""
-        return ", ".join(name for name, slot in self.supervisor.slots.items() if slot.state == "failed")
+        """Who stays down, and why; "" = nobody."""
+        return ", ".join(f"{name} failed: {slot.said}" for name, slot in self.supervisor.slots.items() if slot.state == "failed")
 
     def _program(self, index: int) -> Program:
         name = f"worker-{index}"
@@ -77,4 +78,5 @@ class WorkerProcesses:
             prepare=prepare,
             stop_rank=StopRank.WORKER,
             stop_timeout_s=_STOP_S,
+            refusal=REFUSED_CODE,
         )

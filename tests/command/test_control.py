@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from command.control import job_of, settled
+from command.control import dying, job_of, place_of, settled
 from command.main import cli
 from infra import kinds
 from roo.errors import ConfigError, UnavailableError
@@ -82,3 +82,21 @@ def test_a_program_that_rests_since_training_is_held_is_where_it_is_to_be() -> N
     found = settled({name: {"state": state} for name, state in states.items()})
     assert found["controller"] == "controller is ready" and found["worker"].startswith("worker rests, since training is held")
     assert set(found) == {"controller", "worker"}
+
+
+def test_who_dies_while_a_stack_starts_is_told_with_its_last_words_and_its_log() -> None:
+    entry = {"log": "/h/logs/a.log", "said": "store s3://b is away"}
+    programs = {name: {**entry, "state": name} for name in ("waiting", "starting", "ready", "failed")}
+    programs["other"] = {**entry, "state": "starting", "said": ""}
+    told = "died and is tried again: store s3://b is away; its log: /h/logs/a.log"
+    assert dying(programs) == [f"waiting {told}", f"starting {told}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("s3://b/p", "s3://b/p"), ("/a/b", "/a/b"), ("b/c", "/here/b/c"), ("./b", "/here/b")]
+)
+def test_a_place_is_the_callers_though_programs_have_a_folder_of_their_own(
+    text: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert place_of(text) == place.replace("/here", str(tmp_path))

@@ -73,9 +73,9 @@ def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
 def test_what_is_wrong_is_the_first_line_of_the_summary(tmp_path: Path) -> None:
     show = show_of(tmp_path, io.StringIO())
     assert show.summary() == "ended before anything could be seen"
-    show.note(seen(0, joiner="failed (its log ends: [/b] no such jar)"))
+    show.note(seen(0, joiner="failed: [/b] no such jar"))
     first, second, *_ = show.summary().split("\n")
-    assert first == "NOT READY   joiner: failed (its log ends: [/b] no such jar)"
+    assert first == "NOT READY   joiner: failed: [/b] no such jar"
     assert second.startswith("ran ") and second.endswith("NOTHING WAS TRAINED")
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from command import status
 from command import status_table as table
 from command.audit import sums
 from command.audit.accounts import Accounts
+from command.troubles import of_controller, troubles
 from runtime import scrape
 from runtime.exports import Exports
 from runtime.scrape import Scraped
@@ -61,7 +64,7 @@ def whole(worker: Scraped, simulate: Scraped, control: dict[str, object]) -> dic
     scraped = {"worker": worker, "simulate": simulate, "shard-0": scrape.parse('roostream_shard_rows{stack="d16"} 7\n')}
     return {
         "programs": PROGRAMS,
-        "troubles": {"shard-0": "failed (its log ends: no disk)"},
+        "troubles": {"shard-0": "failed: no disk (its log: s.log)"},
         "lost_records": {},
         "rates": {"impressions": 25.04, "samples": None},
         "joiner": status.joiner_state(None, Scraped()),
@@ -149,7 +152,7 @@ def test_the_table_names_what_is_down_and_what_holds() -> None:
     found["guarantees"] = {"g1": books(folded=3, engagements=5, dead_engagements=1, pending=1)}
     lines = table.rows(found)
     rows = dict(lines)
-    assert lines[0] == ("NOT READY", "shard-0: failed (its log ends: no disk)"), "what is wrong stands first"
+    assert lines[0] == ("NOT READY", "shard-0: failed: no disk (its log: s.log)"), "what is wrong stands first"
     assert rows["programs"] == "1 ready, shard-0 failed, 14 restarts"
     assert rows["trainer"].startswith("caught_up, watermark 2023-11-14 22:13:20, behind 1.5 s")
     assert rows["click rate"].endswith("served is 1.50 × random now, 1.25 × since the start")
@@ -252,15 +255,55 @@ def test_troubles_carry_the_last_words_of_a_program(tmp_path: Path) -> None:
     log = tmp_path / "joiner.log"
     log.write_text("first\njoiner: no such file [/bold]\n")
     entry = {"pid": None, "log": str(log), "restarts": 3}
-    found = status.troubles(
+    found = troubles(
         {
             "joiner": {**entry, "state": "failed"},
             "kafka": {**entry, "state": "ready"},
             "simulate": {**entry, "state": "ended"},
             "worker": {**entry, "state": "waiting", "restarts": 0},
+            "controller": {**entry, "state": "failed", "restarts": 0, "said": "no table"},
+            "serving": {**entry, "state": "waiting", "said": "Kafka is away"},
+            "shard-0": {**entry, "state": "starting", "restarts": 0},
         }
     )
-    assert found == {"joiner": "failed (its log ends: joiner: no such file [/bold])", "worker": "waiting"}
+    assert found == {
+        "joiner": f"failed: joiner: no such file [/bold] (its log: {log})",
+        "worker": "waiting",
+        "controller": f"failed: no table (its log: {log})",
+        "serving": f"waiting after 3 restarts: Kafka is away (its log: {log})",
+        "shard-0": f"starting: joiner: no such file [/bold] (its log: {log})",
+    }
+
+
+class Probe(BaseHTTPRequestHandler):
+    missing = "it waits for the controller to restore it"
+
+    def do_GET(self) -> None:
+        self.send_response(503 if self.path == "/readyz" and self.missing else 200)
+        self.end_headers()
+        self.wfile.write(f"{self.missing or 'ok'}\n".encode())
+
+    def log_message(self, *args: object) -> None:
+        """Nobody reads it."""
+
+
+def test_who_starts_says_itself_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "worker.log"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Probe) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        entry = {"pid": 1, "log": str(log), "restarts": 0, "metrics": f"http://127.0.0.1:{server.server_port}/metrics"}
+        its = {"worker": {**entry, "state": "starting"}}
+        assert troubles(its) == {"worker": f"starting: it waits for the controller to restore it (its log: {log})"}
+        monkeypatch.setattr(Probe, "missing", "")
+        assert troubles(its) == {"worker": "starting"}
+        server.shutdown()
+    log.write_text("waiting for Kafka\n")
+    assert troubles(its) == {"worker": f"starting: waiting for Kafka (its log: {log})"}, "where it doesn't answer its log does"
+
+
+def test_a_controller_that_answers_and_waits_for_its_store_is_not_well() -> None:
+    assert of_controller({"away": "s3://b can't be read now"}) == {"controller": "waits: s3://b can't be read now"}
+    assert of_controller({"away": ""}) == of_controller({}) == {}
 
 
 def test_what_readers_lost_is_told_by_program() -> None:
@@ -278,7 +321,7 @@ def test_what_readers_lost_is_told_by_program() -> None:
 
 def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
     found = whole(Scraped(), Scraped(), {})
-    found["troubles"] = {"joiner": "failed (its log ends: [/b] \x1b[31mred [red]x[/red])"}
+    found["troubles"] = {"joiner": "failed: [/b] \x1b[31mred [red]x[/red]"}
     out = io.StringIO()
     Console(file=out, width=200).print(table.render(found, "home [/tmp]", ["curl '[/x]'"]))
     said = out.getvalue()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from infra import logs
 
 
@@ -40,3 +42,30 @@ def test_the_last_lines_can_begin_where_a_child_began(tmp_path: Path) -> None:
     logs.rotate(path, most_bytes=0)
     path.write_bytes(b"new\n")
     assert logs.last_lines(path, since=since) == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["10:00:00 I roostream.controller controller on a:1", "10:00:01 E roostream controller: no table"], "no table"),
+        (["10:00:01 E roostream worker 0: expected a: got b", "10:00:02 I roostream member left"], "expected a: got b"),
+        (["10:00:01 E roostream.worker restore: x", "10:00:02 E roostream worker 0: y", "  note"], "y"),
+        (["error: shard.toml:3: unknown key 'indx' = 1"], "shard.toml:3: unknown key 'indx' = 1"),
+        (['{"level": "INFO", "message": "m"}', '{"level": "ERROR", "message": "serving: no port"}'], "no port"),
+        (['{"level": "ERROR", "message": "x failed", "error": "Traceback …\\nValueError: oops"}'], "ValueError: oops"),
+        (
+            [
+                "10:00:01 E roostream x failed: this is a defect of Roostream, not of your settings",
+                "Traceback",
+                "ValueError: oops",
+            ],
+            "ValueError: oops",
+        ),
+        (["redis: Fatal error, can't open config file", ""], "redis: Fatal error, can't open config file"),
+        (["{not json"], "{not json"),
+        (['["a list"]', "[1]"], "[1]"),
+        ([], ""),
+    ],
+)
+def test_why_a_program_ended_is_the_last_error_that_it_told(lines: list[str], words: str) -> None:
+    assert logs.last_words(lines) == words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.programs import plain
+from infra.child import Program
+from infra.home import Home
+from infra.kinds import names
+from infra.options import StackOptions
+from infra.places import draw
+from infra.ports import Ports
+from infra.programs import plain, program, site_of
+from runtime.program import REFUSED_CODE
 
 VALUES = st.one_of(
     st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["Cs"]))
@@ -36,3 +44,33 @@ def test_paths_and_tuples_have_a_form() -> None:
 def test_a_value_without_a_form_is_refused() -> None:
     with pytest.raises(TypeError):
         tomli_w.dumps(plain({"x": None}))
+
+
+@pytest.fixture
+def ports() -> Iterator[Ports]:
+    drawn = Ports()
+    yield drawn
+    drawn.release()
+
+
+def built(name: str, home: Path, ports: Ports, **overrides: dict[str, object]) -> Program:
+    options = StackOptions(num_archivers=2, overrides=overrides)
+    return program(site_of(name, Home(home), options, draw(ports, options, names(options))), {})
+
+
+def test_a_program_says_by_which_code_it_is_refused_and_which_file_may_be_mended(tmp_path: Path, ports: Ports) -> None:
+    made = built("controller", tmp_path, ports)
+    assert made.refusal == REFUSED_CODE and made.reads == (StackOptions().schema,) and made.after == ()
+    assert built("compactor", tmp_path, ports).reads == ()
+
+
+@pytest.mark.parametrize(
+    ("warehouse", "after"), [("warehouse", ("archiver", "archiver-1")), ("other", ()), ("s3://b/warehouse", ())]
+)
+def test_a_model_that_begins_in_the_stacks_own_archive_waits_for_it(
+    warehouse: str, after: tuple[str, ...], tmp_path: Path, ports: Ports
+) -> None:
+    """Which is empty at first, and then no refusal: there is nothing to be trained from it."""
+    place = warehouse if "://" in warehouse else str(tmp_path / warehouse)
+    assert built("controller", tmp_path, ports, controller={"warehouse": place}).after == after
+    assert built("worker", tmp_path, ports, controller={"warehouse": place}).after == ()

@@ -16,7 +16,7 @@ from infra.child import Program, StopRank
 from infra.restart import RestartPolicy
 from infra.supervisor import Supervisor
 from roo.errors import UnavailableError
-from runtime.program import HELD_CODE
+from runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
 WAIT_S = 20.0
 SLEEP = "import time; time.sleep(600)"
@@ -26,9 +26,9 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 class Bench:
     """A supervisor and programs that are snippets of Python."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, policy: RestartPolicy | None = None) -> None:
         self.folder = folder
-        policy = RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=3)
+        policy = policy or RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=3)
         self.supervisor = Supervisor(lambda: None, policy, log_bytes=1000).open()
 
     def program(self, name: str, code: str, **settings: object) -> Program:
@@ -169,6 +169,77 @@ def test_a_program_that_is_held_rests_until_it_is_asked_for(bench: Bench, caplog
     assert bench.supervisor.slots["a"].restarts.total == 0 and "a rests: training is held" in caplog.text
     bench.start(bench.program("a", SLEEP))
     bench.wait_state("a", "ready")
+
+
+def refusing(code: int, after_s: float = 0.0) -> str:
+    said = "10:00:00 E roostream controller: file:///w is no table; has an archiver written there?"
+    return f"import sys, time; time.sleep({after_s}); print({said!r}, flush=True); sys.exit({code})"
+
+
+def test_what_is_refused_what_it_was_told_is_told_once_and_not_started_again(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.start(bench.program("a", refusing(REFUSED_CODE), refusal=REFUSED_CODE))
+    bench.wait_state("a", "failed")
+    slot = bench.supervisor.slots["a"]
+    assert slot.restarts.total == 0 and slot.said == "file:///w is no table; has an archiver written there?"
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == [f"a can't be started as it was told to: {slot.said}; its log: {bench.folder / 'a.log'}"]
+
+
+@pytest.mark.parametrize("code", [AWAY_CODE, 1])
+def test_what_may_pass_is_tried_again_and_its_last_words_are_kept(bench: Bench, code: int) -> None:
+    bench.start(bench.program("a", refusing(code), refusal=REFUSED_CODE))
+    bench.wait_state("a", "failed")
+    slot = bench.supervisor.slots["a"]
+    assert slot.restarts.total == 3 and slot.said == "file:///w is no table; has an archiver written there?"
+
+
+def test_the_exit_code_of_others_is_none_of_ours(bench: Bench) -> None:
+    """Kafka's and Redis' 2 says nothing of that."""
+    bench.start(bench.program("a", refusing(REFUSED_CODE)))
+    bench.wait_state("a", "failed")
+    assert bench.supervisor.slots["a"].restarts.total == 3
+
+
+def test_whoever_ran_for_a_while_has_one_more_start_to_read_what_it_is_told_now(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=9, stable_s=0.3))
+    try:
+        bench.start(bench.program("a", refusing(REFUSED_CODE, after_s=0.5), refusal=REFUSED_CODE))
+        bench.wait_state("a", "failed")
+        assert bench.supervisor.slots["a"].restarts.total == 1
+    finally:
+        bench.supervisor.close()
+
+
+def test_a_change_of_what_was_refused_is_worth_another_start(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "schema.toml"
+    file.write_text("wrong")
+    code = f"import sys, time; open({str(file)!r}).read() == 'wrong' and sys.exit({REFUSED_CODE}); time.sleep(600)"
+    bench.start(bench.program("a", code, refusal=REFUSED_CODE, reads=(file, tmp_path / "absent")))
+    bench.wait_state("a", "failed")
+    time.sleep(0.3)
+    assert bench.state("a") == "failed", "it is as it was"
+    file.write_text("right")
+    bench.wait_state("a", "ready")
+    assert bench.supervisor.slots["a"].said == ""
+
+
+def test_what_was_refused_and_then_stopped_stays_down(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "schema.toml"
+    file.write_text("wrong")
+    bench.start(bench.program("a", refusing(REFUSED_CODE), refusal=REFUSED_CODE, reads=(file,)))
+    bench.wait_state("a", "failed")
+    bench.supervisor.stop(["a"])
+    file.write_text("right")
+    time.sleep(0.4)
+    assert bench.state("a") == "failed" and bench.supervisor.slots["a"].restarts.total == 0
+
+
+def test_a_program_that_is_killed_has_said_nothing_of_it(bench: Bench) -> None:
+    bench.start(bench.program("a", "print('10:00:00 E roostream a: no disk', flush=True); import os; os.kill(os.getpid(), 9)"))
+    bench.wait_state("a", "failed")
+    assert bench.supervisor.slots["a"].said == "killed by signal 9"
 
 
 def test_a_program_that_cannot_be_started_is_told_and_tried_again(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

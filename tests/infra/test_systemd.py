@@ -12,7 +12,7 @@ import pytest
 
 from infra.kinds import KINDS, SIMULATE
 from roo.config import _Environment  # what a variable has to be called
-from runtime.program import HELD_CODE, STOP_S
+from runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
@@ -43,7 +43,7 @@ def test_a_unit_starts_its_program_and_gives_it_the_time_to_end(unit: Path) -> N
     program = program_of(unit)
     assert its["ExecStart"] == [f"/opt/roostream/bin/roostream {program} --config /etc/roostream/{program}.toml"]
     assert STOP_S < float(its["TimeoutStopSec"][0].removesuffix("s")) <= STOP_S + 10
-    assert its["RestartPreventExitStatus"] == [str(HELD_CODE)] and its["Restart"] == ["always"]
+    assert its["RestartPreventExitStatus"] == [f"{REFUSED_CODE} {HELD_CODE}"] and its["Restart"] == ["always"]
     assert its["User"] == ["roostream"] and its["NoNewPrivileges"] == ["true"] and its["ProtectSystem"] == ["strict"]
     assert its["WantedBy"] == ["roostream.target"] and its["PartOf"] == ["roostream.target"]
 

@@ -69,6 +69,13 @@ def probed(workload: Workload) -> Iterator[str]:
                     yield f"{container['name']}: expected a {probe}"
 
 
+def telling_why_it_ended(workload: Workload) -> Iterator[str]:
+    """`kubectl describe` has its last sentence, which says what is wrong with what it was told (docs/decisions/0092)."""
+    for container in workload.containers:
+        if "--config" in container.get("args", ()) and container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+            yield f"{container['name']}: expected terminationMessagePolicy: FallbackToLogsOnError"
+
+
 def apart_from_the_api(workload: Workload) -> Iterator[str]:
     """It has no token of the API server, and no variables that name the namespace's services."""
     if workload.kind not in _ASKS_THE_API and workload.pod.get("automountServiceAccountToken") is not False:
@@ -96,4 +103,6 @@ def _is_ours(workload: Workload) -> bool:
     return "roostream" in str(workload.labels.get("app.kubernetes.io/part-of"))
 
 
-RULES: tuple[Rule, ...] = (nobody, without_capabilities, with_limits, pinned, probed, apart_from_the_api, with_time_to_end)
+RULES: tuple[Rule, ...] = (
+    *(nobody, without_capabilities, with_limits, pinned, probed, telling_why_it_ended, apart_from_the_api, with_time_to_end),
+)

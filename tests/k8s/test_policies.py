@@ -52,6 +52,7 @@ def with_container(**changes: Any) -> Workload:
         (policy.pinned, lambda: with_container(image="roostream:latest")),
         (policy.pinned, lambda: with_container(image="roostream")),
         (policy.probed, lambda: with_container(startupProbe=1, livenessProbe=1) and _without(with_container(), "readinessProbe")),
+        (policy.telling_why_it_ended, lambda: with_container(terminationMessagePolicy="File")),
         (policy.apart_from_the_api, lambda: shard(automountServiceAccountToken=True)),
         (policy.with_time_to_end, lambda: shard(terminationGracePeriodSeconds=30)),
     ],

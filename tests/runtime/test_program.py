@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_code
+
 ROOT = Path(__file__).parents[2]
 HEAD = "import sys; from runtime.program import run; from roo.errors import *\n"
 
@@ -30,7 +32,10 @@ def started(body: str, **env: str) -> subprocess.Popen[str]:
         ("pass", 0, "prog stopped"),
         ("raise ConfigError('expected a, got b')", 2, "prog: expected a, got b"),
         ("stop.set(); raise UnavailableError('stopped while waiting for Kafka')", 0, "prog stopped: stopped while waiting"),
-        ("stop.set(); raise CheckpointError('manifest is damaged')", 2, "prog: manifest is damaged"),
+        ("raise SchemaError('expected dim 8, got 4')", 2, "prog: expected dim 8, got 4"),
+        ("raise UnavailableError('Kafka does not answer')", 69, "prog: Kafka does not answer"),
+        ("raise FencedError('a newer controller exists')", 69, "prog: a newer controller exists"),
+        ("stop.set(); raise CheckpointError('manifest is damaged')", 69, "prog: manifest is damaged"),
         ("raise HeldError('training is held: out of memory')", 75, "prog: training is held"),
         ("raise ValueError('oops')", 1, "this is a defect of Roostream, not of your settings"),
     ],
@@ -40,6 +45,11 @@ def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, say
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code and says in stderr, stderr
     assert ("Traceback" in stderr) == (code == 1)
+
+
+@pytest.mark.parametrize(("code", "commands"), [(0, 0), (1, 1), (REFUSED_CODE, 2), (AWAY_CODE, 2), (HELD_CODE, 75)])
+def test_a_command_that_nobody_starts_again_has_one_code_for_all_that_it_could_not_do(code: int, commands: int) -> None:
+    assert command_code(code) == commands
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

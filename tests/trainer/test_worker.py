@@ -361,6 +361,7 @@ def test_a_schema_that_cannot_read_what_is_committed_is_refused_with_expected_an
     assert not result["ok"] and not result["damaged"]
     with pytest.raises(SchemaError, match=r"feature 'hour': expected kind 'float' .*, got 'ids'"):
         stage.worker.turn()
+    assert isinstance(stage.worker.refusal, SchemaError), "by it the program ends as one whose training is held"
 
 
 def test_other_labels_are_refused() -> None:

@@ -66,6 +66,7 @@ class Controller:
         self._changed = threading.Condition()
         self._todo: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
+        self.away = ""  # what is to do next waits for this, in a sentence
         self._fence_checked_s = 0.0
         self._spent_kept_s = clock.monotonic_s()
         self._leave_by_s: float | None = None  # it was asked to go until then
@@ -137,8 +138,10 @@ class Controller:
             if self.clock.monotonic_s() - self._spent_kept_s >= _KEEP_SPENT_S:
                 self._keep_spent()
         except UnavailableError as error:
+            self.away = str(error)
             self._outage.wait(error, stop)
         else:
+            self.away = ""
             self._outage.reached()
         with self._changed:
             it, now_s = self.coordinator, self.clock.monotonic_s()
@@ -176,6 +179,7 @@ class Controller:
                 "freshness": self.freshness(),
                 "state": str(it.state),
                 "reason": it.reason,
+                "away": self.away,
                 "incarnation": it.incarnation,
                 "seq": it.seq,
                 "manifest": it.last.name if it.last else "",

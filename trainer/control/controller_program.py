@@ -93,7 +93,8 @@ def control(config: ControllerConfig, stop: Stop) -> None:
     kept = KeptLeases(master, store, clock)
 
     def turned() -> None:
-        health.turned("" if controller.coordinator.incarnation else "it claims an incarnation")
+        claims = f"it waits: {controller.away}" if controller.away else "it claims an incarnation"
+        health.turned("" if controller.coordinator.incarnation else claims)
         page.observe()
         kept.turned()
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from roo.errors import ConfigError, RoostreamError
+from roo.errors import CheckpointError, ConfigError, RoostreamError
 from runtime.clock import Clock
 from runtime.kafka.topics import SAMPLES, Progress
 from runtime.work_unit import TableInput
@@ -108,8 +108,15 @@ class TableHistory:
         self.table = SampleTable(config.warehouse)
 
     def newest(self, begins: Progress | None = None) -> TableInput | None:
-        """As `SampleTable.newest`; what a session would be is held before it is read."""
-        found = self.table.newest(self.config.session, self.topics, begins)
+        """As `SampleTable.newest`; what a session would be is held before it is read.
+
+        Raises:
+            ConfigError: there is no table where the settings say, or it is damaged: this controller can't go on with them.
+        """
+        try:
+            found = self.table.newest(self.config.session, self.topics, begins)
+        except CheckpointError as error:
+            raise ConfigError(f"warehouse = {self.config.warehouse!r}: {error}") from None
         if found is not None and not begins:
             self.hold(found, self.clock.now_ms() + HELD_MS)
         return found

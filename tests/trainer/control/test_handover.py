@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from roo.errors import UnavailableError
+from roo.errors import ConfigError, UnavailableError
 from runtime.clock import FakeClock
 from runtime.kafka.topics import Progress
 from runtime.work_unit import TableInput
 from tests.runtime.manifest_cases import an_input
-from trainer.control.handover import HELD_MS, HandOver, Margin, follows, margin
+from trainer.config import ControllerConfig
+from trainer.control.handover import HELD_MS, HandOver, Margin, TableHistory, follows, margin
 
 SESSION = an_input(ends={("samples", 0): 105, ("samples", 1): 90, ("corrections", 0): 3})
 NEWER = dataclasses.replace(
@@ -100,3 +103,21 @@ def test_what_can_not_be_told_now_changes_nothing_and_is_looked_at_again(caplog:
     case.it.hold = away
     case.it.run(stop)
     assert case.controller.followed == [] and "the store is away" in caplog.text
+
+
+KEYS: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store", "listen": "127.0.0.1:0", "num_shards": 1}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_place_without_a_table_is_a_setting_that_cannot_be(exists: bool, tmp_path: Path) -> None:
+    """No start mends that: whoever supervises has to know it from a place that is away."""
+    place = tmp_path / "archive"
+    if exists:
+        place.mkdir()
+    history = TableHistory(
+        ControllerConfig(**KEYS, warehouse=str(place)),
+        {"samples": "id"},
+        FakeClock(1000),
+    )
+    with pytest.raises(ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples is no table; has an archiver written"):
+        history.newest()
