@@ -23,6 +23,7 @@ def _over_loopback(what: str, thousands: str, ids_a_table: int) -> Row:
         unit="rows",
         subjects=(
             Subject("shard over loopback", f"{_HERE}:{what}", ("there", ids_a_table)),
+            Subject("the same, certificates and a token", f"{_HERE}:{what}", ("secured", ids_a_table)),
             Subject("the same in this process", f"{_HERE}:{what}", ("here", ids_a_table), "limit"),
         ),
     )
@@ -34,7 +35,8 @@ QUESTION = Question(
     rows=(*_rows(400), *_rows(4000)),
     means="""\
 Reading rows comes to two thirds and more of plain indexing although keys are looked up; updating is three times as fast as
-torch's sparse Adagrad. Over loopback a large pull or push is bound by copying.
+torch's sparse Adagrad. Over loopback a large pull or push is bound by copying; with `[link]`'s certificates and a token
+(docs/operations/security.md) by what both ends encrypt.
 
 1.04 M rows of width 16 in 26 tables of one stack, Adagrad, one shard. A shard finds keys in its index; numpy and torch are given
 row numbers, so they do less. A push checks gradients, updates rows, and marks them for the next commit before it answers.""",

@@ -6,6 +6,7 @@ Letters: U keys of a batch (unique), D width.
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,7 @@ from functools import cache
 import numpy as np
 
 from benchmarks.question import Work
+from benchmarks.workloads.link_keys import folder_of_keys, keys_in
 from benchmarks.workloads.server import listen_until_told, serving
 from benchmarks.workloads.shard import begun_shard
 from param_server.calls import Calls
@@ -62,13 +64,16 @@ def _filled(transport: Transport) -> Client:
 
 @contextlib.contextmanager
 def _client(where: str) -> Iterator[Client]:
-    """`here`: a shard in this process; `there`: in its own, over loopback."""
+    """`here`: a shard in this process; `there`: in its own, over loopback; `secured`: there, with certificates and a token."""
     if where == "here":
         with tempfile.TemporaryDirectory() as folder:
             yield _filled(InMemoryTransport(Calls(begun_shard(schema(), folder, publishing=False)).handle))
         return
-    with serving("benchmarks.workloads.rows") as address:
-        transport = SocketTransport(address)
+    with (
+        folder_of_keys(where == "secured") as folder,
+        serving("benchmarks.workloads.rows", *filter(None, [folder])) as address,
+    ):
+        transport = SocketTransport(address, keys=keys_in(folder))
         try:
             yield _filled(transport)
         finally:
@@ -152,6 +157,7 @@ def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:
-        server = RpcServer(Calls(begun_shard(schema(), home, publishing=False)).handle).start()
+        keys = keys_in(sys.argv[1] if len(sys.argv) > 1 else "")
+        server = RpcServer(Calls(begun_shard(schema(), home, publishing=False)).handle, keys=keys).start()
         listen_until_told(server.address)
         server.stop()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.question import Work
+from benchmarks.workloads.link_keys import folder_of_keys, keys_in
 from benchmarks.workloads.server import listen_until_told, serving
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
-from runtime.security.link_security import LinkKeys, LinkSecurity
 from runtime.transport import Header
 
 MB = 1e6
@@ -45,31 +42,12 @@ def small(secured: bool = False) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def _client(secured: bool) -> Iterator[SocketTransport]:
-    with contextlib.ExitStack() as opened:
-        folder = opened.enter_context(tempfile.TemporaryDirectory()) if secured else ""
-        if secured:
-            _make_keys(Path(folder))
-        address = opened.enter_context(serving("benchmarks.workloads.rpc_ours", *filter(None, [folder])))
-        transport = SocketTransport(address, keys=_keys(folder))
-        opened.callback(transport.close)
-        yield transport
-
-
-def _keys(folder: str) -> LinkKeys:
-    """Both ends show the same certificate, which is its own authority."""
-    if not folder:
-        return LinkKeys()
-    at = Path(folder)
-    own = {"certificate": str(at / "own.crt"), "key": str(at / "own.key"), "ca": str(at / "own.crt")}
-    return LinkKeys(LinkSecurity(**own, token_file=str(at / "token")))
-
-
-def _make_keys(folder: Path) -> None:
-    (folder / "token").write_text("0123456789abcdef0123456789abcdef")
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    names = ("-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1")
-    files = ("-keyout", str(folder / "own.key"), "-out", str(folder / "own.crt"))
-    subprocess.run(("openssl", "req", "-x509", *curve, *names, *files), check=True, capture_output=True)
+    with folder_of_keys(secured) as folder, serving("benchmarks.workloads.rpc_ours", *filter(None, [folder])) as address:
+        transport = SocketTransport(address, keys=keys_in(folder))
+        try:
+            yield transport
+        finally:
+            transport.close()
 
 
 def _handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Header, Sequence[np.ndarray]]:
@@ -81,6 +59,6 @@ def _handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Head
 _GIVEN: dict[int, np.ndarray] = {}
 
 if __name__ == "__main__":
-    server = RpcServer(_handle, keys=_keys(sys.argv[1] if len(sys.argv) > 1 else "")).start()
+    server = RpcServer(_handle, keys=keys_in(sys.argv[1] if len(sys.argv) > 1 else "")).start()
     listen_until_told(server.address)
     server.stop()

@@ -108,7 +108,13 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *(("read", [readers, 4, 600]) for readers in (0, 2)),
         *(("starved", [most, 0.44, 2000.0, [0.2, 0.3], 4, 600]) for most in (0, 2)),
     ],
-    "rows": [("pull", ["here", 2]), ("push", ["here", 2]), ("pull", ["there", 2]), ("gather_numpy", [2])],
+    "rows": [
+        ("pull", ["here", 2]),
+        ("push", ["here", 2]),
+        ("pull", ["there", 2]),
+        ("push", ["secured", 2]),
+        ("gather_numpy", [2]),
+    ],
 }
 ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
     "sharing.ladder": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
