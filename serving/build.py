@@ -151,6 +151,7 @@ def build_process(
     service = RankService(schema, versions, rows, hydrator, policy)
     service.stages, service.scores = metrics.stages, metrics.scores
     service.rows_ready, service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
+    service.rows_wait = rows.waits
     quiet = Quiet(clock)
     items = open_retrieval(config, schema, service, quiet, clock, registry)
     parts = Parts(

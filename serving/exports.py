@@ -1,5 +1,5 @@
-"""What `/metrics` shows of serving. Histograms are written without a lock, each cell by one thread: what belongs to scoring by
-the scoring thread, the rest by the event loop."""
+"""What `/metrics` shows of serving. Histograms are written without a lock, each cell by one thread at a time:
+what belongs to scoring by whoever scores, the rest by the event loop."""
 
 from __future__ import annotations
 
@@ -77,13 +77,11 @@ class RankTimes:
     def __init__(self) -> None:
         self.seconds = Histogram("roostream_serving_stage_seconds", "time of a rank's stages", ("stage",), STAGE_S)
         self.parse = self.seconds.cell("parse")  # event loop
-        self.hydrate = self.seconds.cell("hydrate")  # scoring thread, as the next two
+        self.hydrate = self.seconds.cell("hydrate")  # who scores, as the next two
         self.encode = self.seconds.cell("encode")
         self.score = self.seconds.cell("score")  # a request's share of the pass that it was scored in
         self.log = self.seconds.cell("log")  # event loop
-        self.queue_seconds = Histogram(
-            "roostream_serving_queue_seconds", "a parsed rank waits for the scoring thread", (), STAGE_S
-        )
+        self.queue_seconds = Histogram("roostream_serving_queue_seconds", "a parsed rank waits to be scored", (), STAGE_S)
         self.queue = self.queue_seconds.cell()  # event loop
         self.redis_seconds = Histogram("roostream_serving_redis_seconds", "a read of Redis, by outcome", ("outcome",), STAGE_S)
         self.redis_ok, self.redis_failed = self.redis_seconds.cell("ok"), self.redis_seconds.cell("failed")

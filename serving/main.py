@@ -27,7 +27,7 @@ from serving.http.app import HttpInterface
 
 log = logging.getLogger("roostream.serving")
 
-# The scoring thread and the event loop share the interpreter: hand it over sooner than after the usual 5 ms.
+# Scoring thread and event loop share the interpreter where a pass isn't made in the loop: hand it over sooner than after 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 JOIN_S = 5.0
 CLOSE_S = 4.0  # what is kept of a stop's time for closing, and for the interpreter to end

@@ -87,7 +87,7 @@ class CompleteRequest(NamedTuple):
 
 
 class RankService:
-    """`rank` and `rank_all` run in one thread at a time: Redis' client's."""
+    """`rank` and `rank_all` run in one thread at a time, and what `may_wait` always in the same: Redis' client's."""
 
     def __init__(
         self, schema: Schema, versions: Versions, rows: RowReader, hydrator: Hydration | None = None, policy: Policy | None = None
@@ -98,8 +98,16 @@ class RankService:
         self.stages, self.scores = RankTimes(), ScoreSpread(schema.tasks)  # those that are exported, where they are
         self.rows_ready: Callable[[], bool] = lambda: True  # until the replica is bootstrapped, answers are marked degraded
         self.rows_complete: Callable[[], bool] = lambda: True  # of what was just gathered; else the answers are marked too
+        self.rows_wait = False  # whether rows that aren't here are waited for
         self.credits = Credits(schema.labels[self.policy.task].action if schema.labels else "")
-        self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, in the scoring thread
+        self.scored: Callable[[ScoredRequest], None] = lambda scored: None  # told of each, where it was scored
+
+    def may_wait(self, request: RankRequest) -> bool:
+        """Whether ranking it may wait for Redis or a shard."""
+        if self.rows_wait or self.hydrator is None:
+            return self.rows_wait
+        self.filler.open(request)
+        return self.filler.wants_hydration(request)
 
     def rank(self, request: RankRequest, time_ms: int) -> Ranked:
         """One alone. Raises RequestError; nothing is logged then."""

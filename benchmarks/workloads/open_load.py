@@ -120,7 +120,8 @@ class Clients:
 
     def _receive(self, timeout_s: float) -> list[Answered]:
         out = []
-        for number, _ in self._poll.poll(timeout_s):
+        select.select((self._poll,), (), (), timeout_s)  # to the microsecond: epoll's own wait is rounded up to a millisecond
+        for number, _ in self._poll.poll(0):
             line = self._busy.get(number)
             if line is None or not (came := _received(line.socket)):
                 self._drop(number)

@@ -13,8 +13,8 @@ _SMOOTH = 0.1  # weight of the newest request in the recent service time
 
 
 class Gate:
-    """Requests wait for one scoring thread: a new one waits for those before it, each of about the recent service time, which is
-    that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop."""
+    """Requests are scored one pass after another: a new one waits for those before it, each of about the recent service time,
+    which is that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop."""
 
     def __init__(self, max_in_flight: int, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight, self.now_s = max_in_flight, now_s
@@ -41,12 +41,19 @@ class Gate:
     @contextmanager
     def admit(self, left_s: float) -> Iterator[None]:
         """Raises as `check`."""
-        self.check(left_s)
-        self.in_flight += 1
+        self.enter(left_s)
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.leave()
+
+    def enter(self, left_s: float) -> None:
+        """Whoever gets in has to `leave`. Raises as `check`."""
+        self.check(left_s)
+        self.in_flight += 1
+
+    def leave(self) -> None:
+        self.in_flight -= 1
 
     def scored(self, num_answered: int, since_s: float) -> None:
         """A pass gave so many answers, the first of which was waited for since `since_s`. What gave none says nothing."""

@@ -32,6 +32,7 @@ from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
 from serving.http.shortcut import answer_of, is_whole_post
 from serving.http.tracing import Spanning, open_tracing
+from serving.http.whole import WholeRanks
 from serving.oip.endpoints import InferenceProtocol, refuse_inference
 from serving.page import front
 from serving.page.explain_endpoint import ExplainEndpoint
@@ -69,6 +70,8 @@ class HttpInterface:
         self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
         rank = RankEndpoint(parts, self.intake, seldom)
         self.gate = rank.gate
+        is_plain = parts.keys is None and not parts.config.tracing
+        self.whole = WholeRanks(rank) if is_plain else None
         self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
             "/v1/rank": rank,
             "/v1/engagements": EngagementsEndpoint(parts, self.intake, seldom),

@@ -12,22 +12,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.errors import RequestError
 from serving.http.admission import RETRY_AFTER_S
+from serving.http.shortcut import is_whole_post
+from serving.http.whole import PATH, WholeRanks
 
 MAX_HEAD_BYTES = 32 << 10  # of a request's line and headers
 MAX_PIPELINED = 64  # requests of one connection that wait for their turn
 HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
 LINGER_S = 5.0  # for the last answer to be taken
+_MOST_WHOLE = MAX_HEAD_BYTES  # bytes of a request that is answered whole: what is longer rarely comes in one piece
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One a connection. `max_connections` and `refuses` are set by a subclass (`limited_to`)."""
+    """One a connection. `max_connections`, `refuses` and `whole` are set by a subclass (`limited_to`)."""
 
     max_connections = 1000
+    whole: WholeRanks | None = None  # who answers what came whole; None = everything goes uvicorn's way
 
     @staticmethod
     def refuses(data: bytes) -> bytes | None:
@@ -40,6 +45,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._barren_bytes = 0  # that came since the last time they were good for something
         self._head_timer: asyncio.TimerHandle | None = None
         self._active_s = self._head_began_s = time.monotonic()
+        self._whole: list[bytes] | None = None  # of the body of a whole request, while that is parsed
+        self._is_complete = False  # it is, to the parser too
+        self._asks = self._is_last = False  # a whole request is being answered; its answer is the connection's last
+        self._held = b""  # what came meanwhile
 
     @property
     def is_idle(self) -> bool:
@@ -53,7 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _owes_nothing(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return not self._asks and (self.cycle is None or self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,9 +78,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._active_s = time.monotonic()
-        if self.is_idle and not self.flow.write_paused and (answer := self.refuses(data)) is not None:
-            self._answer_at_once(answer)
+        if self._asks:
+            self._hold(data)
             return
+        if self.is_idle and not self.flow.write_paused:
+            if (answer := self.refuses(data)) is not None:
+                self._answer_at_once(answer)
+                return
+            if self.whole is not None and self.whole.is_open and len(data) <= _MOST_WHOLE and is_whole_post(data, PATH):
+                self._ask_whole(self.whole, data)
+                return
         self._barren_bytes += len(data)
         if self._in_head and self._head_timer is None:
             self._time_head()
@@ -80,11 +96,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
+        if self._whole is not None:
+            self.url, self.headers = b"", []
+            return
         super().on_message_begin()
         if self._head_timer is None:
             self._time_head()
 
     def on_headers_complete(self) -> None:
+        if self._whole is not None:
+            return
         self._head_is_here()
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -97,11 +118,17 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        if self._whole is not None:
+            self._whole.append(body)
+            return
         self._barren_bytes = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._whole is not None:
+            self._is_complete = True
+            return
         self._barren_bytes, self._in_head = 0, True
         if not self._refused:
             super().on_message_complete()
@@ -116,19 +143,76 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        self._close()
+        """Its time began with the last request but for those that came whole, which leave it running."""
+        left_s = self._active_s + self.timeout_keep_alive - time.monotonic()
+        if self._asks or left_s > 0:
+            self._time_keep_alive(max(left_s, 1.0))
+        else:
+            self._close()
 
     def shutdown(self) -> None:
+        if self._asks:
+            self._is_last = True
+            return
         super().shutdown()
         if self.transport.is_closing():
             self._close()
+
+    def _ask_whole(self, whole: WholeRanks, data: bytes) -> None:
+        """Through the parser, without uvicorn's cycle."""
+        self._head_is_here()
+        parts: list[bytes] = []
+        self._whole, self._is_complete = parts, False
+        try:
+            self.parser.feed_data(data)
+            query = httptools.parse_url(self.url).query if b"?" in self.url else b""
+        except httptools.HttpParserError:
+            self._is_complete = False
+        finally:
+            self._whole = None
+        if not self._is_complete:
+            self.send_400_response("")
+            return
+        self._asks = True
+        whole.take({"type": "http", "headers": self.headers, "query_string": query or b""}, b"".join(parts), self)
+
+    def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """See `serving.http.whole.AskingConnection`."""
+        self._asks = False
+        if self.transport.is_closing():
+            return
+        lines = [*self.server_state.default_headers, *headers, (b"content-length", str(len(body)).encode())]
+        self._is_last |= (b"connection", b"close") in lines
+        if self._is_last and (b"connection", b"close") not in lines:
+            lines.append((b"connection", b"close"))
+        self.transport.write(STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % line for line in lines]) + b"\r\n" + body)
+        if self._is_last:
+            self._close()
+        elif self.timeout_keep_alive_task is None:
+            self._time_keep_alive(self.timeout_keep_alive)
+        if self._held:
+            self._go_on()
+
+    def _hold(self, data: bytes) -> None:
+        """Until the request before it is answered."""
+        self._held += data
+        self.flow.pause_reading()
+
+    def _go_on(self) -> None:
+        data, self._held = self._held, b""
+        self.flow.resume_reading()
+        if not self.transport.is_closing():
+            self.data_received(data)
+
+    def _time_keep_alive(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def _answer_at_once(self, answer: bytes) -> None:
         """To what came as a whole, without the parser; then it is as after any other answer."""
         self._head_is_here()
         self._unset_keepalive_if_required()
         self.transport.write(answer)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._time_keep_alive(self.timeout_keep_alive)
 
     def _time_head(self) -> None:
         self._head_began_s = time.monotonic()
@@ -174,7 +258,7 @@ class LimitedProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(error.body())
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers(), "connection": "close"}
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
-        if self.cycle is None or self.cycle.response_complete:
+        if self._owes_nothing:
             self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
         self._close()
 
@@ -185,6 +269,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def limited_to(max_connections: int, refuses: Callable[[bytes], bytes | None]) -> type[LimitedProtocol]:
+def limited_to(
+    max_connections: int, refuses: Callable[[bytes], bytes | None], whole: WholeRanks | None = None
+) -> type[LimitedProtocol]:
     """The protocol with this limit, for uvicorn, which makes its objects itself."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": max_connections, "refuses": staticmethod(refuses)})
+    own = {"max_connections": max_connections, "refuses": staticmethod(refuses), "whole": whole}
+    return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -67,7 +67,7 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     """Serve until `budget.stop` is set; then let open connections take leave (`_take_leave`), accept nothing more, wait for no
     more bodies, and finish what is in flight: the last for at most half of `budget`. `turned` is called from the event loop, over
     and over, until then."""
-    limits = limited_to(app.parts.config.max_connections, app.refuses)
+    limits = limited_to(app.parts.config.max_connections, app.refuses, app.whole)
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.parts.tls)
 
     server = _OwnServer(config)

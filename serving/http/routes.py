@@ -25,6 +25,7 @@ from serving.http.query import RankOptions, deadline_ms_of, options_of
 from serving.http.scoring_queue import ScoringQueue
 from serving.http.seldom import Seldom, kind_of
 from serving.http.version_header import take_version
+from serving.rank import Ranked
 from serving.request import RankRequest
 
 log = logging.getLogger("roostream.serving")
@@ -49,16 +50,20 @@ class _Endpoint:
             status, answer = 200, await self.answer(scope, receive, until_s)
         except ClientGoneError:
             return
-        except (RequestError, asyncio.CancelledError) as error:
-            refusal = self._refusal(error)
-            status, answer, headers = refusal.status, self.fault(refusal), refusal.headers()
-        except Exception as error:
-            self._complain(error)
-            defect = RequestError(500, "this request could not be answered; the cause is in serving's log")
-            status, answer = 500, self.fault(defect)
+        except (Exception, asyncio.CancelledError) as error:
+            status, answer, headers = self.told(error)
         body, media, own = self.form(scope, answer)
         self.parts.metrics.answered(self.route, status, time.perf_counter() - begin_s)
         await respond(send, status, body, media, headers | own)
+
+    def told(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
+        """(status, what it says, headers) of an answer that isn't 200. Raises what nobody is to be told."""
+        if isinstance(error, RequestError | asyncio.CancelledError):
+            refusal = self._refusal(error)
+        else:
+            self._complain(error)
+            refusal = RequestError(500, "this request could not be answered; the cause is in serving's log")
+        return refusal.status, self.fault(refusal), refusal.headers()
 
     def fault(self, error: RequestError) -> object:
         """What an answer that isn't 200 says."""
@@ -90,15 +95,15 @@ class _Endpoint:
             raise error
         return stopping()
 
-    def _complain(self, error: Exception) -> None:
+    def _complain(self, error: BaseException) -> None:
         left_out = self.seldom.due(kind_of(error))
         if left_out is not None:
             more = f" ({left_out} more since the last that was told)" if left_out else ""
-            log.exception("a %s request failed: this is a defect of Roostream%s", self.route, more)
+            log.error("a %s request failed: this is a defect of Roostream%s", self.route, more, exc_info=error)
 
 
 class RankEndpoint(_Endpoint):
-    """`POST /v1/rank`: body → parse → a place at the gate → score in the scoring thread → log → answer."""
+    """`POST /v1/rank`: body → parse → a place at the gate → the queue's turn → log → answer."""
 
     route = "rank"
 
@@ -107,7 +112,8 @@ class RankEndpoint(_Endpoint):
         self.gate = Gate(parts.config.max_in_flight)
         self.json = JsonParser(parts.schema)
         most = (parts.config.pass_requests, parts.config.pass_candidates)
-        self.queue = ScoringQueue(parts.executor, parts.service.rank_all, self.gate, most, parts.metrics.stages.queue.observe)
+        service, waited = parts.service, parts.metrics.stages.queue.observe
+        self.queue = ScoringQueue(parts.executor, service.rank_all, self.gate, most, waited, service.may_wait)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
         """Once the log has its impression.
@@ -121,20 +127,37 @@ class RankEndpoint(_Endpoint):
         options = options_of(scope["query_string"])
         media = media_of(scope, (JSON, PROTOBUF))
         body = await self.intake.read(scope, receive, until_s)
+        request = self.request_of(scope, body, media, options)
+        return await self.ranked(request, len(body), until_s)
+
+    def request_of(self, scope: Scope, body: bytes, media: str, options: RankOptions) -> RankRequest:
+        """Raises RequestError 400, 413."""
         begin_s = time.perf_counter()
         request = self._parse(body, media, options)
         self.parts.metrics.stages.parse.observe(time.perf_counter() - begin_s)
         take_version(scope, request)
-        return await self.ranked(request, len(body), until_s)
+        return request
 
     async def ranked(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
         """The way of every rank from here on, however it was spelt. Raises RequestError 404, 413, 429, 500, 503, 504."""
-        self._check_room(num_bytes)
+        self.prepare(request, num_bytes)
+        with self.gate.admit(self.left_s(until_s)):
+            return await self._scored(request, until_s)
+
+    def prepare(self, request: RankRequest, num_bytes: int) -> None:
+        """Before it is let in. Raises RequestError 503 for what could not be logged once it is scored."""
+        if not self.parts.log.has_room(num_bytes):
+            message = "the feature log is full: Kafka has not taken its records; try again"
+            raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
         names = CURRENT_CALL.get()
         request.traceparent = names.traceparent if names else ""
-        with self.gate.admit(self.left_s(until_s)):
-            answer = await self._scored(request, until_s)
-        self.parts.metrics.candidates.inc(len(request.item_ids))
+
+    def logged(self, ranked: Ranked) -> RankAnswer:
+        """What may be answered now. Raises RequestError 413, 503."""
+        begin_s, answer = time.perf_counter(), ranked.answer
+        self.append([ranked.record])
+        self.parts.metrics.stages.log.observe(time.perf_counter() - begin_s)
+        self.parts.metrics.candidates.inc(len(answer.order))
         if answer.degraded:
             self.parts.metrics.degraded.inc()
         return answer
@@ -145,13 +168,9 @@ class RankEndpoint(_Endpoint):
         try:
             async with asyncio.timeout_at(until_s):
                 ranked = await self.queue.score(request, stamp_ms)
-            begin_s = time.perf_counter()
-            self.append([ranked.record])
-            self.parts.metrics.stages.log.observe(time.perf_counter() - begin_s)
-            return ranked.answer
+            return self.logged(ranked)
         except TimeoutError:
-            message = "not scored within its deadline; nothing was logged"
-            raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
+            raise too_late() from None
         finally:
             self.parts.stamps.close(stamp_ms)
 
@@ -164,14 +183,12 @@ class RankEndpoint(_Endpoint):
         request.wants_ranked, request.top = options.ranked, options.top
         return request
 
-    def _check_room(self, num_bytes: int) -> None:
-        """Refuse before scoring what could not be logged after it."""
-        if not self.parts.log.has_room(num_bytes):
-            message = "the feature log is full: Kafka has not taken its records; try again"
-            raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
-
     def left_s(self, until_s: float) -> float:
         return until_s - asyncio.get_running_loop().time()
+
+
+def too_late() -> RequestError:
+    return RequestError(504, "not scored within its deadline; nothing was logged", retry_after_s=RETRY_AFTER_S)
 
 
 class EngagementsEndpoint(_Endpoint):

@@ -1,16 +1,21 @@
-"""Requests on their way to the scoring thread: whoever waits when it gets free is scored with the others, in one pass.
+"""Requests on their way to be scored: whoever waits when scoring gets free is scored with the others, in one pass.
 
-Nobody waits for company: while the thread is free a request goes there alone, at once. So passes grow with the load and no
+Nobody waits for company: while nothing is scored a request is scored alone, at once. So passes grow with the load and no
 further, and the fixed part of a pass is paid once for all that came in the meantime.
+
+A short pass is made in the event loop's own thread: a change of threads costs more than the loop's other calls gain by it. The
+scoring thread makes those that may wait for others (Redis, a shard), and where more waits than LOOP_S of work, by what recent
+passes took; so the loop is kept from its other calls for about so long at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from serving.http.admission import Gate
 from serving.rank import Ranked
@@ -18,16 +23,54 @@ from serving.request import RankRequest
 
 RankAll = Callable[[list[tuple[RankRequest, int]]], "list[Ranked | Exception]"]
 
+LOOP_S = 0.003
+_CANDIDATES = 64  # that take about as long as the fixed part of a request
+_RISES, _FALLS = 0.5, 0.1  # weight of the newest pass in what one takes, where it took more and where it took less
+
+
+class Pace:
+    """What a pass takes, by recent ones: as many turns as it has requests, and one more for every _CANDIDATES."""
+
+    def __init__(self) -> None:
+        self.turn_s = math.inf  # until a pass was measured
+
+    def expected_s(self, num_requests: int, num_candidates: int) -> float:
+        """inf: nothing is known."""
+        return self.turn_s * (num_requests + num_candidates / _CANDIDATES)
+
+    def took(self, seconds: float, num_requests: int, num_candidates: int) -> None:
+        """A pass that gave answers."""
+        turn_s = seconds / (num_requests + num_candidates / _CANDIDATES)
+        known_s = self.turn_s if self.turn_s < math.inf else turn_s
+        self.turn_s = known_s + (turn_s - known_s) * (_RISES if turn_s > known_s else _FALLS)
+
+
+class ScoreTaker(Protocol):
+    """Who waits for a score: a future, or what is like one. Its methods are called in the loop and don't fail."""
+
+    def done(self) -> bool:
+        """Whether nobody waits any more."""
+
+    def set_result(self, result: Ranked, /) -> None: ...
+
+    def set_exception(self, exception: Exception, /) -> None: ...
+
 
 class _QueuedRank(NamedTuple):
     request: RankRequest
     time_ms: int
     since_s: float
-    outcome: asyncio.Future[Ranked]
+    outcome: ScoreTaker
+    may_wait: bool  # for others than us, while it is scored
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.request.item_ids)
 
 
 class ScoringQueue:
-    """First come, first scored. Used by one event loop; `rank_all` runs in the one thread of `executor`."""
+    """First come, first scored. Used by one event loop; `rank_all` runs in its thread or in the one thread of `executor`, never
+    in both at once."""
 
     def __init__(
         self,
@@ -36,13 +79,16 @@ class ScoringQueue:
         gate: Gate,
         most: tuple[int, int],
         waited: Callable[[float], None] = lambda seconds: None,
+        may_wait: Callable[[RankRequest], bool] = lambda request: False,
     ) -> None:
         """`most`: requests and candidates of a pass; a request with more candidates goes alone. `waited` is told for each
-        request how long it was in the queue."""
-        self.executor, self.rank_all, self.gate, self.waited = executor, rank_all, gate, waited
+        request how long it was in the queue. `may_wait`: whether scoring a request may wait for others than this process."""
+        self.executor, self.rank_all, self.gate, self.waited, self.may_wait = executor, rank_all, gate, waited, may_wait
         self.max_requests, self.max_candidates = most
+        self.pace = Pace()
         self._waiting: deque[_QueuedRank] = deque()
-        self._is_busy = False
+        self._waiting_candidates = self._waiting_for_others = 0  # of those in `_waiting`
+        self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
 
     async def score(self, request: RankRequest, time_ms: int) -> Ranked:
         """What `RankService.rank` gives. Cancelled (by the deadline), it leaves the queue if it hasn't begun.
@@ -51,49 +97,98 @@ class ScoringQueue:
             Whatever `RankService.rank` does.
         """
         outcome: asyncio.Future[Ranked] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_QueuedRank(request, time_ms, self.gate.now_s(), outcome))
-        self._begin()
+        self.put(request, time_ms, outcome)
         return await outcome
 
+    def put(self, request: RankRequest, time_ms: int, outcome: ScoreTaker) -> None:
+        """The same for whoever is told; never before this returns."""
+        asked = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
+        self._waiting.append(asked)
+        self._waiting_candidates += asked.num_candidates
+        self._waiting_for_others += asked.may_wait
+        self._begin()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes now may be scored in the loop, unless it is long."""
+        return not self._is_busy and self.is_short and self.pace.turn_s <= LOOP_S
+
+    @property
+    def is_short(self) -> bool:
+        """Whether all that waits may be scored in the loop."""
+        count, candidates = len(self._waiting), self._waiting_candidates
+        return (
+            not self._waiting_for_others
+            and count <= self.max_requests
+            and candidates <= self.max_candidates
+            and self.pace.expected_s(count, candidates) <= LOOP_S
+        )
+
     def _begin(self) -> None:
-        """A pass, if the thread is free and somebody waits."""
-        batch = [] if self._is_busy else self._taken()
-        if not batch:
+        """A pass, if none is being made and somebody waits. One in the loop is made once it has read what came together."""
+        if self._is_busy or self._is_due or not self._waiting:
             return
-        self._is_busy = True
-        now_s = self.gate.now_s()
-        for a in batch:
-            self.waited(now_s - a.since_s)
-        self.executor.submit(self._pass, batch, asyncio.get_running_loop())
+        if self.is_short:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pass_here)
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """A pass, in the scoring thread."""
+        if batch := self._taken():
+            self._is_busy = True
+            self.executor.submit(self._pass, batch, asyncio.get_running_loop())
 
     def _pass(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
         """In the scoring thread: straight back to the loop, without the futures of an executor's result."""
+        outcomes, took_s = self._ranked(batch)
+        loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
+
+    def _pass_here(self) -> None:
+        """In the loop, unless more came than may be scored there."""
+        self._is_due = False
+        if not self.is_short:
+            self._hand_over()
+        elif batch := self._taken():
+            self._deliver(batch, *self._ranked(batch))
+
+    def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[Ranked | Exception], float]:
+        """(of each its outcome, what it took in s)."""
+        begin_s = self.gate.now_s()
         outcomes: Sequence[Ranked | Exception]
         try:
             outcomes = self.rank_all([(a.request, a.time_ms) for a in batch])
         except Exception as error:
             outcomes = [error] * len(batch)
-        loop.call_soon_threadsafe(self._deliver, batch, outcomes)
+        return outcomes, self.gate.now_s() - begin_s
 
     def _taken(self) -> list[_QueuedRank]:
         """From the front, as many as go into one pass; nobody whose deadline has passed."""
         batch: list[_QueuedRank] = []
-        candidates = 0
+        candidates, now_s = 0, self.gate.now_s()
         while self._waiting and len(batch) < self.max_requests:
-            if self._waiting[0].outcome.done():
-                self._waiting.popleft()
-                continue
-            candidates += len(self._waiting[0].request.item_ids)
-            if batch and candidates > self.max_candidates:
+            first = self._waiting[0]
+            is_gone = first.outcome.done()
+            if batch and not is_gone and candidates + first.num_candidates > self.max_candidates:
                 break
-            batch.append(self._waiting.popleft())
+            self._waiting.popleft()
+            self._waiting_candidates -= first.num_candidates
+            self._waiting_for_others -= first.may_wait
+            if not is_gone:
+                candidates += first.num_candidates
+                batch.append(first)
+                self.waited(now_s - first.since_s)
         return batch
 
-    def _deliver(self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception]) -> None:
+    def _deliver(self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception], took_s: float) -> None:
         """The next pass begins first, so that the thread has work while answers are written."""
+        num_answered = sum(isinstance(outcome, Ranked) for outcome in outcomes)
+        if num_answered:
+            self.pace.took(took_s, len(batch), sum(a.num_candidates for a in batch))
         self._is_busy = False
         self._begin()
-        self.gate.scored(sum(isinstance(outcome, Ranked) for outcome in outcomes), batch[0].since_s)
+        self.gate.scored(num_answered, batch[0].since_s)
         for asked, outcome in zip(batch, outcomes, strict=True):
             if asked.outcome.done():
                 continue

@@ -104,7 +104,7 @@ class InferEndpoint(RankEndpoint):
 
     def __init__(self, parts: Parts, rank: RankEndpoint, seldom: Seldom) -> None:
         super().__init__(parts, rank.intake, seldom)
-        self.gate = rank.gate
+        self.gate, self.queue = rank.gate, rank.queue
         self.features = FeatureTensors(parts.schema)
         self.outputs = (*(task for task in parts.schema.tasks if task != ORDER), ORDER)
 

@@ -43,6 +43,10 @@ class ServedRows(Protocol):
     def waiting_for(self) -> str:
         """What they come from."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a gather may wait for a shard."""
+
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D]; a row that isn't there has its initial value."""
 
@@ -62,7 +66,7 @@ class ServedRows(Protocol):
 class FollowedRows:
     """Kept in this process, which follows the shards and the topic."""
 
-    complete, waiting_for = True, "rows of the shards"
+    complete, waits, waiting_for = True, False, "rows of the shards"
 
     def __init__(self, follower: RowFollower) -> None:
         self.follower, self.gather, self.age_s, self.run = follower, follower.replica.gather, follower.age_s, follower.run
@@ -97,6 +101,10 @@ class CachedRows:
     def complete(self) -> bool:
         return self.cache.complete
 
+    @property
+    def waits(self) -> bool:
+        return self.cache.policy.waits
+
     def numbers(self) -> Mapping[str, float | None]:
         cache = self.cache
         return {
@@ -126,7 +134,7 @@ class CachedRows:
 class SharedServedRows:
     """Kept by a `serving-rows` program."""
 
-    complete, waiting_for = True, "rows of serving-rows"
+    complete, waits, waiting_for = True, False, "rows of serving-rows"
 
     def __init__(self, reader: SharedReader, clock: Clock) -> None:
         self.reader, self.clock, self.gather, self.age_s = reader, clock, reader.gather, reader.age_s

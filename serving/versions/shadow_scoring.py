@@ -36,7 +36,7 @@ class _Waiting(NamedTuple):
 
 
 class ShadowScoring(Collector):
-    """`offer` from the scoring thread; `run` is a thread's."""
+    """`offer` by whoever scores; `run` is a thread's."""
 
     def __init__(self, versions: Versions, rows: RowReader, task: int, quiet: Quiet) -> None:
         self.versions, self.rows, self.task, self.quiet = versions, rows, task, quiet

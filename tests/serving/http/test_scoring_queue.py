@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import torch
 from serving_cases import BODY, MODEL, SCHEMA, build
 from serving_fakes import FakeRows
 
@@ -21,10 +23,10 @@ from serving.errors import RequestError
 from serving.http.admission import Gate
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
-from serving.http.scoring_queue import ScoringQueue
+from serving.http.scoring_queue import LOOP_S, Pace, ScoringQueue
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
-from serving.scorer import first_version
+from serving.scorer import Version, build_version, first_version
 from serving.versions.held import Versions
 
 SERVICE = RankService(SCHEMA, Versions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA))
@@ -144,3 +146,131 @@ def test_only_requests_of_one_version_share_a_pass() -> None:
     outcomes = service.rank_all([(r, 0) for r in asked])
     assert [o.answer.model_version for o in outcomes if isinstance(o, Ranked)] == ["0-0", "1-1", "0-0"]
     assert isinstance(outcomes[3], RequestError) and outcomes[3].status == 404
+
+
+class Paced:
+    """A service that takes `turn_s` for each turn of a pass, and notes who was scored together, and whether in the loop."""
+
+    def __init__(self, turn_s: float = 0.0) -> None:
+        self.turn_s, self.seen = turn_s, list[tuple[list[str], bool]]()
+        self.loops = threading.current_thread()
+
+    def __call__(self, asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+        self.seen.append(([r.request_id for r, _ in asked], threading.current_thread() is self.loops))
+        time.sleep(self.turn_s * len(asked))
+        return [SERVICE.rank(r, t) for r, t in asked]
+
+
+def together(
+    groups: Sequence[str],
+    paced: Paced,
+    most: tuple[int, int] = (16, 100),
+    may_wait: Callable[[RankRequest], bool] = lambda request: False,
+    turn_s: float | None = None,
+) -> list[tuple[list[str], bool]]:
+    """What was scored where, of groups that come at once, each when the one before is answered; behind one that is measured.
+    `turn_s`: what is known of a turn then, else what it took."""
+
+    async def go() -> None:
+        queue = ScoringQueue(executor, paced, Gate(100), most, may_wait=may_wait)
+        await queue.score(request("first"), 0)
+        for group in groups:
+            queue.pace.turn_s = queue.pace.turn_s if turn_s is None else turn_s
+            outcomes = await asyncio.gather(*(queue.score(request(n), 0) for n in group))
+            assert names(outcomes) == list(group)
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(go())
+    assert paced.seen[0] == (["first"], False), "how long it takes is known of none yet"
+    return paced.seen[1:]
+
+
+def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
+    assert together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 3) == [(["a"], True), (["b", "c"], True), (["d"], True)]
+
+
+def test_the_loop_is_left_as_soon_as_more_waits_than_it_may_be_kept_for() -> None:
+    seen = together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 1.5)
+    assert [(group, here) for group, here in seen if len(group) == 1] == [(["a"], True), (["d"], True)]
+    assert [here for group, here in seen if len(group) > 1] == [False]
+    assert together(["abc"], Paced(), most=(2, 100), turn_s=1e-6)[0] == (["a", "b"], False), "more than a pass takes"
+
+
+def test_what_may_wait_for_others_and_all_beside_it_is_scored_in_the_thread() -> None:
+    seen = together(["a", "cb", "b", "d"], Paced(), may_wait=lambda r: r.request_id == "b", turn_s=1e-6)
+    assert seen == [(["a"], True), (["c", "b"], False), (["b"], False), (["d"], True)]
+
+
+def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
+    paced = Paced(turn_s=2 * LOOP_S)
+    assert [here for _, here in together("abc", paced)] == [False] * 3
+    pace = Pace()
+    assert pace.expected_s(1, 1) > LOOP_S, "nothing is known"
+    pace.took(1e-4, 1, 0)
+    assert pace.expected_s(2, 64) == pytest.approx(3e-4)
+    pace.took(1.0, 1, 0)
+    assert pace.expected_s(1, 0) > LOOP_S, "one is enough"
+    for _ in range(100):
+        pace.took(1e-4, 1, 0)
+    assert pace.expected_s(1, 0) < LOOP_S
+
+
+def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
+    """Turns of the loop while five requests wait for the thread."""
+    paced, gaps = Paced(turn_s=0.05), []
+
+    async def beside() -> None:
+        while len(paced.seen) < 6:
+            begin_s = time.perf_counter()
+            await asyncio.sleep(0)
+            gaps.append(time.perf_counter() - begin_s)
+
+    async def go() -> None:
+        queue = ScoringQueue(executor, paced, Gate(100), (1, 100))
+        await queue.score(request("first"), 0)
+        turns = asyncio.create_task(beside())
+        await asyncio.gather(*(queue.score(request(n), 0) for n in "abcde"))
+        await turns
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(go())
+    assert not any(here for _, here in paced.seen)
+    assert sorted(gaps)[len(gaps) // 2] < 0.01, "not the pass itself"
+
+
+@pytest.mark.parametrize("installs", [False, True], ids=["one version", "a swap between"])
+def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_the_thread(installs: bool) -> None:
+    """Each request in both places, and a swap between two of them."""
+
+    def values(turn_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:
+        versions = Versions(learned("1-8", 1))
+        service, seen, places = RankService(SCHEMA, versions, FakeRows(SCHEMA)), list[tuple[bytes, bytes]](), set[int]()
+
+        def rank_all(asked: Sequence[tuple[RankRequest, int]]) -> list[Ranked | Exception]:
+            places.add(threading.get_ident())
+            return service.rank_all(asked)
+
+        async def go() -> None:
+            queue = ScoringQueue(executor, rank_all, Gate(100), (16, 100))
+            for number, body in enumerate([BODY, BODY, {**BODY, "ro": {}}, BODY]):
+                queue.pace.turn_s = turn_s
+                if installs and number == 2:
+                    versions.install(learned("1-9", 2))
+                ranked = await queue.score(PARSER.parse(json.dumps(body).encode()), number)
+                seen.append((ranked.record.value, ranked.answer.json()))
+
+        with ThreadPoolExecutor(1) as executor:
+            asyncio.run(go())
+        return seen, places == {threading.get_ident()}
+
+    (here, in_loop), (there, not_in_loop) = values(0.0), values(1.0)
+    assert in_loop and not not_in_loop
+    assert here == there and len({answer for _, answer in here}) == 2 + installs
+    assert (b"1-9" in here[2][1]) == installs
+
+
+def learned(name: str, seed: int) -> Version:
+    """Of other weights than the initial ones, which score everything alike."""
+    torch.manual_seed(seed)
+    weights = {n: torch.randn_like(t) * 0.3 for n, t in first_version(SCHEMA, MODEL, 0).model.state_dict().items()}
+    return build_version(name, SCHEMA, MODEL, 0, weights)
