@@ -85,7 +85,8 @@ class RangedFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         size = min(self.size - self._at if size is None or size < 0 else size, self.size - self._at)
         n = bisect.bisect_right(self._starts, self._at) - 1
-        data = self._parts[n][self._at - self._starts[n] :][:size] if n >= 0 else b""
+        first = self._at - self._starts[n] if n >= 0 else 0
+        data = self._parts[n][first : first + size] if n >= 0 else b""
         if len(data) < size:
             data = self._get(self._at, size)
         self._at += size

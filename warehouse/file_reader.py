@@ -88,8 +88,8 @@ class SampleFile:
         with self._told():
             self.source.fetch(self.reading_plan(names, chosen))
             table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
-            if missing := [name for name in names if name not in table.column_names]:
-                raise CheckpointError(f"expected the columns {missing}, got none of them")
+            if missing := set(names).difference(table.column_names):
+                raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
             return layout.from_arrow(table, forms)
 
     def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:

@@ -106,7 +106,7 @@ def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
         wait_until("every request sampled and committed", lambda: drained(stack, audit), within_s)
         sums = audit.sums(ended=True)
         assert sums.accounted, sums
-        assert sums.engagements == sums.folded + sums.corrected + sums.dead_engagements, sums
+        assert sums.engagements == sums.folded + sums.corrected + sums.only_repeated + sums.dead_engagements, sums
         assert sums.requests == sums.samples + sums.dead_requests, sums
         assert applied(stack) == sums.samples, (applied(stack), sums)
         manifest = newest(stack)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from models.gather import pool_bags
 from param_server.initial import initial_rows
 from roo.lookup import Lookup, StackLookup, insert
 from roo.schema import Schema
@@ -57,10 +59,9 @@ class Batch(NamedTuple):
     gradient_TED: Tensor  # of the pooled sums
 
     @property
-    def starts(self) -> Tensor:
-        """int64 [T * E]: where each bag begins, the tables behind each other."""
-        ends = np.cumsum(self.length_TE.ravel())
-        return torch.from_numpy(np.concatenate([[0], ends[:-1]]))
+    def ends(self) -> Tensor:
+        """int64 [T * E + 1]: where each bag begins and the last one ends, the tables behind each other."""
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(self.length_TE.ravel())]))
 
 
 def batches_of(shape: Shape, worker: int) -> list[Batch]:
@@ -101,7 +102,7 @@ class Asked:
     def step(self, batch: Batch) -> Tensor:
         lookup, index_L = self._found(batch)
         rows_UD = self.rows.pull(lookup)[self.stack].requires_grad_()
-        out_TED = _pooled(torch.from_numpy(index_L), rows_UD, batch)
+        out_TED = pool_bags(rows_UD, torch.from_numpy(index_L), batch.ends, torch.ones(len(index_L))).view_as(batch.gradient_TED)
         torch.autograd.backward(out_TED, batch.gradient_TED)
         assert rows_UD.grad is not None
         self.num_steps += 1
@@ -142,7 +143,8 @@ class PlainExchange:
         place_M = self._swapped(torch.from_numpy(place_L)[order_L], mine, theirs)
         got_LD = self._swapped(self.rows_ND[place_M], theirs, mine)
         rows_LD = torch.empty_like(got_LD).index_copy_(0, order_L, got_LD).requires_grad_()
-        out_TED = _pooled(torch.arange(len(id_L)), rows_LD, batch)
+        bags_BD = F.embedding_bag(torch.arange(len(id_L)), rows_LD, batch.ends, mode="sum", include_last_offset=True)
+        out_TED = bags_BD.view_as(batch.gradient_TED)
         torch.autograd.backward(out_TED, batch.gradient_TED)
         assert rows_LD.grad is not None
         self._update(place_M, self._swapped(rows_LD.grad[order_L], mine, theirs))
@@ -222,8 +224,3 @@ class TorchRecSharded:
         for shard in weights.local_shards():
             first, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
             shard.tensor.detach().copy_(rows_ND[first : first + rows])
-
-
-def _pooled(index_L: Tensor, rows_UD: Tensor, batch: Batch) -> Tensor:
-    out_BD = torch.nn.functional.embedding_bag(index_L, rows_UD, batch.starts, mode="sum")
-    return out_BD.view(*batch.length_TE.shape, -1)
