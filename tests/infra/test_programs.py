@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 from infra.child import Program
 from infra.home import Home
 from infra.kinds import names
-from infra.options import StackOptions
+from infra.options import ROOT, StackOptions
 from infra.places import draw
 from infra.ports import Ports
 from infra.programs import plain, program, site_of
+from infra.supervisor import Supervisor
 from runtime.program import REFUSED_CODE
 
 VALUES = st.one_of(
@@ -55,7 +58,22 @@ def ports() -> Iterator[Ports]:
 
 def built(name: str, home: Path, ports: Ports, **overrides: dict[str, object]) -> Program:
     options = StackOptions(num_archivers=2, overrides=overrides)
-    return program(site_of(name, Home(home), options, draw(ports, options, names(options))), {})
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return program(site_of(name, Home(home), options, draw(ports, options, names(options))), env)
+
+
+def test_a_program_of_ours_that_refuses_its_file_stays_down_with_its_sentence(tmp_path: Path, ports: Ports) -> None:
+    """As the supervisor of a stack runs it: a process, its exit code, its log."""
+    Home(tmp_path).make()
+    supervisor = Supervisor(lambda: None).open()
+    try:
+        supervisor.want([built("controller", tmp_path, ports, controller={"neighbours": ["nonsense"]})])
+        slot = supervisor.slots["controller"]
+        assert supervisor.wait(lambda: slot.state == "failed", 60.0), slot
+    finally:
+        supervisor.close()
+    assert slot.exit_code == REFUSED_CODE and slot.restarts.total == 0
+    assert re.match(r".*/conf/controller\.toml:\d+: key 'neighbours': expected NAME=URL, .*got 'nonsense'", slot.said), slot.said
 
 
 def test_a_program_says_by_which_code_it_is_refused_and_which_file_may_be_mended(tmp_path: Path, ports: Ports) -> None:
