@@ -37,7 +37,7 @@ class Collector:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
-                assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
+                assert (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf"), self.path
                 kept.extend(_spans(service.ExportTraceServiceRequest.FromString(body)))
                 answer = service.ExportTraceServiceResponse().SerializeToString()
                 self.send_response(200)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from opentelemetry import trace
 from starlette.testclient import TestClient
@@ -16,9 +23,11 @@ from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from roo import roo_pb2 as pb
 from roo import wire
+from roo.schema_registry import to_toml
 from roo.wire import Record
 from runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
 from serving.http.app import HttpInterface
+from tests.contract.house import ROOT
 from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build
 from tests.serving.serving_fakes import FakeRows
 
@@ -130,3 +139,39 @@ def test_a_caller_who_does_not_sample_tells_nobody(collector: Any, tmp_path: Pat
     built.close()
     sdk.shutdown()
     assert collector.told == [] and isinstance(impression, pb.Impression) and impression.header.traceparent == ""
+
+
+@pytest.mark.slow
+def test_serving_as_the_page_starts_it_tells_a_collector(collector: Any, tmp_path: Path) -> None:
+    """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards are away."""
+    page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
+    (variables,) = re.findall(r"^export OTEL_EXPORTER.*$", page, re.MULTILINE)
+    (line,) = re.findall(r"^OTEL_SERVICE.* serving .*$", page, re.MULTILINE)
+    told = dict(word.split("=", 1) for word in (*variables.split()[1:], *line.split()) if "=" in word)
+    assert told["OTEL_SERVICE_NAME"] == "roostream-serving" and " opentelemetry-instrument -- roostream serving --config" in line
+    (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    own = {"listen": "127.0.0.1:0", "schema": "schema.toml", "store": "store", "home": "home", "bootstrap": "127.0.0.1:1"}
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items())
+    (tmp_path / "serving.toml").write_text(f'{text}shards = ["127.0.0.1:1"]\nredis = "redis://127.0.0.1:1/0"\ntracing = true\n')
+    command = (Path(sys.executable).with_name("opentelemetry-instrument"), "--", sys.executable, "-m", "command.main", "serving")
+    environ = {**os.environ, **told, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "PYTHONPATH": str(ROOT)}
+    environ |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as out,
+        subprocess.Popen((*command, "--config", "serving.toml"), env=environ, cwd=tmp_path, stderr=out) as serving,
+    ):
+        try:
+            end_s = time.monotonic() + 100
+            while not (found := re.search(r"serving on (http://[^,\s]+)", log.read_text())) and time.monotonic() < end_s:
+                time.sleep(0.2)
+            assert found, log.read_text()[-2000:]
+            headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+            answer = httpx2.post(f"{found[1]}/v1/rank", json={**BODY, "ro": {}}, headers=headers, timeout=60)
+            serving.terminate()
+            assert answer.status_code == 200 and serving.wait(60) == 0, log.read_text()[-2000:]
+        finally:
+            serving.kill()
+    (span,) = collector.of(TRACE)
+    assert (span.service, span.name, span.parent) == ("roostream-serving", "POST /v1/rank", CALLER)
+    assert span.attributes["http.response.status_code"] == 200
