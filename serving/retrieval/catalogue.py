@@ -78,9 +78,10 @@ def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
         raise ConfigError(f"items: expected a file of items, got {shown(path)!r}: {error.strerror}") from None
 
 
-def read_catalogue(schema: Schema, lines: Iterable[bytes], name: str = "items") -> Catalogue:
-    """Of one line an item; empty ones are passed over. Raises ConfigError with name and line."""
-    reader = _CatalogueReader(schema, name)
+def read_catalogue(schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None) -> Catalogue:
+    """Of one line an item; empty ones are passed over. `parser`: the schema's, where there is one already.
+    Raises ConfigError with name and line."""
+    reader = _CatalogueReader(schema, name, parser or JsonParser(schema))
     parts = [reader.part(chunk) for chunk in _chunks(lines, schema.limits.max_candidates)]
     if not parts:
         raise ConfigError(f"{name}: expected at least one item, got none")
@@ -113,12 +114,12 @@ def _chunks(lines: Iterable[bytes], most: int) -> Iterator[list[Numbered]]:
 class _CatalogueReader:
     """Keeps what isn't in batches: ids as given, and attributes, by line."""
 
-    def __init__(self, schema: Schema, name: str) -> None:
+    def __init__(self, schema: Schema, name: str, parser: JsonParser) -> None:
         self.schema, self.name = schema, name
         self.given: list[int | str] = []
         self.attributes: list[dict[str, Any]] = []
         self._lines: dict[int | str, int] = {}
-        self._parser = JsonParser(schema)
+        self._parser = parser
         self._decoder = Decoder(schema, {schema.fingerprint: schema}.get)
         sources = sources_of(schema, "nro")
         self._own = [name for name, source in sources.items() if source == "item_id"]

@@ -96,12 +96,15 @@ def _records(schema: Schema) -> dict[str, Target]:
 
 
 def _files() -> dict[str, Target]:
+    parser = JsonParser(SCHEMA)
     item = {"item_id": 8, "topics": [1, 7], "age_h": 2.5, "attributes": {"lang": "da", "tags": [1, "all"], "paid": True}}
     lines = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
     keys = file_of([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
     tensors = tensor_file.encode({"a": _arange(4), "b": _arange(6).reshape(2, 3)}, {"k": "v"})
     return {
-        "catalogue": Target(read=lambda data: read_catalogue(SCHEMA, data.split(b"\n")), seeds=(lines,), refuses=(ConfigError,)),
+        "catalogue": Target(
+            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n"), parser=parser), seeds=(lines,), refuses=(ConfigError,)
+        ),
         "keys": Target(read=keys_of, seeds=(keys,), refuses=(ConfigError,)),
         "manifest": Target(read=_manifest, seeds=_manifests(), refuses=(CheckpointError,)),
         "tensors": Target(read=tensor_file.decode, seeds=(tensors,), refuses=(CheckpointError,)),
