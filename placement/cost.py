@@ -22,6 +22,7 @@ from roo.errors import ConfigError
 
 _ACCESS_BYTES = 64
 _ID_BYTES = 8
+_MOST = 1e18  # of a constant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,19 @@ def costs_of(text: str, where: str = "costs") -> OwnerCosts:
         ConfigError: not such JSON.
     """
     try:
-        return OwnerCosts(**json.loads(text))
+        given = json.loads(text)
+        found = OwnerCosts(**given)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{where}: expected JSON of {', '.join(OwnerCosts.__annotations__)}, got another thing ({error})"
         ) from None
+    for name, value in given.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        divides = name.endswith("bytes_s")
+        if (value is None and name == "error") or (is_number and 0 <= value < _MOST and (value or not divides)):
+            continue
+        raise ConfigError(f"{where}: {name}: expected a number {'above 0' if divides else 'of 0 or more'}, got {value!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -79,14 +79,15 @@ def plan(
     TorchRec cuts (sharding_file.py).
 
     Raises:
-        SchemaError: column pieces of a table whose rule keeps one state a row.
-        ConfigError: rows don't fit; says what is needed, the largest table, and how many owners suffice.
+        SchemaError: column pieces of a table whose rule keeps one state a row, or that don't divide its columns.
+        ConfigError: more column pieces than owners; or rows don't fit: what is needed, the largest table, how many owners
+            suffice.
     """
     costs, columns = costs or OwnerCosts(), columns or {}
     for table in tables:
-        _check_columns(table, columns.get(table.name, 1))
+        _check_columns(table, columns.get(table.name, 1), owners)
     _check_memory(tables, owners, memory_bytes)
-    warnings = _warnings(tables)
+    warnings = _warnings([table for table in tables if columns.get(table.name, 1) == 1])
     ways = [{t.name: owners for t in tables}, *_ways_by_threshold(tables, owners, costs)]
     if whole_or_all:
         ways = [{name: pieces if pieces == 1 else owners for name, pieces in way.items()} for way in ways]
@@ -194,7 +195,7 @@ def _least(load_N: np.ndarray, used_N: np.ndarray, n: int, each_bytes: float, me
     return np.lexsort((np.arange(len(load_N)), load_N, full_N))[:n]
 
 
-def _check_columns(table: PlacedTable, cuts: int) -> None:
+def _check_columns(table: PlacedTable, cuts: int, owners: int) -> None:
     if cuts == 1:
         return
     if table.row_wise_rule:
@@ -204,6 +205,11 @@ def _check_columns(table: PlacedTable, cuts: int) -> None:
         )
     if table.dim % cuts:
         raise SchemaError(f"table {table.name!r}: expected column pieces that divide dim = {table.dim}, got {cuts}")
+    if cuts > owners:
+        raise ConfigError(
+            f"table {table.name!r}: expected at most {owners} column pieces, one an owner, got {cuts}; ask for fewer, or "
+            "for more owners"
+        )
 
 
 def _check_memory(tables: Sequence[PlacedTable], owners: int, memory_bytes: int) -> None:

@@ -84,6 +84,12 @@ CORE = {
         "dense_part/weight_average",
         "dense_part/dense_file",
         "selection/rehearsal",
+        "selection/decision",
+        "selection/deferral",
+        "selection/outcomes",
+        "selection/selection",
+        "selection/slipstream",
+        "selection/slipstream_course",
         "predictions",
     ),
     "param_server": (
@@ -99,6 +105,7 @@ CORE = {
         "restore",
         "blobs",
     ),
+    "placement": ("bucket_moves", "cost", "plan", "profile", "profiles", "sharding_file"),
     "runtime": ("manifest", "checkpoint_store", "backoff", "member", "kafka/merge", "kafka/reader", "frames", "transport"),
 }
 _TURNED: dict[type, type] = {

@@ -66,8 +66,8 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
     from command.checkpoint import moved_buckets
 
     after, opened = _read_map(map_file), opened_store(home, store)
-    with _committed(opened, home, after.num_owners) as its:
-        moved_buckets.check_move(its.manifest, after)
+    moved_buckets.check_move(moved_buckets.newest_commit(opened).manifest, after)
+    with _committed(opened, home, 0 if dry_run else after.num_owners) as its:
         rows = list(_told(its.manifest.owners, after, moved_buckets.bytes_by_bucket(its)))
         if dry_run:
             show(rows, f"Would move behind {its.manifest.name}; nothing was changed")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from placement.plan import PlacementPlan
 
 _GIB = 1 << 30
+_MOST_OWNERS, _MOST_BATCH, _MOST_DIGITS = 4096, 1 << 30, 15
+_NONE = "none so far: a worker with profile_share above 0 adds them at its commits"
 
 
 @click.group()
@@ -36,7 +38,11 @@ def _source(command: Any) -> Any:
             click.option("--store", required=True, help="checkpoint store: a folder, or s3://BUCKET/PREFIX"),
             click.option("--schema", type=click.Path(path_type=Path), required=True, help="schema TOML"),
             click.option(
-                "--batch", type=click.IntRange(1), default=64, show_default=True, help="examples of one requester's batch"
+                "--batch",
+                type=click.IntRange(1, _MOST_BATCH),
+                default=64,
+                show_default=True,
+                help="examples of one requester's batch",
             ),
             click.option("--rows", "row_texts", multiple=True, metavar="TABLE=N", help="rows of a table, for its memory"),
         )
@@ -48,8 +54,12 @@ def _source(command: Any) -> Any:
 def _planned(command: Any) -> Any:
     for option in reversed(
         (
-            click.option("--owners", type=click.IntRange(1), required=True, help="workers or shards that hold rows"),
-            click.option("--memory", "memory_gib", type=float, default=0.0, help="GiB of each owner; 0 = ample"),
+            click.option(
+                "--owners", type=click.IntRange(1, _MOST_OWNERS), required=True, help="workers or shards that hold rows"
+            ),
+            click.option(
+                "--memory", "memory_gib", type=click.FloatRange(0, 1e9), default=0.0, help="GiB of each owner; 0 = ample"
+            ),
             click.option("--columns", "column_texts", multiple=True, metavar="TABLE=N", help="cut a table into column pieces"),
             click.option("--costs", "costs_file", type=click.Path(path_type=Path), help="JSON of measured constants"),
         )
@@ -76,7 +86,7 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     if as_json:
         click.echo(json.dumps({name: {**its.profile.plain(), "time_ms": its.time_ms} for name, its in found.items()}, indent=2))
         return
-    show([(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", "none so far")], "Profiles")
+    show([(name, _of_profile(its.profile, batch)) for name, its in found.items()] or [("profiles", _NONE)], "Profiles")
 
 
 @placement.command("plan")
@@ -165,7 +175,8 @@ def _read(file: Path) -> dict[str, Any]:
         pieces: dict[str, list[Any]] = {}
         for piece in plan["pieces"]:
             pieces.setdefault(piece["table"], []).append((piece["kind"], piece["owner"], piece["number"]))
-        return {**plan, "tables": {name: _cut(its) for name, its in pieces.items()}}
+        imbalance = float(plan["bytes_imbalance"])
+        return {"bytes_imbalance": imbalance, "tables": {str(name): _cut(its) for name, its in pieces.items()}}
     except OSError as error:
         raise ConfigError(f"{file}: expected a plan, got {error.strerror}; make one with `placement plan --json`") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -200,6 +211,8 @@ def _plan(
     known = stored(open_store(store), loaded)
     rows = _numbers("--rows", row_texts, names)
     tables, why = placed_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
+    if not memory_gib >= 0:
+        raise ConfigError(f"--memory: expected GiB of each owner, got {memory_gib}")
     columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
     costs = _costs(costs_file)
     return tables, why, plan(tables, owners, costs, memory_bytes=memory, columns=columns, whole_or_all=whole_or_all)
@@ -233,14 +246,18 @@ def _costs(file: Path | None) -> Any:
         return costs_of(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise ConfigError(f"{file}: expected JSON of measured constants, got {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: expected JSON of measured constants, got bytes that are no UTF-8") from None
 
 
 def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str, int]:
     found = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if name not in names or not number.isdecimal() or not int(number):
+        if name not in names:
             raise ConfigError(f"{option}: expected TABLE=N with a table of the schema, got {text!r}{nearest(name, names)}")
+        if not number.isdecimal() or len(number) > _MOST_DIGITS or not int(number):
+            raise ConfigError(f"{option}: expected TABLE=N with a number of 1..{_MOST_DIGITS} digits above 0, got {text!r}")
         found[name] = int(number)
     return found
 

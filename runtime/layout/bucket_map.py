@@ -27,9 +27,10 @@ class BucketMap:
 
     def __post_init__(self) -> None:
         """Raises ConfigError: a bucket's owner isn't one."""
-        wrong_M = np.flatnonzero((self.owner_B < 0) | (self.owner_B >= self.num_owners))
-        if self.owner_B.ndim != 1 or not len(self.owner_B) or len(wrong_M):
-            got = f"{self.owner_B[wrong_M[0]]} for bucket {wrong_M[0]}" if len(wrong_M) else f"shape {self.owner_B.shape}"
+        is_list = self.owner_B.ndim == 1 and len(self.owner_B) > 0
+        wrong_M = np.flatnonzero((self.owner_B < 0) | (self.owner_B >= self.num_owners)) if is_list else np.zeros(0, np.int64)
+        if not is_list or len(wrong_M):
+            got = f"{self.owner_B[wrong_M[0]]} for bucket {wrong_M[0]}" if is_list else f"shape {self.owner_B.shape}"
             raise ConfigError(f"expected an owner of 0..{self.num_owners - 1} for every bucket, got {got}")
 
     @classmethod
@@ -71,6 +72,8 @@ class BucketMap:
             CheckpointError: it isn't one.
         """
         try:
+            if any(type(owner) is not int for owner in plain["owners"]):
+                raise TypeError("owners are whole numbers")
             return cls(np.array(plain["owners"], np.int32), int(plain["num_owners"]), int(plain["version"]))
         except (KeyError, TypeError, ValueError, OverflowError, ConfigError) as error:
             raise CheckpointError(f"expected a map of buckets to owners, got another thing: {error}") from None

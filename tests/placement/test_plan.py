@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -40,6 +41,16 @@ def test_column_pieces_of_a_rule_with_one_state_a_row_are_refused() -> None:
         plan([table("a", row_wise=True)], 4, columns={"a": 2})
     with pytest.raises(SchemaError, match="divide dim = 16, got 3"):
         plan([table("a")], 4, columns={"a": 3})
+
+
+def test_no_column_is_left_out_where_there_are_fewer_owners_than_pieces() -> None:
+    with pytest.raises(ConfigError, match="table 'a': expected at most 4 column pieces, one an owner, got 8"):
+        plan([table("a")], 4, columns={"a": 8})
+    found = plan([table("a"), table("b", None)], 4, columns={"a": 4, "b": 2})
+    for name in ("a", "b"):
+        spans = sorted(p.columns for p in found.pieces if p.table == name)
+        assert [c for first, end in spans for c in range(first, end)] == list(range(16))
+    assert found.warnings == (), "what is cut as it was asked for isn't spread"
 
 
 def test_equal_inputs_give_equal_bytes() -> None:
@@ -96,6 +107,27 @@ def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
     assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.said
     with pytest.raises(ConfigError, match=r"costs\.json: expected JSON of memory_bytes_s"):
         costs_of('{"speed": 1}', "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory_bytes_s": 0}, "memory_bytes_s: expected a number above 0, got 0"),
+        ({"network_bytes_s": "fast"}, "network_bytes_s: expected a number above 0, got 'fast'"),
+        ({"piece_s": -1}, "piece_s: expected a number of 0 or more, got -1"),
+        ({"id_s": True}, "id_s: expected a number of 0 or more, got True"),
+        ({"id_s": None}, "id_s: expected a number of 0 or more, got None"),
+        ({"error": "small"}, "error: expected a number of 0 or more, got 'small'"),
+        ({"memory_bytes_s": float("nan")}, "memory_bytes_s: expected a number above 0, got nan"),
+        ({"id_s": 10**400}, "id_s: expected a number of 0 or more"),
+        ([720e9], "got another thing"),
+    ],
+    ids=str,
+)
+def test_constants_that_are_none_are_refused_in_a_sentence(given: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"costs.json: .*{re.escape(said)}"):
+        costs_of(json.dumps(given), "costs.json")
+    assert costs_of(json.dumps({"id_s": 0, "error": None})).id_s == 0
 
 
 def test_a_piece_costs_its_share_and_a_fixed_part() -> None:

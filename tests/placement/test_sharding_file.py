@@ -22,7 +22,7 @@ def table(name: str, rows: int, dim: int = 4, uniques: float | None = 10.0) -> P
 def test_whole_tables_row_blocks_and_columns_are_torchrecs_three_kinds() -> None:
     tables = [table("whole", 9, uniques=1.0), table("rows", 10, uniques=None), table("columns", 6, dim=8)]
     found = sharding_of(plan(tables, 4, columns={"columns": 2}, whole_or_all=True), tables, "sparse.bags")
-    assert (found["owners"], found["module"]) == (4, "sparse.bags")
+    assert (found["format"], found["owners"], found["module"]) == (1, 4, "sparse.bags")
     kinds = {name: its["sharding_type"] for name, its in found["tables"].items()}
     assert kinds == {"whole": "table_wise", "rows": "row_wise", "columns": "column_wise"}
     (one,) = found["tables"]["whole"]["shards"]
@@ -72,6 +72,17 @@ def test_a_table_whose_rows_nobody_counted_is_refused() -> None:
         {"tables": []},
         {"tables": {"t": {"sharding_type": "grid", "shards": []}}},
         {"module": None},
+        {"owners": "2"},
+        *(
+            {"tables": {"t": {"sharding_type": "row_wise", "shards": shards}}}
+            for shards in (
+                [],
+                [{"rank": -1, "offsets": [0, 0], "sizes": [9, 4]}],
+                [{"rank": 2, "offsets": [0, 0], "sizes": [9, 4]}],
+                [{"rank": 0, "offsets": [0], "sizes": [9, 4]}],
+                [{"rank": 0, "offsets": [0, 0], "sizes": [9, 4, 1]}],
+            )
+        ),
     ],
     ids=str,
 )

@@ -250,6 +250,8 @@ def test_what_is_there_already_is_no_new_commit() -> None:
     [
         (BucketMap.modulo(32, 2), "expected 64 buckets, got 32"),
         (BucketMap(np.zeros(64, np.int32), 2, 1), "a bucket or more for each of 2 shards, got none for shard 1"),
+        (BucketMap(np.ones(64, np.int32), 2, 1), "got none for shard 0"),
+        (BucketMap(BucketMap.modulo(64, 3).owner_B, 1 << 30, 1), "for each of 1073741824 shards, got none for shard 3"),
     ],
 )
 def test_a_map_that_cannot_be_gone_to_is_refused_and_nothing_changes(after: BucketMap, says: str) -> None:
@@ -336,7 +338,7 @@ def test_a_home_of_two_shards_becomes_one_of_three_by_map_and_apply(tmp_path: Pa
     before = manifests.newest(store)
     told = ran("apply", file, "--home", home, "--dry-run")
     assert "nothing was changed" in told and "imbalance" in told and "→" in told
-    assert before and manifests.newest(store) == before and not (home / "shard-2" / "segments" / "d").exists()
+    assert before and manifests.newest(store) == before and not (home / "shard-2").exists()
     assert "has the map" in ran("apply", file, "--home", home)
     options = kept(home)
     assert options and options.num_shards == 3
@@ -355,6 +357,14 @@ def test_a_shard_that_runs_or_is_elsewhere_is_told(tmp_path: Path) -> None:
         ran("apply", home / "options.json", "--home", home)
     with pytest.raises(ConfigError, match="expected a map of buckets, got No such file"):
         ran("apply", tmp_path / "none.json", "--home", home)
+    plan, other = tmp_path / "plan.json", tmp_path / "other.json"
+    plan.write_text(json.dumps({"owners": 8, "pieces": [], "bytes_imbalance": 1.0}))
+    with pytest.raises(ConfigError, match="expected a map as `placement map --json` gives it"):
+        ran("apply", plan, "--home", home)
+    other.write_text(json.dumps(BucketMap.modulo(32, 4).plain()))
+    with pytest.raises(ConfigError, match="expected 64 buckets, got 32; the number of buckets can't change"):
+        ran("apply", other, "--home", home)
+    assert not (home / "shard-2").exists(), "what is refused makes nothing"
     with pytest.raises(SetupError, match="can't be opened"):
         with_blobs(home, 1, lambda blobs: ran("apply", file, "--home", home))
     (home / "shard-1").rename(tmp_path / "elsewhere")

@@ -96,9 +96,15 @@ def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--rows", "item"], "--rows: expected TABLE=N"),
+        (["--rows", "item="], "--rows: expected TABLE=N"),
         (["--columns", "item=2"], "since its rule keeps one state a row"),
         (["--costs", "absent.json"], "expected JSON of measured constants"),
         (["--rows", "item=9000000000", "--memory", "1"], "owners suffice"),
+        (["--rows", "itm=9"], "with a table of the schema, got 'itm=9'; did you mean 'item'"),
+        (["--rows", "item=0"], "a number of 1..15 digits above 0, got 'item=0'"),
+        (["--rows", "item=" + "9" * 5000], "a number of 1..15 digits above 0"),
+        (["--columns", "user=8"], "expected column pieces that divide dim = 2, got 8"),
+        (["--memory", "nan"], "--memory: expected GiB of each owner, got nan"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[str], said: str) -> None:
@@ -106,9 +112,20 @@ def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[
         CliRunner().invoke(cli, ["placement", "plan", *known, "--owners", "4", *arguments], catch_exceptions=False)
 
 
+def test_constants_that_are_no_text_are_refused(known: list[str], tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="expected JSON of measured constants, got bytes that are no UTF-8"):
+        given = ["plan", *known, "--owners", "4", "--costs", str(tmp_path / "costs.json")]
+        CliRunner().invoke(cli, ["placement", *given], catch_exceptions=False)
+
+
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
+    for text in ('{"pieces": []}', '{"pieces": [{"table": "item"}], "bytes_imbalance": 1}', '{"pieces": 3}', "\\xff"):
+        other.write_text(text)
+        with pytest.raises(ConfigError, match=r"other\.json: expected a plan as"):
+            CliRunner().invoke(cli, ["placement", "diff", str(other), str(other)], catch_exceptions=False)
     for file in (other, tmp_path / "absent.json"):
         with pytest.raises(ConfigError, match="expected a plan"):
             CliRunner().invoke(cli, ["placement", "diff", str(file), str(file)], catch_exceptions=False)

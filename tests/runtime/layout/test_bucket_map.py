@@ -25,6 +25,14 @@ def test_a_bucket_without_an_owner_is_refused(owners: list[int]) -> None:
         BucketMap.of_plain({"owners": owners, "num_owners": 3, "version": 1})
 
 
+@pytest.mark.parametrize("owners", [8, "01", [0.5, 1], [True, 0], [[0, 0, 9]], [None], {"a": 1}])
+def test_what_is_no_list_of_owners_is_refused_in_a_sentence(owners: object) -> None:
+    with pytest.raises(CheckpointError, match="expected a map of buckets to owners, got another thing"):
+        BucketMap.of_plain({"owners": owners, "num_owners": 3, "version": 1})
+    with pytest.raises(ConfigError, match=r"an owner of 0\.\.2 for every bucket, got shape \(1, 3\)"):
+        BucketMap(np.array([[0, 0, 9]], np.int32), 3)
+
+
 def test_the_number_of_buckets_cannot_change() -> None:
     with pytest.raises(ConfigError, match="expected 64 buckets, got 32"):
         moved(BucketMap.modulo(64, 2), BucketMap.modulo(32, 2))
