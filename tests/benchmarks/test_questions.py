@@ -49,6 +49,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("loaded", [5, 4, "row hash", 0]),
         *((f, [0]) for f in ("foretold", "drawn")),
         ("profiled", [4]),
+        *((f, [8, 40]) for f in ("foreseen", "counted_all")),
     ],
     "placing.exchange": [
         ("exchanged", [kind, [2, 50, 4, 3, 2, 1.0], 2])
@@ -234,6 +235,25 @@ def test_every_row_has_a_peer_or_a_limit_and_plain_arguments() -> None:
             assert row.subjects[0].role == "ours"
             assert len({s.name for s in row.subjects}) == len(row.subjects)
     assert json.dumps([s.arguments for s in subjects()])
+
+
+def test_slipstream_never_stands_in_a_row_without_as_many_dropped_at_random() -> None:
+    """Its control has the same model, and its settings as what it is to be like."""
+    found = 0
+    for row in (row for question in questions().values() for row in question.rows):
+        for subject in row.subjects:
+            if not _skips_stale(subject.arguments[:1]):
+                continue
+            found += 1
+            settings, *sizes = subject.arguments
+            controls = [s for s in row.subjects if s.arguments[1:] == (*sizes, settings)]
+            assert [s.arguments[0]["selection"]["policy"] for s in controls] == ["random"], (row.name, subject.name)
+            assert controls[0].role == "peer"
+    assert found >= 2, "with LayerNorm on both sides, and without"
+
+
+def _skips_stale(arguments: Any) -> bool:
+    return "slipstream" in json.dumps(arguments, default=str)
 
 
 def test_another_commit_stands_right_behind_each_subject_of_ours() -> None:

@@ -10,18 +10,18 @@ from benchmarks.workloads.sharing.shared_data import CRITEO, absent
 _HERE = "benchmarks.workloads.selecting.rotations:rotations"
 _WITHOUT = absent(CRITEO)
 _PARTS, _INPUTS = 6, 3500
-_UNSCORED = {"score": "probe", "probe": 0.05}
+_PROBED = {"score": "probe", "probe": 0.05}
 _COURSE = {
     **{"warm_up_steps": 27, "snapshots": 4, "snapshot_steps": 5},
     **{"drop": 0.6, "hot_share": 0.8, "unvisited": "stale"},
 }
-_NEGATIVES = {"selection": {"policy": "negatives", "keep": 0.5, **_UNSCORED}}
-_REFILLED = {"selection": {**_NEGATIVES["selection"], "refill": True}}
-_STALE = {"selection": {"policy": "slipstream", "slipstream": _COURSE, **_UNSCORED}}
-_RANDOM = {"selection": {"policy": "random", **_UNSCORED}}
+_NEGATIVES = {"selection": {"policy": "negatives", "keep": 0.5, **_PROBED}}
+_REFILLED = {"selection": {"policy": "negatives", "keep": 0.5, "score": "kept", "refill": True}}
+_STALE = {"selection": {"policy": "slipstream", "slipstream": _COURSE, **_PROBED}}
+_RANDOM = {"selection": {"policy": "random", **_PROBED}}
 _NORMALIZED = {"normalize_rows": True}
 OFF, NEGATIVES, STALE = "all of it", "negatives, weighted", "stale inputs"
-REFILLED = f"{NEGATIVES}, batches refilled"
+REFILLED = f"{NEGATIVES}, batches refilled, with the others unscored"
 
 
 def random_as(name: str) -> str:
@@ -80,17 +80,18 @@ QUESTION = Question(
     rounds=1,
     means="""\
 Half of the requests without a click dropped by weight is to cost .45 at most of what as many dropped at random cost, in log
-loss. Skipping inputs with stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing:
-here it is worse than chance. With LayerNorm on both sides, which the paper has on one, it is better than chance in most
-rotations, of a model that predicts worse than without; its loop took more CPU than training on all of it.
+loss, and to leave .60 of the CPU at most where batches are refilled and nothing of the others is scored. Skipping inputs with
+stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing: here it is worse than chance.
+With LayerNorm on both sides, which the paper has on one, it is better than chance in most rotations, of a model that predicts
+worse than without; its loop took more CPU than training on all of it.
 
 The first 3,500 impressions of each part of Criteo's sample, each a request with one candidate: five parts trained once, in
 batches of 128, the sixth predicted, for each of the six. Every run has a seed of its own, so least .. most is over seeds;
-figures are means over the rotations. The loss is a log loss, its change relative to training on all of it. The control drops
-as many requests, rotation by rotation, by a hash of their ids. `cpu` is the loop's own, with one shard in the same process;
-of what is skipped one in twenty is scored, in a pass of its own. A batch that isn't refilled is a step of half a batch, whose
-fixed part is the same; refilled, chunks are read larger and there are fewer steps. A kept negative's weight of 2 makes steps
-larger, which helps on this log by itself (docs/decisions/0066). In a log of 137 steps few inputs have rows that were all seen
-before: an input is hot here if 80 % of its rows are. Slipstream begins to skip behind step 58, and so does its control;
-`trained` says how many were.""",
+figures are means over the rotations. The loss is a log loss, its change relative to training on all of it. The control drops as
+many requests, rotation by rotation, by a hash of their ids. `cpu` is the loop's own, with one shard in the same process; of
+what is skipped one in twenty is scored, in a pass of its own (none "with the others unscored"). A batch that isn't refilled is
+a step of half a batch, whose fixed part is the same; refilled, chunks are read larger and there are fewer steps. A kept
+negative's weight of 2 makes steps larger, which helps on this log by itself (docs/decisions/0066). In a log of 137 steps few
+inputs have rows that were all seen before: an input is hot here if 80 % of its rows are. Slipstream begins to skip behind step
+58, and so does its control; `trained` says how many were.""",
 )

@@ -9,19 +9,24 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads import data
+from benchmarks.workloads.selecting.logs import has_criteo, part
+from benchmarks.workloads.selecting.logs import schema as criteo_schema
 from placement.cost import OwnerCosts, PlacedTable
 from placement.plan import plan
-from placement.profile import Profiler
+from placement.profile import LEAST_BATCHES, Profiler
 from placement.simulated_load import DrawnTable, Strategy, draw_mix, simulate, uniques
+from roo.batch import Batch
 from roo.decode import Decoder
-from roo.lookup import build_lookup
+from roo.lookup import Lookup, build_lookup
+from roo.wire import Record
 
 _DRAWS, _IDS = 20, 4096
 
 
 @contextlib.contextmanager
 def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
-    """A plan from true statistics, candidates given. Figures: its step and imbalance against the bound."""
+    """A plan from true statistics, candidates given. Figures: its step and imbalance against the bound, where pieces of a table
+    are even and where rows are as often asked for as Zipf says."""
     mix = draw_mix(num_tables, seed)
     tables = [
         PlacedTable(
@@ -35,8 +40,14 @@ def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
         found = plan(tables, owners, OwnerCosts())
         figures["step / bound"] = found.predicted_s / found.bound_s
         figures["imbalance of bytes"] = found.bytes_imbalance
+        figures["bound_s"] = found.bound_s
 
-    yield Work(step, 1.0, lambda: dict(figures))
+    def beside() -> dict[str, float]:
+        bound_s = figures["bound_s"]
+        uneven = simulate(mix, owners, 256, "hybrid")["step_s"] / bound_s
+        return {name: x for name, x in figures.items() if name != "bound_s"} | {"step / bound, uneven rows": uneven}
+
+    yield Work(step, 1.0, beside)
 
 
 @contextlib.contextmanager
@@ -94,6 +105,53 @@ def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
     cumulated = np.cumsum(np.arange(1, table.rows + 1) ** -table.exponent)
     at = [np.searchsorted(cumulated, random.random(ids) * cumulated[-1]) for _ in range(_DRAWS)]
     return float(np.mean([len(np.unique(rows)) for rows in at]))
+
+
+@contextlib.contextmanager
+def foreseen(batch: int, most: int) -> Iterator[Work]:
+    """Unique rows a batch of Criteo's second three parts, from a profile of four batches of its first three; `most`: impressions
+    of a part. Figures: beside what all batches of the second three ask for, over tables."""
+    first, second = ([_looked_up(records) for records in _batches(parts, batch, most)] for parts in ((0, 1, 2), (3, 4, 5)))
+    seen = Profiler(1.0)
+    for n in range(LEAST_BATCHES):
+        seen.see(*first[n * len(first) // LEAST_BATCHES])
+    expected: dict[str, float] = {}
+
+    def step() -> None:
+        expected.update({feature: its.uniques_of(batch) for feature, its in seen.profiles.items()})
+
+    def figures() -> dict[str, float]:
+        later = _counted(second)
+        ratios = [expected[feature] / rows for feature, rows in later.items()]
+        return {"least foreseen / counted": min(ratios), "most foreseen / counted": max(ratios)}
+
+    yield Work(step, 1.0, figures)
+
+
+@contextlib.contextmanager
+def counted_all(batch: int, most: int) -> Iterator[Work]:
+    """The same by looking at every batch."""
+    looked_up = [_looked_up(records) for records in _batches((3, 4, 5), batch, most)]
+    yield Work(lambda: _counted(looked_up), 1.0)
+
+
+def _batches(parts: tuple[int, ...], batch: int, most: int) -> list[list[Record]]:
+    """Whole ones."""
+    records = [record for number in parts for record in part(number, criteo=has_criteo(), most=most)]
+    return [records[at : at + batch] for at in range(0, len(records) - batch + 1, batch)]
+
+
+def _looked_up(records: list[Record]) -> tuple[Batch, Lookup]:
+    batch, _ = Decoder(criteo_schema(), lambda fingerprint: None).decode(records)
+    return batch, build_lookup(batch)
+
+
+def _counted(looked_up: list[tuple[Batch, Lookup]]) -> dict[str, float]:
+    """Feature → unique rows a batch."""
+    all_of_them = Profiler(1.0)
+    for batch, lookup in looked_up:
+        all_of_them.see(batch, lookup)
+    return {feature: its.uniques / its.batches for feature, its in all_of_them.profiles.items()}
 
 
 @contextlib.contextmanager
