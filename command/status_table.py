@@ -12,6 +12,7 @@ from rich.text import Text
 from roo.errors import printable
 from trainer.control.holds import Spending
 from trainer.control.protocol import Hold
+from trainer.selection.decision import NAMES, STALE
 from trainer.selection.outcomes import unaccounted
 
 NONE = "–"
@@ -153,7 +154,17 @@ def _outcomes(t: Mapping[str, Any]) -> list[Row]:
         return []
     parts = " + ".join(f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained"))
     missing = unaccounted(of)
-    return [("selection", f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}")]
+    text = f"{of['taken']:,} requests = {parts}{f'; NO, {missing:,} are missing' if missing else ''}"
+    return [("selection", text), *_control(of)]
+
+
+def _control(of: Mapping[str, int]) -> list[Row]:
+    """Slipstream's figures say nothing without the random control beside them."""
+    if not of.get(NAMES[STALE]):
+        return []
+    keep = 1 - of[NAMES[STALE]] / of["taken"]
+    text = f'policy = "random", keep = {keep:.3f} skips as many by chance; what stale inputs cost is told beside it alone'
+    return [("its control", text)]
 
 
 def _readers(of: Mapping[str, Any] | None) -> list[Row]:

@@ -373,8 +373,8 @@ class TrainLoop:
         """Their labels are used for nothing."""
         for prediction in unscored_of(unscored, self.num_steps):
             self.outputs.prediction(prediction)
-        self.outcomes.tell(unscored.reason_R)
-        self.counts.requests += unscored.batch.num_requests
+        self.outcomes.tell(unscored.reason_R[unscored.row_M])
+        self.counts.requests += len(unscored.row_M)
 
     def targets_of(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
         """What is to be learned of it. `total_T` [T]: the weights of all that several workers train with it; None = its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -41,47 +42,93 @@ def predictions_of(
     step: int,
     disposition_R: np.ndarray | None = None,
     choice: Selected | None = None,
+    row_M: np.ndarray | None = None,
 ) -> Iterator[Prediction]:
-    """One a request, in the order of the batch; `score_BT` are probabilities before the update, [B, 0] of what isn't scored. The
-    columns go into the record from their arrays, between what comes before them and what comes behind: the same bytes as of a
-    message. `disposition_R`: uint8, what becomes of each (decision.py); None = trained. `choice`: their weights, None = 1."""
+    """One a request, in the order of the batch; `score_BT` are probabilities before the update, [B, 0] of what isn't scored. All
+    goes into the records from arrays: the same bytes as of a message, without making one. `disposition_R`: uint8, what becomes of
+    each (decision.py); None = trained. `choice`: their weights, None = 1. `row_M`: int64, of these requests alone."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
-    what: list[dict[str, Any]] = [{}] * batch.num_requests
-    if disposition_R is not None and (choice is not None or disposition_R.any()):
-        what = list(_said(disposition_R, choice))
+    id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
+    heads, tails = _heads(batch), _tails(batch, step, disposition_R, choice)
     ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64).tolist()
     starts_R = [0, *ends_R[:-1]]
-    num_served_R = np.bincount(batch.request_index_B, ~np.isnan(batch.served_score_BT).all(axis=1), batch.num_requests)
+    has_served_B = ~np.isnan(batch.served_score_BT).all(axis=1)
+    num_served_R = np.bincount(batch.request_index_B, has_served_B, batch.num_requests).tolist()
     item, label, served = (x.tobytes() for x in (batch.item_B, batch.label_BT, batch.served_score_BT))
     score = score_BT.astype("<f4", copy=False).tobytes()
-    for r, (start, end) in enumerate(zip(starts_R, ends_R, strict=True)):
-        before = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
-        behind = pb.Prediction(step=step, partition=int(batch.partition_R[r]), offset=int(batch.offset_R[r]), **what[r])
-        columns = (
-            (pb.Prediction.ITEM_IDS_FIELD_NUMBER, item[8 * start : 8 * end]),
-            (pb.Prediction.SCORES_FIELD_NUMBER, score[tasks * start : tasks * end]),
-            (pb.Prediction.LABELS_FIELD_NUMBER, label[label_bytes * start : label_bytes * end]),
-            (
-                pb.Prediction.SERVED_SCORES_FIELD_NUMBER,
-                served[label_bytes * start : label_bytes * end] if num_served_R[r] else None,
-            ),
-        )
-        packed = fields_of((number, column or None) for number, column in columns)
-        value = wire.encode(wire.PREDICTION, before) + packed + behind.SerializeToString(deterministic=True)
-        yield Prediction(before.sample_id, before.time_ms, value)
+    for r in range(batch.num_requests) if row_M is None else row_M.tolist():
+        start, end = starts_R[r], ends_R[r]
+        record = [heads[r]]
+        if end > start:
+            record += (_opening(_ITEM_IDS, 8 * (end - start)), item[8 * start : 8 * end])
+            if tasks:
+                record += (_opening(_SCORES, tasks * (end - start)), score[tasks * start : tasks * end])
+            first, last = label_bytes * start, label_bytes * end
+            record += (_opening(_LABELS, last - first), label[first:last])
+            if num_served_R[r]:
+                record += (_opening(_SERVED_SCORES, last - first), served[first:last])
+        record.append(tails[r])
+        yield Prediction(id_R[r], time_R[r], b"".join(record))
 
 
 def unscored_of(unscored: Unscored, step: int) -> Iterator[Prediction]:
     """As `predictions_of`, without scores."""
     batch = unscored.batch
-    return predictions_of(batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R)
+    return predictions_of(batch, np.zeros((batch.num_candidates, 0), np.float32), step, unscored.reason_R, row_M=unscored.row_M)
 
 
-def _said(disposition_R: np.ndarray, choice: Selected | None) -> Iterator[dict[str, Any]]:
-    """Fields of each; what is usual isn't written."""
-    for r, disposition in enumerate(disposition_R.tolist()):
-        weights = {} if choice is None else {"train_weight": choice.train_weight_R[r], "metric_weight": choice.metric_weight_R[r]}
-        yield {"disposition": disposition, **{name: float(w) for name, w in weights.items() if w not in (0, 1)}}
+_ITEM_IDS, _SCORES = pb.Prediction.ITEM_IDS_FIELD_NUMBER, pb.Prediction.SCORES_FIELD_NUMBER
+_LABELS, _SERVED_SCORES = pb.Prediction.LABELS_FIELD_NUMBER, pb.Prediction.SERVED_SCORES_FIELD_NUMBER
+_FIXED64 = 1  # protobuf's wire type
+_HEAD = np.dtype([("of_id", "u1"), ("id", "<u8"), ("of_time", "u1"), ("time", "<i8")])
+_OFFSET = np.dtype([("of", "u1"), ("offset", "<i8")])
+
+
+@functools.lru_cache(1 << 12)
+def _opening(number: int, size: int) -> bytes:
+    """What stands before a column of so many bytes."""
+    return fields_of([(number, bytes(size))])[:-size]
+
+
+def _heads(batch: Batch) -> list[bytes]:
+    """What comes before the columns of each record."""
+    head_R = np.empty(batch.num_requests, _HEAD)
+    head_R["of_id"] = pb.Prediction.SAMPLE_ID_FIELD_NUMBER << 3 | _FIXED64
+    head_R["of_time"] = pb.Prediction.TIME_MS_FIELD_NUMBER << 3 | _FIXED64
+    head_R["id"], head_R["time"] = batch.sample_id_R.view(np.uint64), batch.time_ms_R
+    frame = wire.framed(wire.PREDICTION, b"")
+    heads = [frame + head for head in _cut(head_R)]
+    for r in np.flatnonzero((batch.sample_id_R == 0) | (batch.time_ms_R == 0)).tolist():  # a 0 isn't written
+        head = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
+        heads[r] = wire.encode(wire.PREDICTION, head)
+    return heads
+
+
+def _tails(batch: Batch, step: int, disposition_R: np.ndarray | None, choice: Selected | None) -> list[bytes]:
+    """What comes behind them; few are different but for the offset."""
+    offset_R = np.empty(batch.num_requests, _OFFSET)
+    offset_R["of"], offset_R["offset"] = pb.Prediction.OFFSET_FIELD_NUMBER << 3 | _FIXED64, batch.offset_R
+    front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
+    tails = [
+        front[p] + (at if offset else b"")
+        for p, at, offset in zip(batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True)
+    ]
+    if disposition_R is None or (choice is None and not disposition_R.any()):
+        return tails
+    zero_R = np.zeros(batch.num_requests, np.float32)
+    weights = (zero_R, zero_R) if choice is None else (choice.train_weight_R, choice.metric_weight_R)
+    said = list(zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True))
+    behind = {its: _bytes(disposition=its[0], train_weight=its[1], metric_weight=its[2]) for its in set(said)}
+    return [tail + behind[its] for tail, its in zip(tails, said, strict=True)]
+
+
+def _cut(record_R: np.ndarray) -> Iterator[bytes]:
+    data, size = record_R.tobytes(), record_R.itemsize
+    return (data[at : at + size] for at in range(0, len(data), size))
+
+
+def _bytes(**fields: Any) -> bytes:
+    return pb.Prediction(**fields).SerializeToString(deterministic=True)
 
 
 def dead_letter(rejected: Rejected, max_raw_bytes: int) -> pb.DeadLetter:

@@ -220,6 +220,16 @@ def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str)
     assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
 
 
+def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
+    of = {"taken": 200, "trained": 150, "negative": 0, "random": 0, "stale": 50, "non_finite": 0}
+    reports = {"worker 0": {"step": 4, "outcomes": of}}
+    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    assert rows["selection"].endswith("50 stale") and 'policy = "random", keep = 0.750' in str(rows["its control"])
+    reports["worker 0"]["outcomes"] = {**of, "random": 50, "stale": 0}
+    rows = dict(table.rows(whole(scrape.parse(WORKER), Scraped(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
+    assert "its control" not in rows
+
+
 def test_what_is_trained_once_more_is_told_beside_what_is_trained() -> None:
     for rehearsed, said in ((0, ""), (1200, ", trained once more 1,200")):
         reports = {"worker 0": {"step": 4, "requests": 10, "duplicates": 0, "rehearsed": rehearsed}}

@@ -19,7 +19,8 @@ from roo.ids import unsigned
 from runtime.clock import FakeClock
 from tests.trainer import samples
 from trainer.batches import Rejected
-from trainer.predictions import KafkaOutputs, dead_letter, predictions_of
+from trainer.predictions import KafkaOutputs, Prediction, dead_letter, predictions_of
+from trainer.selection.decision import Selected
 
 
 def batch_of(*values: bytes) -> Batch:
@@ -57,6 +58,33 @@ def test_a_prediction_s_bytes_are_those_of_its_message(served: bool) -> None:
     assert [p.value for p in made] == [wire.encode(wire.PREDICTION, message) for message in expected]
     assert [(p.sample_id, p.time_ms) for p in made] == [(m.sample_id, m.time_ms) for m in expected]
     assert [len(m.served_scores) for m in expected] == ([0, 0, 5] if served else [0, 0, 0])
+
+
+def test_records_of_zeros_and_weights_and_of_some_requests_alone_are_those_of_messages() -> None:
+    """Protobuf leaves a 0 out."""
+    batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))
+    zero = {"sample_id_R": [0, 2, -3, 4, 5, 6, 7], "time_ms_R": [1, 0, 3, -4, 5, 6, 7], "offset_R": [9, 8, 7, 0, 1 << 40, 5, 4]}
+    partitions = np.array([0, 1, 300, 0, 2, 2, 1], np.int32)
+    batch = dataclasses.replace(batch, partition_R=partitions, **{name: np.array(v, np.int64) for name, v in zero.items()})
+    score_BT = np.random.default_rng(1).random((batch.num_candidates, 1), dtype=np.float32)
+    disposition_R = np.array([0, 1, 2, 3, 4, 0, 0], np.uint8)
+    weights = (np.array(w, np.float32) for w in ([1, 0, 2.5, 1, 0, 4, 0], [1, 20, 1, 0, 3.3, 1, 0]))
+    choice = Selected(disposition_R, *weights)
+    for with_choice in (None, choice):
+        expected = []
+        for r in range(7):
+            message = message_of(batch, score_BT, 1 << 33, r)
+            message.disposition = int(disposition_R[r])  # type: ignore[assignment]
+            for name, w_R in (("train_weight", choice.train_weight_R), ("metric_weight", choice.metric_weight_R)):
+                if with_choice and w_R[r] not in (0, 1):
+                    setattr(message, name, float(w_R[r]))
+            expected.append(Prediction(message.sample_id, message.time_ms, wire.encode(wire.PREDICTION, message)))
+        made = list(predictions_of(batch, score_BT, 1 << 33, disposition_R, with_choice))
+        assert made == expected
+        some = np.array([1, 4, 6])
+        assert list(predictions_of(batch, score_BT, 1 << 33, disposition_R, with_choice, some)) == [
+            expected[r] for r in (1, 4, 6)
+        ]
 
 
 def test_a_dead_letter_keeps_as_much_of_the_record_as_fits() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from roo.config import Settings, setting
+from roo.config import Settings, refusal, setting
 
+LEAST_SAMPLE = 201  # of Slipstream's sampled search: from here on its interval is on the safe side (slipstream.py)
 _LEAST_KEEP = 0.05
 
 
@@ -26,6 +27,14 @@ class SlipstreamConfig(Settings):
     hot_share: float = setting(1.0, "share of an input's rows that must be hot", above=0, most=1)
     unvisited: Literal["varying", "stale"] = setting("varying", "what a hot row is that no step visited; the paper: stale")
     max_hot_rows: int = setting(1 << 20, "hot rows kept, the most visited ones", least=1)
+    sample: int = setting(
+        0, "hot inputs among which the threshold is searched, as the paper does, 201 or more; 0 = all of them, exactly", least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.sample < LEAST_SAMPLE:
+            raise refusal("sample", f"0, or {LEAST_SAMPLE} or more", self.sample, "of fewer the interval would be too narrow")
 
     @property
     def last_snapshot(self) -> int:
@@ -41,13 +50,22 @@ class SelectionConfig(Settings):
         "off", "which requests are skipped: without any positive | any | with stale rows (finite logs alone)"
     )
     keep: float = setting(0.5, "share of what negatives and random judge that is trained", least=_LEAST_KEEP, most=1)
-    score: Literal["all", "probe"] = setting("all", "of the skipped requests, for progressive metrics")
+    score: Literal["all", "probe", "kept"] = setting(
+        "all",
+        "of the skipped requests, for progressive metrics; kept: none, each that is trained stands for 1 / keep of its kind",
+    )
     probe: float = setting(0.05, "share of the skipped requests that is scored with score = probe", above=0, most=1)
     refill: bool = setting(
         False,
         "chunks are read larger, by as much as was skipped lately, so that about batch_requests are trained; not with exact",
     )
     slipstream: SlipstreamConfig = setting(factory=SlipstreamConfig, help="of policy = slipstream")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score == "kept" and self.policy == "slipstream":
+            error = "inputs without stale rows are no sample of all inputs"
+            raise refusal("score", "all or probe with policy = slipstream", self.score, error)
 
     @property
     def is_on(self) -> bool:

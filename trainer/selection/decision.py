@@ -9,7 +9,10 @@ A loss of kept negatives with these weights, divided by the number of kept candi
 probability weighting, Horvitz and Thompson 1952; "negative downsampling": He et al. 2014, §6.3, where scores are put right
 instead). Whole requests only: a thinned list is another list.
 
-Letters: R requests, B candidates, T tasks.
+The same weights make the kept ones a sample of all for progressive metrics: of those that are kept each stands for 1 / keep, by
+candidate and by request. What has stale rows is no such sample.
+
+Letters: R requests, B candidates, T tasks, M of the requests.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Decision(NamedTuple):
     weight_R: np.ndarray  # float32: of its loss, 0 where it isn't kept
     reason_R: np.ndarray  # uint8: TRAINED, or why not
     probe_R: np.ndarray  # bool: skipped, and scored all the same where not all of them are
+    stands_for_R: np.ndarray  # float32: how many requests each that is kept stands for, where those alone are scored; else 0
 
 
 class Selected(NamedTuple):
@@ -47,32 +51,35 @@ class Selected(NamedTuple):
 
 
 class Unscored(NamedTuple):
-    """Requests that are neither trained nor scored."""
+    """Requests of a batch that are neither trained nor scored."""
 
     batch: Batch
-    reason_R: np.ndarray  # uint8
+    row_M: np.ndarray  # int64: which of its requests
+    reason_R: np.ndarray  # uint8: of all of them
 
 
 def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray | None = None) -> Decision:
     """`stale_R`: bool, the requests that `slipstream` skips; None = none yet."""
     id_R, n = batch.sample_id_R, batch.num_requests
-    weight_R = np.ones(n, np.float32)
+    weight_R, stands_for_R = np.ones(n, np.float32), np.ones(n, np.float32)
     if config.policy == "slipstream":
         skipped_R, reason = np.zeros(n, np.bool_) if stale_R is None else stale_R, STALE
     elif config.policy == "negatives":
         eligible_R = without_positive(batch)
         skipped_R, reason = eligible_R & (drawn(id_R, seed) >= config.keep), NEGATIVE
-        weight_R[eligible_R] = np.float32(1 / config.keep)
+        weight_R[eligible_R] = stands_for_R[eligible_R] = np.float32(1 / config.keep)
     elif config.policy == "random":
         skipped_R, reason = drawn(id_R, seed) >= config.keep, RANDOM
+        stands_for_R[:] = np.float32(1 / config.keep)
     else:
         skipped_R, reason = np.zeros(n, np.bool_), TRAINED
-    weight_R[skipped_R] = 0
+    weight_R[skipped_R] = stands_for_R[skipped_R] = 0
     return Decision(
         kept_R=~skipped_R,
         weight_R=weight_R,
         reason_R=np.where(skipped_R, reason, TRAINED).astype(np.uint8),
         probe_R=skipped_R & (drawn(id_R, seed ^ _PROBE_SALT) < config.probe),
+        stands_for_R=stands_for_R,
     )
 
 

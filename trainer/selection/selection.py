@@ -47,7 +47,7 @@ class Selection:
         self.config, self.schema = config.selection, schema
         self._seed, self._freeze_at_ms, self._deduplicated = config.seed, config.freeze_at_ms, config.deduplicate
         is_slipstream = self.config.policy == "slipstream"
-        self.slipstream = SlipstreamCourse(self.config.slipstream, schema) if is_slipstream else None
+        self.slipstream = SlipstreamCourse(self.config.slipstream, schema, config.seed) if is_slipstream else None
         self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
         self._told_of_control = False  # once a process
         is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
@@ -87,13 +87,13 @@ class Selection:
         judged = _taken(batch, ~frozen_R)
         decision = self._decide(judged, num_steps + self._num_ahead)
         scored_R = ~decision.kept_R & ~judged.correction_R
-        unscored_R = scored_R & ~decision.probe_R if self.config.score == "probe" else np.zeros_like(scored_R)
+        unscored_R = scored_R & self._is_left_out(decision)
         parts = (
             self._part(judged, decision, scored_R & ~unscored_R, trains=False),
             self._part(judged, decision, decision.kept_R, trains=True),
             part_of(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated) if frozen_R.any() else None,
         )
-        unscored = Unscored(_taken(judged, unscored_R), decision.reason_R[unscored_R]) if unscored_R.any() else None
+        unscored = Unscored(judged, np.flatnonzero(unscored_R), decision.reason_R) if unscored_R.any() else None
         return tuple(part for part in parts if part is not None), unscored
 
     def _decide(self, judged: Batch, step: int) -> Decision:
@@ -109,13 +109,25 @@ class Selection:
     def _part(self, judged: Batch, decision: Decision, row_R: np.ndarray, *, trains: bool) -> ChunkPart | None:
         if not row_R.any():
             return None
-        if trains and (decision.weight_R[row_R] == 1).all():
+        metric_weight_M = self._stand_for(decision, row_R, trains=trains)
+        if trains and (decision.weight_R[row_R] == 1).all() and (metric_weight_M == 1).all():
             return part_of(_taken(judged, row_R), trains=True, deduplicated=self._deduplicated)
-        stands_for = 1.0 if trains or self.config.score == "all" else 1 / self.config.probe
-        metric_weight_M = np.full(int(row_R.sum()), stands_for, np.float32)
         self._num_probed += 0 if trains else len(metric_weight_M)
         choice = Selected(decision.reason_R[row_R], decision.weight_R[row_R], metric_weight_M)
         return part_of(_taken(judged, row_R), trains=trains, deduplicated=self._deduplicated, choice=choice)
+
+    def _is_left_out(self, decision: Decision) -> np.ndarray:
+        """bool [R]: not scored, if it is skipped."""
+        if self.config.score == "probe":
+            return ~decision.probe_R
+        return np.full(len(decision.kept_R), self.config.score == "kept")
+
+    def _stand_for(self, decision: Decision, row_R: np.ndarray, *, trains: bool) -> np.ndarray:
+        """float32 [M]: requests that each counts for in metrics."""
+        if trains and self.config.score == "kept":
+            return decision.stands_for_R[row_R]
+        each = 1.0 if trains or self.config.score == "all" else 1 / self.config.probe
+        return np.full(int(row_R.sum()), each, np.float32)
 
     def weighted(self, targets: Targets, part: ChunkPart) -> Targets:
         """With the weights of its requests; divided by what the candidates' weights are without them (models/loss.py)."""

@@ -26,8 +26,7 @@ from roo.batch import Batch
 from roo.lookup import Lookup, sources_of
 
 T_QUANTILE = 3.340
-"""Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from 201 inputs on it is on the safe side."""
-LEAST_SAMPLE = 201
+"""Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from LEAST_SAMPLE inputs on it is safe."""
 _ROUNDS = 40
 
 

@@ -25,7 +25,17 @@ from roo.lookup import Lookup, StackLookup, build_lookup
 from roo.schema import Schema
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.row_numbers import RowNumbers
-from trainer.selection.slipstream import AccessCounts, Classified, ReadSlots, is_hot, judge, moved, slots_of, threshold
+from trainer.selection.slipstream import (
+    AccessCounts,
+    Classified,
+    ReadSlots,
+    is_hot,
+    judge,
+    moved,
+    sampled_threshold,
+    slots_of,
+    threshold,
+)
 
 log = logging.getLogger("roostream.worker")
 
@@ -90,8 +100,9 @@ class _HotInputs:
 class SlipstreamCourse:
     """Of one worker that has the whole log."""
 
-    def __init__(self, config: SlipstreamConfig, schema: Schema) -> None:
-        self.config, self.schema = config, schema
+    def __init__(self, config: SlipstreamConfig, schema: Schema, seed: int = 0) -> None:
+        """`seed`: of the paper's sample, where one is asked for."""
+        self.config, self.schema, self._seed = config, schema, seed
         self._begin()
 
     def _begin(self) -> None:
@@ -103,6 +114,7 @@ class SlipstreamCourse:
         self.num_looked = self.num_hot_looked = 0  # requests behind the first snapshot, and which of them were hot
         self.T: float | None = None  # once it is known
         self.realised: float | None = None  # share of the hot inputs that T was taken from and skips
+        self.half_width: float | None = None  # of that share's interval, where T was searched in a sample
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
@@ -138,15 +150,18 @@ class SlipstreamCourse:
     def _choose_threshold(self) -> None:
         slots, num, drop = self.inputs.slots, len(self.inputs.num_slots_I), self.config.drop
         q_I = self._judge(slots, num).q_R
-        self.T = threshold(q_I, drop)
+        if num and self.config.sample:
+            self.T, self.half_width = sampled_threshold(q_I, drop, self.config.sample, np.random.default_rng(self._seed))
+        else:
+            self.T = threshold(q_I, drop)
         if not num:
             log.warning("slipstream: no input was hot between the snapshots, so none is skipped; lower hot_ratio or hot_share")
             return
         self.realised = float((q_I <= self.T).mean())
         if abs(self.realised - drop) > _MOST_OFF:
             log.warning(
-                "slipstream: expected to skip %.0f %% of the hot inputs, the threshold nearest below skips %.1f %%, since many "
-                "rows have moved equally far; choose alpha nearer to the middle, or unvisited",
+                "slipstream: expected to skip %.0f %% of the hot inputs, the threshold that was found skips %.1f %%: many rows "
+                "have moved equally far, or the sample is small; choose alpha nearer to the middle, unvisited, or sample = 0",
                 100 * drop,
                 100 * self.realised,
             )
@@ -170,6 +185,7 @@ class SlipstreamCourse:
             "unvisited_share": 1 - sum(int(its.visited_N.sum()) for its in rows) / num_hot if num_hot else None,
             "threshold": self.T if self.T is not None and math.isfinite(self.T) else None,
             "realised_drop": self.realised,
+            "half_width": self.half_width,
         }
 
     @property
@@ -185,8 +201,9 @@ class SlipstreamCourse:
         out: dict[str, np.ndarray] = {"numbers": numbers}
         if self.T is not None:
             out["T"] = np.array(self.T, np.float64)
-        if self.realised is not None:
-            out["realised"] = np.array(self.realised, np.float64)
+        for name in ("realised", "half_width"):
+            if getattr(self, name) is not None:
+                out[name] = np.array(getattr(self, name), np.float64)
         for stack in self.schema.stacks:
             if not self.hot:
                 counts = self.counts[stack]
@@ -212,7 +229,7 @@ class SlipstreamCourse:
             return
         self.num_counted, self.num_looked, self.num_hot_looked, has_hot = mine["numbers"].tolist()
         self.T = float(mine["T"]) if "T" in mine else None
-        self.realised = float(mine["realised"]) if "realised" in mine else None
+        self.realised, self.half_width = (float(mine[n]) if n in mine else None for n in ("realised", "half_width"))
         num_kept = sum(self._load_stack(stack, mine, has_hot=bool(has_hot)) for stack in self.schema.stacks)
         num_saved = sum(len(id_N) for name, id_N in mine.items() if name.endswith(".id"))
         same_stacks = {name.removesuffix(".id") for name in mine if name.endswith(".id")} == self.schema.stacks.keys()

@@ -25,6 +25,8 @@ from tests.trainer.schedules import kills_of
 from tests.trainer.simulator import Kill, Simulation
 from trainer.holding import HoldingTeam
 from trainer.reduce import Alone
+from trainer.selection.config import SelectionConfig
+from trainer.selection.decision import NEGATIVE
 
 NUM_SCHEDULES = 6
 BEHIND = [*NUMBERS, *sorted([*range(50, 66, 2), *range(51, 83, 2)])]  # whole chunks of what a stream brings later
@@ -101,6 +103,37 @@ def test_g2_g11_whoever_is_killed_with_its_rows_changes_nothing(moment: tuple[st
 @pytest.mark.parametrize("moment", MORE_MOMENTS, ids=" ".join)
 def test_g2_g11_and_at_other_moments(moment: tuple[str, str, str], victim: str) -> None:
     killed(moment, victim)
+
+
+# With training on less
+
+
+NEGATIVES = {"selection": SelectionConfig(policy="negatives", keep=0.4, score="probe")}
+Became = dict[int, int]
+
+
+def became_of(simulation: Simulation) -> Became:
+    """Sample → what became of it."""
+    return {p.sample_id: p.disposition for p in simulation.outputs.predicted}
+
+
+@functools.cache
+def on_less() -> tuple[dict[str, bytes], Became]:
+    """At shards, and nothing disturbed."""
+    simulation = held(at_workers=False, loop=NEGATIVES)
+    simulation.run()
+    return simulation.bits(), became_of(simulation)
+
+
+@pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1"])
+@pytest.mark.parametrize("moment", [("worker 1", "write", "after"), ("shard 0", "freeze", "after")], ids=" ".join)
+def test_g2_g11_workers_that_hold_rows_skip_the_same_whoever_is_killed(moment: tuple[str, str, str], victim: str) -> None:
+    simulation = held(loop=NEGATIVES, kills=[Kill(moment, victim, 2)])
+    simulation.run()
+    bits, became = on_less()
+    assert simulation.killed == [victim] and became_of(simulation) == became
+    assert_equal(simulation, bits)
+    assert bits != at_shards() and sum(its == NEGATIVE for its in became.values()) > 3
 
 
 def schedule(seed: int) -> None:

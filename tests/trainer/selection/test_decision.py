@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roo.batch import Batch
 from roo.decode import Decoder
+from roo.errors import ConfigError
 from roo.ids import splitmix64
 from tests.trainer import samples
 from trainer.selection.config import SelectionConfig
@@ -81,10 +82,30 @@ def test_what_is_kept_of_the_negatives_weighs_as_much_as_all_of_them() -> None:
     assert len(set(weights)) > 10, "and seeds draw differently"
 
 
+@pytest.mark.parametrize("policy", ["negatives", "random"])
+def test_what_is_kept_stands_for_all_in_metrics(policy: str) -> None:
+    n, stood = 100, []
+    positive_R = np.arange(n) % 4 == 0
+    batch = with_labels(batch_of(list(range(1, n + 1))), positive_R)
+    for seed in range(60):
+        ids = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, n)
+        found = decide(dataclasses.replace(batch, sample_id_R=ids), SelectionConfig(policy=policy, keep=0.25), seed)  # type: ignore[arg-type]
+        each = {"negatives": np.where(positive_R, 1.0, 4.0), "random": np.full(n, 4.0)}[policy]
+        assert (found.stands_for_R == np.where(found.kept_R, each, 0)).all()
+        stood.append(float(found.stands_for_R.sum()))
+    assert abs(np.mean(stood) - n) < 4 * np.sqrt(n * 0.75 / 0.25 / len(stood))
+    assert (decided(batch, "slipstream").stands_for_R == 1).all()
+
+
 def test_random_judges_all_and_weighs_none() -> None:
     found = decided(with_labels(batch_of(list(range(1, 201))), np.ones(200, np.bool_)), "random", keep=0.7)
     assert set(found.weight_R[found.kept_R].tolist()) == {1.0} and 110 < found.kept_R.sum() < 170
     assert (found.reason_R[~found.kept_R] == RANDOM).all()
+
+
+def test_inputs_without_stale_rows_stand_for_no_others() -> None:
+    with pytest.raises(ConfigError, match=r"'score': expected all or probe with policy = slipstream, got 'kept'"):
+        SelectionConfig(policy="slipstream", score="kept")
 
 
 def test_slipstream_skips_what_it_is_told_and_nothing_before_that() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from roo.wire import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.feed import part_of
-from trainer.selection.config import DeferralConfig, SelectionConfig, SlipstreamConfig
+from trainer.selection.config import LEAST_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import NEGATIVE, Selected, decide
 from trainer.selection.outcomes import unaccounted
 
@@ -104,6 +105,33 @@ def test_probes_count_for_all_that_was_skipped_and_the_rest_is_told_without_scor
     assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
 
 
+@pytest.mark.parametrize("policy", ["negatives", "random"])
+def test_where_the_kept_alone_are_scored_they_stand_for_all_and_train_the_same(policy: Any) -> None:
+    config = SelectionConfig(policy=policy, keep=0.3)
+    every = build(CLICKS, selection=config).train_all()
+    kept = build(CLICKS, selection=dataclasses.replace(config, score="kept")).train_all()
+    assert weights(every) == weights(kept) and rows(every) == rows(kept), "to the bit: what is scored changes nothing"
+    skipped = skipped_numbers(config)
+    before = {p.sample_id: p for p in every.predicted}
+    assert sorted(p.sample_id for p in kept.predicted) == NUMBERS and accounted(kept) == accounted(every)
+    expected = {"weight": 0.0, "positive": 0.0}
+    for said in kept.predicted:
+        was = before[said.sample_id]
+        told = (said.disposition, said.train_weight, list(said.labels), list(said.item_ids), said.time_ms, said.offset)
+        assert told == (was.disposition, was.train_weight, list(was.labels), list(was.item_ids), was.time_ms, was.offset)
+        assert list(said.scores) == ([] if said.sample_id in skipped else list(was.scores))
+        if said.sample_id in skipped:
+            assert said.metric_weight == 0, "it is in no metric"
+            continue
+        stands = 1.0 if policy == "negatives" and any(said.labels) else 1 / 0.3
+        assert said.metric_weight == pytest.approx(0.0 if stands == 1 else stands), "1 isn't written"
+        expected["weight"] += stands
+        expected["positive"] += stands * sum(said.labels)
+    found = kept.loop.own.metrics().sums()["click"]
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert kept.loop.counts.requests == 60 and kept.loop.selection.report()["probed"] == 0
+
+
 def test_metrics_by_request_count_a_probe_for_as_many_as_it_stands_for() -> None:
     from trainer.monitoring.quality import Metrics
 
@@ -114,7 +142,7 @@ def test_metrics_by_request_count_a_probe_for_as_many_as_it_stands_for() -> None
     assert metrics.report()["request_auc"] == 0.25, "one of four requests is in order"
 
 
-@pytest.mark.parametrize("score", ["all", "probe"])
+@pytest.mark.parametrize("score", ["all", "probe", "kept"])
 @pytest.mark.parametrize("policy", ["negatives", "random"])
 def test_g11_whoever_is_restored_skips_the_same_and_ends_in_the_same_bits(policy: Any, score: Any) -> None:
     settings: dict[str, Any] = {
@@ -250,6 +278,28 @@ def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits_and_skips(st
     assert weights(whole) == weights(again) and rows(whole) == rows(again)
     tail = [(p.sample_id, p.disposition) for p in whole.predicted][-len(again.predicted) :]
     assert tail == [(p.sample_id, p.disposition) for p in again.predicted]
+
+
+def test_slipstream_with_the_papers_search_has_an_interval_and_keeps_it() -> None:
+    sampled = dataclasses.replace(SLIPSTREAM, sample=LEAST_SAMPLE)
+    built = build(returning_users(240), selection=SelectionConfig(policy="slipstream", slipstream=sampled), exact=True)
+    for _ in range(30):
+        built.loop.step()
+    its, exact = built.loop.selection.slipstream, slipping()
+    for _ in range(30):
+        exact.loop.step()
+    assert its is not None and exact.loop.selection.slipstream is not None
+    assert len(its.inputs.num_slots_I) < LEAST_SAMPLE, "all of them"
+    assert its.half_width == 0 and its.T is not None and math.isfinite(its.T)
+    assert its.realised == exact.loop.selection.slipstream.realised, "so it skips what the exact one does"
+    report = built.loop.selection.report()
+    assert report["slipstream_half_width"] == 0 and exact.loop.selection.report()["slipstream_half_width"] is None
+    its.half_width = 0.125
+    kept = its.state()
+    its.load({})
+    assert its.half_width is None
+    its.load(kept)
+    assert its.half_width == 0.125
 
 
 def test_slipstream_is_for_logs_that_end_and_is_over_when_the_stream_begins() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.trainer import samples
+from tests.trainer.control.test_fleet_commit import lasting
 from tests.trainer.network import CONTROLLER
+from tests.trainer.schedules import kills_of
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import STALE
@@ -20,24 +22,36 @@ DEFERRAL = DeferralConfig(share=0.8, min_visits=2, visits=4)
 NEGATIVES = SelectionConfig(policy="negatives", keep=0.4, score="probe")
 SLIPSTREAM = SelectionConfig(policy="slipstream", slipstream=COURSE)
 NUMBERS, HISTORY = list(range(1, 49)), list(range(1, 145))
+SWITCH = [
+    (CONTROLLER, "claim", "before"),
+    (CONTROLLER, "claim", "after"),
+    (WORKER, "restore", "after"),
+    (WORKER, "start", "after"),
+]
+NUM_SCHEDULES = 5
 
 Run = tuple[dict[str, bytes], dict[int, int]]
 
 
 def ran(numbers: list[int], kills: list[Kill], **more: Any) -> Run:
-    """Rows and weights at the end, and what became of each request."""
-    simulation = Simulation(samples.records(numbers), exact=True, kills=kills, **more).run()
-    assert [kill.victim for kill in kills] == simulation.killed
+    """Rows and weights at the end, and what became of each request. With a seed some of the kills may be of moments that never
+    come."""
+    simulation = Simulation(samples.records(numbers), exact=True, kills=kills, **more)
+    if "seed" in more:
+        simulation.run_as_far_as_kills_go()
+    else:
+        simulation.run()
+        assert [kill.victim for kill in kills] == simulation.killed
     return simulation.bits(), {p.sample_id: p.disposition for p in simulation.outputs.predicted}
 
 
-def stream(kills: list[Kill]) -> Run:
-    return ran(NUMBERS, kills, loop={"selection": NEGATIVES, "deferral": DEFERRAL})
+def stream(kills: list[Kill], **more: Any) -> Run:
+    return ran(NUMBERS, kills, loop={"selection": NEGATIVES, "deferral": DEFERRAL}, **more)
 
 
-def history(kills: list[Kill]) -> Run:
+def history(kills: list[Kill], **more: Any) -> Run:
     loop = {"selection": SLIPSTREAM, "deferral": DEFERRAL}
-    return ran(HISTORY, kills, loop=loop, initial_workers=1, unit_records=200, export={0: 64, 1: 64})
+    return ran(HISTORY, kills, loop=loop, initial_workers=1, unit_records=200, export={0: 64, 1: 64}, **more)
 
 
 @functools.cache
@@ -60,6 +74,66 @@ def test_g11_a_kill_in_any_phase_of_slipstream(push: int, victim: str) -> None:
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
 
 
+@pytest.mark.parametrize("victim", [WORKER, CONTROLLER])
+@pytest.mark.parametrize("moment", SWITCH, ids=" ".join)
+def test_g11_a_kill_in_the_hand_over_at_which_slipstream_ends(moment: tuple[str, str, str], victim: str) -> None:
+    """The second claim and restore are the hand-over's."""
+    bits, became = history([Kill(moment, victim, 2)])
+    assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
+
+
+@pytest.mark.parametrize("victim", [WORKER, "shard 1"])
+@pytest.mark.parametrize("push", [2, 11, 20])
+def test_g11_a_kill_within_a_step_while_gradients_wait_on_the_stream(push: int, victim: str) -> None:
+    assert stream([Kill((WORKER, "push", "before"), victim, push)]) == undisturbed(stream)
+
+
+def initial_fleet(kills: list[Kill], **more: Any) -> Run:
+    """Two workers for history, one for the stream behind it."""
+    history = {"initial_workers": 2, "unit_records": 7, "export": {0: 12, 1: 12}}
+    return ran(NUMBERS, kills, loop={"selection": NEGATIVES}, **history, **more)
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim", "occurrence"),
+    [
+        *(((WORKER, "write", "after"), victim, 2) for victim in ("worker 1", "shard 0", CONTROLLER)),
+        *(((WORKER, "push", "before"), victim, 4) for victim in (WORKER, "worker 1")),
+        *(((CONTROLLER, "claim", when), victim, 2) for when in ("before", "after") for victim in (WORKER, "worker 1")),
+        ((WORKER, "restore", "after"), CONTROLLER, 2),
+    ],
+)
+def test_g11_history_of_two_workers_and_its_hand_over_skip_the_same(
+    moment: tuple[str, str, str], victim: str, occurrence: int
+) -> None:
+    bits, became = initial_fleet([Kill(moment, victim, occurrence)])
+    assert (bits, became) == undisturbed(initial_fleet)
+    assert became == undisturbed(stream)[1], "by the id alone, in either phase"
+
+
+KINDS = ("stream", "history", "fleet", "initial_fleet", "rehearsed")
+
+
+def schedule(seed: int) -> None:
+    """Kills, lost messages and faults that last, as the seed draws them; each kind has its turn."""
+    run = globals()[KINDS[seed % len(KINDS)]]
+    workers = 2 if run in (fleet, initial_fleet) else 1
+    assert run(kills_of(seed, workers), seed=seed, **lasting(seed, workers)) == undisturbed(run), f"--seed {seed}"
+
+
+def test_g11_schedules_of_training_on_less() -> None:
+    for seed in range(NUM_SCHEDULES):
+        schedule(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(NUM_SCHEDULES, 505, 50))
+def test_g11_many_schedules_of_training_on_less(first: int) -> None:
+    for seed in range(first, first + 50):
+        schedule(seed)
+
+
 def test_history_skips_and_the_stream_behind_it_does_not() -> None:
     _, became = undisturbed(history)
     skipped = {number for number, disposition in became.items() if disposition == STALE}
@@ -67,8 +141,8 @@ def test_history_skips_and_the_stream_behind_it_does_not() -> None:
     assert max(skipped) <= 128, "the export point"
 
 
-def fleet(kills: list[Kill]) -> Run:
-    return ran(NUMBERS, kills, loop={"selection": NEGATIVES}, num_workers=2)
+def fleet(kills: list[Kill], **more: Any) -> Run:
+    return ran(NUMBERS, kills, loop={"selection": NEGATIVES}, num_workers=2, **more)
 
 
 @pytest.mark.parametrize("victim", [WORKER, "worker 1"])
@@ -78,8 +152,8 @@ def test_g11_several_workers_skip_the_same_whoever_is_killed(victim: str) -> Non
     assert became == undisturbed(stream)[1], "by the id alone, as one worker would"
 
 
-def rehearsed(kills: list[Kill]) -> Run:
-    return ran(NUMBERS, kills, loop={"rehearsal": RehearsalConfig(batches=4)})
+def rehearsed(kills: list[Kill], **more: Any) -> Run:
+    return ran(NUMBERS, kills, loop={"rehearsal": RehearsalConfig(batches=4)}, **more)
 
 
 @pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roo.decode import Decoder
+from roo.errors import ConfigError
 from roo.lookup import build_lookup
 from tests.trainer import samples
+from trainer.selection.config import LEAST_SAMPLE, SlipstreamConfig
 from trainer.selection.slipstream import (
-    LEAST_SAMPLE,
     AccessCounts,
     ReadSlots,
     half_width,
@@ -24,6 +25,7 @@ from trainer.selection.slipstream import (
     slots_of,
     threshold,
 )
+from trainer.selection.slipstream_course import _HotStack
 
 INF = float("inf")
 
@@ -44,9 +46,16 @@ def test_a_row_has_moved_by_its_distance_and_is_stale_up_to_t() -> None:
 
 
 def test_the_largest_of_several_movements_counts() -> None:
-    assert max(0.1, 0.9, 0.1) > 0.5
-    slots, s_N, hot_N = plain([[0.9]])
-    assert not judge(slots, s_N, hot_N, 1, alpha=1).q_R[0] <= 0.5
+    """From one snapshot to the next: .1, .9 and .1, though from the first to the last it is .7."""
+    row = _HotStack(np.zeros(1, np.uint32), np.ones(1, np.int64))
+    value_ND = np.zeros((1, 1), np.float32)
+    for value in (0.0, 0.1, -0.8, -0.7):
+        value_ND[0, 0] = value  # in place: a snapshot is of its moment
+        row.look(value_ND)
+    assert row.s_N.tolist() == pytest.approx([0.9])
+    slots, _, hot_N = plain([[0.9]])
+    (q,) = judge(slots, row.s_N, hot_N, 1, alpha=1).q_R.tolist()
+    assert not q <= 0.5 and q <= 0.91, "varying at .5"
 
 
 def test_access_counts_say_who_is_hot() -> None:
@@ -113,8 +122,39 @@ def test_the_share_goes_up_with_t_and_down_with_alpha(seed: int, alpha: float, t
 def test_the_interval_is_that_of_a_finite_population() -> None:
     assert half_width(0.3, LEAST_SAMPLE, 100_000) == pytest.approx(0.107850, abs=5e-7)
     assert half_width(0.3, 500, 500) == 0
-    varying = 1 - np.mean([1 - x for x in (1, 0, 0, 1, 0)])
-    assert varying == pytest.approx(0.4) and math.sqrt(0.6 * 0.4) == pytest.approx(0.4898979, abs=1e-7)
+
+
+def test_of_five_inputs_two_that_vary_leave_three_to_be_dropped() -> None:
+    slots, s_N, hot_N = plain([[s] for s in (0.9, 0.1, 0.2, 0.8, 0.3)])
+    stale_I = judge(slots, s_N, hot_N, 5, alpha=1).q_R <= 0.5
+    assert stale_I.tolist() == [False, True, True, False, True] and stale_I.mean() == pytest.approx(0.6)
+    deviation = half_width(0.6, 201, 1 << 60) / (3.340 / math.sqrt(201))
+    assert deviation == pytest.approx(0.4898979, abs=1e-7), "Eq. 3"
+
+
+def test_the_interval_holds_as_often_as_it_says() -> None:
+    """The share of a sample of 201 among 18,464 hot inputs, of which 30 % lie below T; drawn without replacement."""
+    population, below = 18_464, 5_539
+    drawn = np.random.default_rng(0).hypergeometric(below, population - below, LEAST_SAMPLE, 200_000)
+    share_M, count_M = np.unique(drawn / LEAST_SAMPLE, return_counts=True)
+    off_M = np.abs(share_M - below / population)
+    half_M = np.array([half_width(share, LEAST_SAMPLE, population) for share in share_M.tolist()])
+    assert 0.998 <= np.average(off_M <= half_M, weights=count_M) < 1
+    assert 0.88 < np.average(off_M <= half_M / 2, weights=count_M) < 0.91, "half as wide it would be a 90 % one"
+
+
+def test_the_papers_search_halves_until_the_share_of_its_sample_is_the_one_asked_for() -> None:
+    q_I = np.arange(1, 1001, dtype=np.float32)
+    t, half = sampled_threshold(q_I, 0.3, 1000, np.random.default_rng(0))
+    assert 300 <= t < 301 and t == pytest.approx(301, abs=1e-4) and half == 0, "of all: the largest share of .3 or less"
+    t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, np.random.default_rng(3))
+    taken_M = np.random.default_rng(3).choice(q_I, LEAST_SAMPLE, replace=False)
+    assert (taken_M <= t).sum() == 60 and 60 / 201 <= 0.3 < 61 / 201
+    assert half == pytest.approx(3.340 * math.sqrt(799 / 1000 * (60 / 201) * (141 / 201) / 201))
+    assert half == pytest.approx(0.0963631, abs=1e-7)
+    ties = np.repeat(np.array([0, 1], np.float32), [61, 39])
+    assert threshold(ties, 0.3) == -INF and sampled_threshold(ties, 0.3, 100, np.random.default_rng(0))[0] < 1e-9
+    assert (ties <= 1e-9).mean() == 0.61, "what the paper's search skips where many rows have moved equally far, asked for .3"
 
 
 def test_a_sampled_search_is_within_its_interval() -> None:
@@ -125,6 +165,12 @@ def test_a_sampled_search_is_within_its_interval() -> None:
         t, half = sampled_threshold(q_I, 0.3, LEAST_SAMPLE, random)
         misses += abs((q_I <= t).mean() - 0.3) > half
     assert misses <= 2
+
+
+def test_a_sample_that_is_too_small_for_its_interval_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected 0, or 201 or more, got 200"):
+        SlipstreamConfig(sample=200)
+    assert SlipstreamConfig(sample=201).sample == 201
 
 
 def test_slots_are_request_features_once_and_features_of_each_candidate() -> None:
