@@ -189,7 +189,8 @@ class Supervisor:
             log.info("%s has left after %.0f s, as it was asked to", name, lived_s)
             return self._retry(slot, lived_s, now_s)
         before, slot.said = slot.said, (logs.last_words(lines) if code > 0 else "") or _how(code)
-        if code == slot.program.refusal and (lived_s < self.policy.stable_s or slot.said == before):
+        did_its_work = slot.state == "ready" and lived_s >= self.policy.stable_s
+        if code == slot.program.refusal and not (did_its_work and slot.said != before):
             return self._refused(slot)
         log.error("%s died (%s) after %.0f s; the last lines of %s:", name, _how(code), lived_s, slot.program.log)
         for line in lines:
@@ -197,7 +198,7 @@ class Supervisor:
         self._retry(slot, lived_s, now_s)
 
     def _refused(self, slot: Slot) -> None:
-        """It stays down: whoever ran for a while has another start first, since what it was told may be new to it."""
+        """It stays down. Whoever did its work for a while has another start first, since what it was told may be new to it."""
         files = ", ".join(map(str, slot.program.reads))
         slot.refused = True
         log.error(

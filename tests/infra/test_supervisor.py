@@ -202,12 +202,17 @@ def test_the_exit_code_of_others_is_none_of_ours(bench: Bench) -> None:
     assert bench.supervisor.slots["a"].restarts.total == 3
 
 
-def test_whoever_ran_for_a_while_has_one_more_start_to_read_what_it_is_told_now(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_ready", "starts", "why"),
+    [(True, 1, "its settings may have changed since it read them"), (False, 0, "it waited for a peer, and then refused")],
+)
+def test_whoever_did_its_work_for_a_while_has_one_more_start(is_ready: bool, starts: int, why: str, tmp_path: Path) -> None:
     bench = Bench(tmp_path, RestartPolicy(first_s=0.01, most_s=0.01, most_restarts=9, stable_s=0.3))
     try:
-        bench.start(bench.program("a", refusing(REFUSED_CODE, after_s=0.5), refusal=REFUSED_CODE))
+        program = bench.program("a", refusing(REFUSED_CODE, after_s=0.8), refusal=REFUSED_CODE, ready=lambda: is_ready)
+        bench.start(program)
         bench.wait_state("a", "failed")
-        assert bench.supervisor.slots["a"].restarts.total == 1
+        assert bench.supervisor.slots["a"].restarts.total == starts, why
     finally:
         bench.supervisor.close()
 
