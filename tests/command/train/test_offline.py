@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from command.checkpoint.moved_buckets import CommittedShards
 from command.train.config import TrainConfig
@@ -24,6 +25,7 @@ from runtime.checkpoint_store import open_store
 from runtime.manifest import Manifest
 from runtime.program import Stop
 from runtime.security.link_security import LinkKeys
+from tests.certificates import Authority
 from tests.trainer import samples
 from tests.warehouse.readers.test_table_session import archive
 from trainer.config import LoopConfig
@@ -256,6 +258,19 @@ def test_what_no_restart_mends_ends_it_with_its_reason(place: Path) -> None:
     often = dataclasses.replace(EXACT, rehearsal=RehearsalConfig(batches=5))
     with pytest.raises(ConfigError, match=r"training is held: .*rehears"):
         train_offline(config(place, "often", workers=2, rows="workers"), often, Stop())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_g11_readers_show_who_they_are_where_the_link_asks(place: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    certificate, key = authority.issue("trainer")
+    (tmp_path / "token").write_text("t" * 32)
+    link = {"certificate": certificate, "key": key, "ca": str(authority.pem), "token_file": str(tmp_path / "token")}
+    (tmp_path / "link.toml").write_text(tomli_w.dumps({"link": link}))
+    trained(place, "not-asked")
+    report = trained(place, "asked", readers=1, link=str(tmp_path / "link.toml"))
+    assert report["reading"]["fetched_requests"] >= 60 and same_bits(place, "asked", "not-asked")
 
 
 @pytest.mark.slow
