@@ -6,6 +6,7 @@ tag and a length. Plain numpy: the joiner runs this inside the JVM's Python.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -163,14 +164,19 @@ def pack(columns: Columns) -> bytes:
 
 def fields_of(contents: Iterable[tuple[int, bytes | None]]) -> bytes:
     """A message of length-delimited fields (bytes, messages, packed columns), in the order given; None = absent."""
-    out = bytearray()
+    out: list[bytes] = []
     for number, content in contents:
         if content is not None:
-            out.append(number << 3 | BYTES)
-            size = len(content)
-            while size >= 0x80:
-                out.append(size & 0x7F | 0x80)
-                size >>= 7
-            out.append(size)
-            out += content
+            out += (_field_head(number, len(content)), content)
+    return b"".join(out)
+
+
+@functools.lru_cache(maxsize=4096)
+def _field_head(number: int, size: int) -> bytes:
+    """Tag and length."""
+    out = bytearray((number << 3 | BYTES,))
+    while size >= 0x80:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
     return bytes(out)

@@ -37,6 +37,20 @@ class RequestColumns(NamedTuple):
     time_ms: int
 
 
+class _ServedBatch(Batch):
+    """Whose arrays the kernels below made for each other: what `Batch` checks took as long as they do."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+class _ServedLists(Jagged):
+    """As `_ServedBatch`; `starts_K1` is known, too."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
 class _SideReading(NamedTuple):
     """How a side's columns become arrays."""
 
@@ -49,7 +63,7 @@ def batch_of(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
     """Labels 0, weights 1, no offset (-1), as `Decoder.decode_request` gives one; at least one request."""
     counts_R = np.array([len(r.item_ids) for r in requests], dtype=np.int32)
     readings = schema.derived(_readings)
-    return Batch(
+    return _ServedBatch(
         schema=schema,
         **_side("ro", readings["ro"], [(r.ro, 1) for r in requests]),
         **_side("nro", readings["nro"], [(r.nro, len(r.item_ids)) for r in requests]),
@@ -112,7 +126,8 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     weights = np.ones(len(columns.ids) if layout.is_weighted else 0, np.float32)
     entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
     ends_C1 = np.zeros(len(layout.columns) + 1, np.int64)
-    total = split_lists(
+    starts_K1 = np.zeros(num_lists + 1, np.int64)
+    split_lists(
         columns.lengths.reshape(num_rows, num_lists),
         missing.reshape(num_rows, num_lists),
         reading.most_K,
@@ -120,11 +135,11 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
         (columns.ids, columns.weights, columns.times),
         (lengths_KN, present_KN),
         (values, weights, entries),
-        ends_C1,
+        (starts_K1, ends_C1),
     )
-    ends = ends_C1.tolist()
+    ends, total = ends_C1.tolist(), int(starts_K1[-1])
     letter = "R" if side == "ro" else "B"
-    lists = Jagged(
+    lists = _ServedLists(
         keys=layout.keys,
         lengths_KN=lengths_KN,
         values=values[:total],
@@ -132,6 +147,7 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
         weights=weights[:total] if layout.is_weighted else None,
         columns={name: entries[ends[c] : ends[c + 1]] for c, name in enumerate(layout.columns)},
     )
+    vars(lists)["starts_K1"] = starts_K1
     return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
 
 
@@ -171,17 +187,18 @@ def split_lists(
     streams: tuple[np.ndarray, np.ndarray, np.ndarray],
     shape: tuple[np.ndarray, np.ndarray],
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ends_C1: np.ndarray,
-) -> int:
-    """Lists from row-major to feature-major, the first `most_K` entries of each; how many ids there are.
+    ends: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Lists from row-major to feature-major, the first `most_K` entries of each.
 
     `streams`: ids, weights, times as a block has them. `out`: values, weights (filled with 1; may be empty) and the entries of
-    all columns, column c between ends_C1[c] and ends_C1[c + 1].
+    all columns, column c between ends_C1[c] and ends_C1[c + 1]. `ends`: zeros for start_K1, where each list's ids
+    begin, and for ends_C1.
     """
     lengths_KN, present_KN = shape
     values, weights, entries = out
+    start_K, ends_C1 = ends
     rows, lists = given_NK.shape
-    start_K = np.zeros(lists + 1, np.int64)
     place_K = np.zeros(lists, np.int64)
     c = 0
     for k in range(lists):
@@ -217,7 +234,6 @@ def split_lists(
             at_ids += length * streams_K3[k, 0]
             at_weights += length * streams_K3[k, 1]
             at_times += length * streams_K3[k, 2]
-    return int(start_K[lists])
 
 
 def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:

@@ -33,7 +33,7 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
         if len(getattr(message, name)):
             raise RequestError(400, "expected none: serving sets it", f"$.{name}")
     check_number(schema, n, "$.item_ids")
-    item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
+    item_ids = np.fromiter(message.item_ids, np.uint64, n).view(np.int64)
     check_once(item_ids, "$.item_ids[{}]")
     ro, nro = message.ro, message.nro
     both = checked_at_once(schema, ro, nro, n) or (_checked(schema, "ro", ro, 1), _checked(schema, "nro", nro, n))
