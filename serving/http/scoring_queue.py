@@ -3,9 +3,9 @@
 Nobody waits for company: while nothing is scored a request is scored alone, at once. So passes grow with the load and no
 further, and the fixed part of a pass is paid once for all that came in the meantime.
 
-A short pass is made in the event loop's own thread: a change of threads costs more than the loop's other calls gain by it. The
-scoring thread makes those that may wait for others (Redis, a shard), and where more waits than LOOP_S of work, by what recent
-passes took; so the loop is kept from its other calls for about so long at most.
+A short pass is made in the event loop's own thread: a change of threads costs more than the loop's other calls gain by it. It
+takes as many as LOOP_S of work, by what recent passes took, and the loop has its turn before the next one. What takes longer
+alone, or may wait for others (Redis, a shard), is the scoring thread's.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class ScoringQueue:
         self.max_requests, self.max_candidates = most
         self.pace = Pace()
         self._waiting: deque[_QueuedRank] = deque()
-        self._waiting_candidates = self._waiting_for_others = 0  # of those in `_waiting`
         self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
 
     async def score(self, request: RankRequest, time_ms: int) -> Ranked:
@@ -104,41 +103,28 @@ class ScoringQueue:
         """The same for whoever is told; never before this returns."""
         asked = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
         self._waiting.append(asked)
-        self._waiting_candidates += asked.num_candidates
-        self._waiting_for_others += asked.may_wait
         self._begin()
 
     @property
-    def is_open(self) -> bool:
-        """Whether what comes now may be scored in the loop, unless it is long."""
-        return not self._is_busy and self.is_short and self.pace.turn_s <= LOOP_S
-
-    @property
-    def is_short(self) -> bool:
-        """Whether all that waits may be scored in the loop."""
-        count, candidates = len(self._waiting), self._waiting_candidates
-        return (
-            not self._waiting_for_others
-            and count <= self.max_requests
-            and candidates <= self.max_candidates
-            and self.pace.expected_s(count, candidates) <= LOOP_S
-        )
+    def is_quick(self) -> bool:
+        """Whether most passes are short enough for the loop."""
+        return self.pace.turn_s <= LOOP_S
 
     def _begin(self) -> None:
         """A pass, if none is being made and somebody waits. One in the loop is made once it has read what came together."""
         if self._is_busy or self._is_due or not self._waiting:
             return
-        if self.is_short:
+        if self._may_be_here(self._waiting[0]):
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._pass_here)
-        else:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """A pass, in the scoring thread."""
-        if batch := self._taken():
+        elif batch := self._taken(is_here=False):
             self._is_busy = True
             self.executor.submit(self._pass, batch, asyncio.get_running_loop())
+
+    def _may_be_here(self, asked: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
+        """Scored in the loop, behind so many others in its pass."""
+        expected_s = self.pace.expected_s(num_requests + 1, num_candidates + asked.num_candidates)
+        return expected_s <= LOOP_S and not asked.may_wait
 
     def _pass(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
         """In the scoring thread: straight back to the loop, without the futures of an executor's result."""
@@ -146,12 +132,12 @@ class ScoringQueue:
         loop.call_soon_threadsafe(self._deliver, batch, outcomes, took_s)
 
     def _pass_here(self) -> None:
-        """In the loop, unless more came than may be scored there."""
+        """In the loop, for as many as it may be kept for; the others wait for its next turn."""
         self._is_due = False
-        if not self.is_short:
-            self._hand_over()
-        elif batch := self._taken():
+        if batch := self._taken(is_here=True):
             self._deliver(batch, *self._ranked(batch))
+        else:
+            self._begin()
 
     def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[Ranked | Exception], float]:
         """(of each its outcome, what it took in s)."""
@@ -163,22 +149,21 @@ class ScoringQueue:
             outcomes = [error] * len(batch)
         return outcomes, self.gate.now_s() - begin_s
 
-    def _taken(self) -> list[_QueuedRank]:
+    def _taken(self, is_here: bool) -> list[_QueuedRank]:
         """From the front, as many as go into one pass; nobody whose deadline has passed."""
         batch: list[_QueuedRank] = []
         candidates, now_s = 0, self.gate.now_s()
         while self._waiting and len(batch) < self.max_requests:
             first = self._waiting[0]
-            is_gone = first.outcome.done()
-            if batch and not is_gone and candidates + first.num_candidates > self.max_candidates:
-                break
-            self._waiting.popleft()
-            self._waiting_candidates -= first.num_candidates
-            self._waiting_for_others -= first.may_wait
-            if not is_gone:
+            if not first.outcome.done():
+                if batch and candidates + first.num_candidates > self.max_candidates:
+                    break
+                if is_here and not self._may_be_here(first, len(batch), candidates):
+                    break
                 candidates += first.num_candidates
                 batch.append(first)
                 self.waited(now_s - first.since_s)
+            self._waiting.popleft()
         return batch
 
     def _deliver(self, batch: list[_QueuedRank], outcomes: Sequence[Ranked | Exception], took_s: float) -> None:

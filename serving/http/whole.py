@@ -38,8 +38,8 @@ class WholeRanks:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next one is likely to be scored in the loop: else it takes the usual way."""
-        return self.endpoint.queue.is_open
+        """Else the next one takes the usual way, whose costs don't show beside its own."""
+        return self.endpoint.queue.is_quick
 
     def take(self, scope: Scope, body: bytes, asking: AskingConnection) -> None:
         """`asking` is answered now or later, whatever happens. `scope` has headers and query_string."""

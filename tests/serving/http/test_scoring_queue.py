@@ -57,7 +57,7 @@ def run(asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int
     passes, gate = Passes(), Gate(100)
 
     async def go() -> list[Any]:
-        queue = ScoringQueue(executor, passes, gate, most)
+        queue = ScoringQueue(executor, passes, gate, most, may_wait=lambda request: True)
         first = asyncio.create_task(queue.score(asked[0], 0))
         await asyncio.to_thread(passes.begun.wait)
         tasks = [first, *(asyncio.create_task(queue.score(r, 0)) for r in asked[1:])]
@@ -189,16 +189,36 @@ def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
     assert together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 3) == [(["a"], True), (["b", "c"], True), (["d"], True)]
 
 
-def test_the_loop_is_left_as_soon_as_more_waits_than_it_may_be_kept_for() -> None:
+def test_a_pass_in_the_loop_takes_no_more_than_the_loop_may_be_kept_for() -> None:
     seen = together(["a", "bc", "d"], Paced(), turn_s=LOOP_S / 1.5)
-    assert [(group, here) for group, here in seen if len(group) == 1] == [(["a"], True), (["d"], True)]
-    assert [here for group, here in seen if len(group) > 1] == [False]
-    assert together(["abc"], Paced(), most=(2, 100), turn_s=1e-6)[0] == (["a", "b"], False), "more than a pass takes"
+    assert seen[:2] == [(["a"], True), (["b"], True)] and ["b", "c"] not in [group for group, _ in seen]
+    assert together(["abc"], Paced(), most=(2, 100), turn_s=1e-6)[0] == (["a", "b"], True)
+    assert together(["abc"], Paced(), most=(9, 4), turn_s=1e-6)[0] == (["a", "b"], True)
 
 
-def test_what_may_wait_for_others_and_all_beside_it_is_scored_in_the_thread() -> None:
-    seen = together(["a", "cb", "b", "d"], Paced(), may_wait=lambda r: r.request_id == "b", turn_s=1e-6)
-    assert seen == [(["a"], True), (["c", "b"], False), (["b"], False), (["d"], True)]
+def test_the_loop_has_its_turn_between_two_passes() -> None:
+    paced, turns = Paced(), list[int]()
+
+    async def beside() -> None:
+        while len(paced.seen) < 4:
+            turns.append(len(paced.seen))
+            await asyncio.sleep(0)
+
+    async def go() -> None:
+        queue = ScoringQueue(executor, paced, Gate(100), (1, 100))
+        await queue.score(request("first"), 0)
+        queue.pace.turn_s = 1e-6
+        await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(go())
+    assert {1, 2, 3} <= set(turns)
+
+
+def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() -> None:
+    seen = together(["a", "cb", "bc", "d"], Paced(), may_wait=lambda r: r.request_id == "b", turn_s=1e-6)
+    assert seen[:3] == [(["a"], True), (["c"], True), (["b"], False)] and seen[-1] == (["d"], True)
+    assert (["b"], False) in seen[3:]
 
 
 def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
