@@ -82,6 +82,11 @@ def test_any_other_placement_is_not_below_the_bound_either() -> None:
         assert loads(pieces, tables, owners, COSTS)[0].max() >= least
 
 
+def test_a_table_that_nobody_counted_has_its_fixed_price_at_each_owner_in_the_bound() -> None:
+    unknown = [table("u", None), table("v", None)]
+    assert bound(unknown, 4, COSTS) == pytest.approx(2 * COSTS.piece_s) == plan(unknown, 4).predicted_s
+
+
 def test_even_pieces_come_within_a_twentieth_of_the_bound() -> None:
     found = plan(mix(5, 200), 32)
     assert found.predicted_s <= 1.05 * found.bound_s

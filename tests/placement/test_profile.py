@@ -88,6 +88,7 @@ def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
 
 def test_nothing_is_expected_of_what_was_never_seen() -> None:
     none = TableProfile(feature="f", table="t", dim=8, batches=0, examples=0, ids=0, uniques=0, max_len=0)
+    assert (none.half_ids, none.half_uniques) == (0, 0)
     assert (none.valency, none.batch_examples, none.uniques_of(100), none.error) == (0.0, 0.0, 0.0, math.inf)
     whole = dataclasses.replace(none, batches=1, examples=10, ids=20, uniques=10)
     assert whole.uniques_of(5) == 5.0, "without halves in proportion"

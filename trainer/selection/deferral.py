@@ -32,6 +32,11 @@ _JUDGED_EVERY = 8  # takes from one T to the next
 _COLUMNS = {"v": np.int64, "m": np.float32, "c": np.int64, "carried": np.int64, "pushed_ms": np.int64, "seen": np.int64}
 
 
+def _first(column: str) -> float:
+    """Of a row that was not visited."""
+    return np.inf if column == "m" else 0
+
+
 class Pushed(NamedTuple):
     """What goes to the shards."""
 
@@ -46,7 +51,7 @@ class _WatchedStack:
         """`expire_ms`: table id → `expire_after_ms`, of tables that have one."""
         self.config, self.width, self.expire_ms = config, width, dict(expire_ms)
         self.rows = RowNumbers()
-        self.of = {name: np.zeros(0, kind) for name, kind in _COLUMNS.items()}
+        self.of = {name: np.zeros(0, kind) for name, kind in _COLUMNS.items()}  # of numbers, and of places for more
         self.b_ND, self.w_ND = (np.zeros((0, width), np.float32) for _ in range(2))
         self.recent, self.num_recent = np.zeros(config.window, np.float32), 0  # m of visits of hot rows, in a ring
         self.T, self.num_takes = np.float32(-np.inf), 0
@@ -137,21 +142,26 @@ class _WatchedStack:
             new_U = np.flatnonzero(number_U < 0)
         new_U = new_U[: self.config.max_rows - len(self.rows)]
         number_U[new_U] = self.rows.add(keys.table_U[new_U], keys.id_U[new_U])
-        self._grow(len(new_U))
+        self._grow()
         return number_U
 
-    def _grow(self, by: int) -> None:
+    def _grow(self) -> None:
+        """A place for each row: twice as many as before, so that all copying together is linear."""
+        before = len(self.b_ND)
+        if len(self.rows) <= before:
+            return
+        by = min(max(len(self.rows), 2 * before), max(self.config.max_rows, len(self.rows))) - before
         for name, kind in _COLUMNS.items():
-            first = np.inf if name == "m" else 0
-            self.of[name] = np.concatenate([self.of[name], np.full(by, first, kind)])
+            self.of[name] = np.concatenate([self.of[name], np.full(by, _first(name), kind)])
         more = np.zeros((by, self.width), np.float32)
         self.b_ND, self.w_ND = np.concatenate([self.b_ND, more]), np.concatenate([self.w_ND, more])
 
     def _make_room(self, need: int, in_use: np.ndarray) -> None:
         """Drop rows that nothing waits for, the longest unvisited first: an eighth of all at a time."""
-        free_N = self.of["c"] == 0
+        n = len(self.rows)
+        free_N = self.of["c"][:n] == 0
         free_N[in_use] = False
-        order = np.argsort(np.where(free_N, self.of["seen"], np.iinfo(np.int64).max), kind="stable")
+        order = np.argsort(np.where(free_N, self.of["seen"][:n], np.iinfo(np.int64).max), kind="stable")
         gone = order[: min(max(need, self.config.max_rows // 8), int(free_N.sum()))]
         kept_N = np.ones(len(self.rows), np.bool_)
         kept_N[gone] = False
@@ -159,15 +169,17 @@ class _WatchedStack:
 
     def keep(self, kept_N: np.ndarray) -> None:
         """Forget the other rows, and what waits for them."""
+        n = len(self.rows)
         self.rows = RowNumbers(self.rows.table_N[kept_N], self.rows.id_N[kept_N])
-        self.of = {name: column_N[kept_N] for name, column_N in self.of.items()}
-        self.b_ND, self.w_ND = self.b_ND[kept_N], self.w_ND[kept_N]
+        self.of = {name: column_N[:n][kept_N] for name, column_N in self.of.items()}
+        self.b_ND, self.w_ND = self.b_ND[:n][kept_N], self.w_ND[:n][kept_N]
 
     def state(self) -> dict[str, np.ndarray]:
         recent = self.recent[: min(self.num_recent, self.config.window)].copy()
         numbers = np.array([self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen], np.int64)
-        own = {"table": self.rows.table_N, "id": self.rows.id_N, "b": self.b_ND.copy(), "w": self.w_ND.copy()}
-        columns = {name: column_N.copy() for name, column_N in self.of.items()}
+        n = len(self.rows)
+        own = {"table": self.rows.table_N, "id": self.rows.id_N, "b": self.b_ND[:n].copy(), "w": self.w_ND[:n].copy()}
+        columns = {name: column_N[:n].copy() for name, column_N in self.of.items()}
         return {**own, **columns, "recent": recent, "numbers": numbers, "T": np.array(self.T)}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:

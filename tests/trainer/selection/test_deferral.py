@@ -147,6 +147,24 @@ def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
 
 
+def test_places_are_made_for_twice_as_many_and_a_place_that_nobody_has_is_in_no_state() -> None:
+    rows, made = build(visits=4, max_rows=1 << 12), set()
+    for step in range(200):
+        rows.visit({10 * step + n: 1.0 for n in range(10)})
+        (its,) = rows.deferral.stacks.values()
+        made.add(len(its.b_ND))
+        assert all(len(column_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows) for column_N in its.of.values())
+    assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
+    state = rows.deferral.state()
+    prefix = f"deferral.{STACK}."
+    assert {len(state[prefix + name]) for name in ("table", "id", "b", "w", "v", "m", "c", "carried", "pushed_ms", "seen")} == {
+        2000
+    }
+    for step in range(200, 900):
+        rows.visit({10 * step + n: 1.0 for n in range(10)})
+    assert max(len(its.b_ND), len(its.rows)) <= 1 << 12, "no more places than rows that may be"
+
+
 def test_who_is_restored_from_what_was_kept_goes_on_in_the_same_bits() -> None:
     first = build(visits=4, max_rows=40)
     random = np.random.default_rng(2)
