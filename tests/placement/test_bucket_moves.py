@@ -57,6 +57,11 @@ def test_two_owners_become_three_by_moving_a_third_and_come_back_whole() -> None
     assert evened(two, 2, load_B) == BucketMap(two.owner_B, 2, two.version + 1), "what is even stays"
 
 
+def test_the_bucket_that_is_half_of_the_gap_goes() -> None:
+    before = BucketMap(np.array([0, 0, 0, 1], np.int32), 2)
+    assert moved(before, evened(before, 2, np.array([5.0, 3.0, 2.0, 0.0]))).tolist() == [0]
+
+
 def test_buckets_without_rows_are_spread_too_and_more_owners_than_buckets_are_refused() -> None:
     after = evened(BucketMap.modulo(8, 1), 4, np.zeros(8))
     assert np.bincount(after.owner_B).tolist() == [2, 2, 2, 2]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cost import OwnerCosts, PlacedTable, costs_of, imbalance, piece_cost, plain
-from placement.plan import TablePiece, bound, loads, plan
+from placement.plan import TablePiece, _pieces_within, bound, loads, plan
 from roo.errors import ConfigError, SchemaError
 
 COSTS = OwnerCosts()
@@ -85,6 +85,18 @@ def test_any_other_placement_is_not_below_the_bound_either() -> None:
 def test_a_table_that_nobody_counted_has_its_fixed_price_at_each_owner_in_the_bound() -> None:
     unknown = [table("u", None), table("v", None)]
     assert bound(unknown, 4, COSTS) == pytest.approx(2 * COSTS.piece_s) == plan(unknown, 4).predicted_s
+
+
+def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
+    its, costs = table("a"), OwnerCosts()
+    memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
+    expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
+    assert piece_cost(its, 4, costs) == pytest.approx(expected_s)
+    whole = TablePiece(table="a", kind="table", owner=1, number=0, of=1, columns=(0, 16))
+    time_N, bytes_N = loads([whole], [its], 4, costs)
+    assert time_N.tolist() == pytest.approx([0, expected_s, 0, 0]) and bytes_N.tolist() == [0, memory + network, 0, 0]
+    assert _pieces_within(its, costs.piece_s, 4, costs) == 4, "less than a piece's fixed price is for nobody"
+    assert plan([its], 1).kind_of("a") == "whole at 0"
 
 
 def test_even_pieces_come_within_a_twentieth_of_the_bound() -> None:

@@ -135,7 +135,12 @@ def test_what_is_missing_young_or_old_is_as_if_nobody_had_counted_it() -> None:
     tables, why = placed_tables(schema, known, batch=24, now_ms=NOW, rows={"item": 7})
     by_name = {table.name: table for table in tables}
     assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
-    assert by_name["item"].uniques is not None and by_name["item"].rows == 7 and by_name["item"].row_wise_rule
+    assert (
+        by_name["item"].ids == 24
+        and by_name["item"].uniques is not None
+        and by_name["item"].rows == 7
+        and by_name["item"].row_wise_rule
+    )
     _, why = placed_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
     assert "item (item: too old)" in why
     _, why = placed_tables(schema, {}, batch=24, now_ms=NOW, rows={})
