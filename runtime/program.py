@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
 import faulthandler
@@ -170,9 +171,13 @@ def command_code(code: int) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with a program's exit code. Where a thread of ours still waits inside a library for a peer that is away,
-    the process ends without taking the interpreter apart beneath it: that would be a segmentation fault, and another code."""
-    if still_running():
+    """End the process with a program's exit code, without taking the interpreter apart beneath threads that may still call it:
+    that would be a segmentation fault, and another code. Such are a thread of ours that waits inside a library for a peer that is
+    away (then what was registered for the end, which may wait for it too, is left out), and the Kafka client's own."""
+    if still_running() or "confluent_kafka" in sys.modules:
+        if not still_running():
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for executors and threads, as a process of multiprocessing does
+            atexit._run_exitfuncs()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -76,6 +76,21 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
     assert ended.stdout.splitlines() == (["['rows']"] if waits else ["[]", "taken apart"])
 
 
+@pytest.mark.parametrize("client", ["confluent_kafka", "json"])
+def test_the_interpreter_is_not_taken_apart_beneath_the_kafka_client(client: str) -> None:
+    """Its threads call back for as long as there are any. What was registered for the end runs all the same."""
+    code = (
+        f"import atexit, threading, {client}; from runtime.program import leave\n"
+        "atexit.register(print, 'registered')\n"
+        "class Last:\n"
+        "    def __del__(self): print('taken apart')\n"
+        "last = Last(); leave(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.splitlines() == (["registered"] if client == "confluent_kafka" else ["registered", "taken apart"])
+
+
 def test_a_log_level_that_there_is_not_is_told() -> None:
     process = started("pass", ROOSTREAM_LOG="debgu")
     _, stderr = process.communicate(timeout=60)
