@@ -21,6 +21,7 @@ import pytest
 
 from param_server.client import Client
 from runtime.checkpoint_store import FileStore
+from runtime.program import AWAY_CODE, REFUSED_CODE
 from runtime.rpc_client import SocketTransport
 from runtime.rpc_server import RpcServer
 from runtime.transport import Header
@@ -234,18 +235,18 @@ def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(shard
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "message", "code"),
     [
-        ({"schema": "absent.toml"}, "absent.toml: no such file"),
-        ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3"),
-        ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?"),
-        ({"listen": "0.0.0.0:0"}, "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'"),
-        ({"listen": "taken"}, "choose another port, or 0 for any"),
-        ({"home": "a file"}, "can't be opened"),
+        ({"schema": "absent.toml"}, "absent.toml: no such file", REFUSED_CODE),
+        ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3", REFUSED_CODE),
+        ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?", REFUSED_CODE),
+        ({"listen": "0.0.0.0:0"}, "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'", REFUSED_CODE),
+        ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
+        ({"home": "a file"}, "can't be opened", AWAY_CODE),  # now
     ],
 )
 def test_a_wrong_setting_ends_in_one_sentence(
-    shard: Shard, lead: Lead, tmp_path: Path, settings: dict[str, Any], message: str
+    shard: Shard, lead: Lead, tmp_path: Path, settings: dict[str, Any], message: str, code: int
 ) -> None:
     if settings.get("listen") == "taken":
         settings = {"listen": lead.server.address}
@@ -253,7 +254,7 @@ def test_a_wrong_setting_ends_in_one_sentence(
         (tmp_path / "file").write_text("")
         settings = {"home": str(tmp_path / "file")}
     shard.start(**settings)
-    assert shard.process is not None and shard.process.wait(60) == 2
+    assert shard.process is not None and shard.process.wait(60) == code
     text = shard.log.read_text()
     assert message in text and "Traceback" not in text
 
