@@ -149,7 +149,8 @@ class Supervisor:
     def _is_its_turn(self, slot: Slot, now_s: float) -> bool:
         if now_s - slot.wanted_s > slot.program.after_s:
             return True
-        return all(n not in self.slots or self.slots[n].state == "ready" for n in slot.program.after)
+        before = (self.slots[n].state for n in slot.program.after if n in self.slots)
+        return all(state in ("ready", "stopped") for state in before)  # who was asked to stop isn't waited for
 
     def _start(self, slot: Slot, now_s: float) -> None:
         slot.killed, slot.exit_code, slot.due_s, slot.read = False, None, now_s, _stamps(slot.program)

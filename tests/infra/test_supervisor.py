@@ -124,6 +124,15 @@ def test_a_program_waits_no_longer_than_it_is_told_to_and_not_for_what_nobody_wa
     assert bench.state("a") == "starting"
 
 
+def test_a_program_is_not_kept_waiting_by_one_that_was_asked_to_stop(bench: Bench) -> None:
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+    bench.supervisor.stop(["a"])
+    bench.start(bench.program("b", SLEEP, after=("a",)))
+    bench.wait_state("b", "ready")
+    assert bench.state("a") == "stopped"
+
+
 def test_what_follows_readiness_is_tried_until_it_works(bench: Bench) -> None:
     tries = []
 
