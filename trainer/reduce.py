@@ -28,6 +28,7 @@ from runtime.address import parse_address
 
 _SLICE_S = 0.05  # a wait looks so often whether it was interrupted
 _STORE_S = 5.0  # one call of the rendezvous
+_REACH_S = 1.0  # one attempt to reach it, which nothing ends from outside
 _ERRORS = (
     RuntimeError,
     OSError,
@@ -177,13 +178,14 @@ class TorchReduction:
         try:
             if self._group is None:
                 self._group = self._meet()
-            do(self._group)
+            return do(self._group)
         except _ERRORS as error:
-            self._leave(str(error).split("\n")[0][:200])
-            raise UnavailableError(f"the other workers can't be summed with: {self._left}") from None
+            why = str(error).split("\n")[0][:200]
+            told = f"the other workers can't be summed with: {why}"
         except UnavailableError as error:
-            self._leave(str(error))
-            raise
+            why = told = str(error)
+        self._leave(why)  # behind the handlers: an error's frames hold the group, and whoever lets go of it last waits for it
+        raise UnavailableError(told)
 
     def interrupt(self) -> None:
         self._interrupted.set()
@@ -246,19 +248,17 @@ class TorchReduction:
     def _leave(self, why: str) -> None:
         """A group with an operation under way is closed by a thread: that takes until the operation's own time limit."""
         self._left = self._left or why
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_drop, args=[[group]], name="reduction-close", daemon=True).start()
-
-
-def _drop(groups: list[Any]) -> None:
-    groups.clear()
+        last, self._group = [self._group], None
+        if last != [None]:
+            threading.Thread(target=last.clear, name="reduction-close", daemon=True).start()
 
 
 def _open_store(host: str, port: int, *, is_master: bool, **more: Any) -> c10d.TCPStore:
-    return c10d.TCPStore(
-        host.strip("[]"), port, is_master=is_master, timeout=_span(_STORE_S), wait_for_workers=False, multi_tenant=False, **more
+    store = c10d.TCPStore(
+        host.strip("[]"), port, is_master=is_master, timeout=_span(_REACH_S), wait_for_workers=False, multi_tenant=False, **more
     )
+    store.set_timeout(_span(_STORE_S))
+    return store
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -86,6 +86,7 @@ def test_a_wait_for_the_others_ends_when_it_is_interrupted(met: bool, places: li
     threading.Timer(0.2, reductions[0].interrupt).start()
     with pytest.raises(UnavailableError, match="interrupted while waiting for"):
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
+    assert any(thread.name == "reduction-close" for thread in threading.enumerate()) == met  # which waits for gloo's own limit
     with pytest.raises(UnavailableError, match="has left the others"):
         reductions[0].sum(torch.ones(1, dtype=torch.float64))
 
