@@ -35,5 +35,10 @@ def _starts_a_stack(file: Path) -> bool:
     return "mark.e2e" in file.read_text(encoding="utf-8")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than cores (`-n auto`): a part of the tests' time is waiting for programs, brokers and time limits."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     return _ByFile(config, log)
