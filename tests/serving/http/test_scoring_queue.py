@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -23,7 +24,7 @@ from serving.errors import RequestError
 from serving.http.admission import Gate
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
-from serving.http.scoring_queue import LOOP_S, Pace, ScoringQueue
+from serving.http.scoring_queue import LOOP_S, Pace, ScoringQueue, Stopwatch
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import Version, build_version, first_version
@@ -233,6 +234,18 @@ def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
     for _ in range(100):
         pace.took(1e-4, 1, 0)
     assert pace.expected_s(1, 0) < LOOP_S
+
+
+def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_that_waits_is() -> None:
+    ticks = itertools.count(0.0, 10.0)
+
+    def measured(work: Callable[[], object]) -> float:
+        stopwatch = Stopwatch(lambda: next(ticks))
+        work()
+        return stopwatch.read_s()
+
+    assert min(measured(lambda: sum(range(100_000))) for _ in range(20)) < 1, "who had to wait for nobody in those ten seconds"
+    assert measured(lambda: time.sleep(0.001)) == 10.0
 
 
 def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
