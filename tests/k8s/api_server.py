@@ -71,7 +71,7 @@ class ApiServer:
             headers["Content-Type"] = "application/merge-patch+json"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"https://{HOST}:{self.port}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60, context=_UNVERIFIED) as answer:
+        with urllib.request.urlopen(request, timeout=600, context=_UNVERIFIED) as answer:
             return dict(json.load(answer))
 
     def get(self, *arguments: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ class ApiServer:
     def install_definitions(self) -> None:
         """What operators would install before us."""
         self.kubectl("apply", "--server-side", *(a for path in sorted(CRDS.glob("*.json")) for a in ("-f", str(path))))
-        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=300s")
+        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=900s")
 
     def apply(self, objects: tuple[dict[str, Any], ...], *options: str) -> subprocess.CompletedProcess[str]:
         """As a person would, refusing what the server doesn't know."""
@@ -96,7 +96,7 @@ class ApiServer:
             "apply", "--server-side", "--validate=strict", *options, "-f", "-", stdin=yaml.safe_dump_all(objects), check=False
         )
 
-    def until(self, holds: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = 900.0) -> None:
         """Wait for it; the logs' ends are in the error."""
         end_s = time.monotonic() + seconds
         while not holds():

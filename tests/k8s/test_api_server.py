@@ -22,7 +22,7 @@ from tests.k8s.network import selects
 from tests.k8s.simulated_nodes import SimulatedNodes
 from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 Objects = tuple[dict[str, Any], ...]
 _OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
 
@@ -122,7 +122,7 @@ def test_sets_make_their_pods_which_policies_and_budgets_select(server: ApiServe
     assert {f"home-{s}": "Bound" for s in shards}.items() <= claims.items()
     _policies_select(server, namespace, objects)
     _one_at_a_time(server, namespace, shards)
-    server.kubectl("delete", "namespace", namespace, "--timeout=300s")
+    server.kubectl("delete", "namespace", namespace, "--timeout=900s")
 
 
 def _policies_select(server: ApiServer, namespace: str, objects: Objects) -> None:
@@ -171,7 +171,7 @@ def test_the_pages_own_commands_do_what_the_pages_say(server: ApiServer, nodes: 
         if not runs_on_a_server(command):
             continue
         if command == "kubectl create namespace roostream" and command in ran:
-            server.kubectl("delete", "namespace", "roostream", "--timeout=300s")  # the page's second way: an empty cluster again
+            server.kubectl("delete", "namespace", "roostream", "--timeout=900s")  # the page's second way: an empty cluster again
         if command.startswith("kubectl rollout undo"):
             _another_image(server, nodes, tmp_path)
         done = server.kubectl(*words(command)[1:], check=False, cwd=tmp_path)
@@ -200,7 +200,7 @@ def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> No
     nodes.watch_anew()
     server.kubectl("apply", "--server-side", "--force-conflicts", "-k", "infra/k8s/overlays/prod", cwd=folder)
     for program in ("statefulset/roostream-shard", "deployment/roostream-serving"):
-        server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=300s")
+        server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=900s")
     assert nodes.least_ready["roostream", "shard"] == 3 and nodes.least_ready["roostream", "serving"] >= 1
     pods = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
     assert {p["spec"]["containers"][0]["image"] for p in pods} == {"registry.example.org/roostream:0.2.0"}

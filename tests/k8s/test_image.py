@@ -102,7 +102,7 @@ def test_flink_finds_what_its_manifest_names() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_what_each_run_says_is_executed_here(tmp_path: Path) -> None:
     """In folders of the test for /opt and /src, with this machine's interpreter and uv's cache. It ends with the command,
     kernels that programs will find, and a folder of Flink's with its Java."""
