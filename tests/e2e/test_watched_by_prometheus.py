@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
-import threading
+import subprocess
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from command.tracing import trace_command
-from command.tracing.followed_request import STEPS
 from infra.stack import Stack
-from tests.command.tracing.kept_spans import KeptSpans
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS, OTHER_UNITS
 from tests.e2e.loop_stack import applied, produce_garbage, quick_options, wait_until
 from tests.e2e.prometheus import Prometheus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MOST_SERIES = 2_000
-TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SILENT = {
     "roostream_worker_shadow_ne": "no frozen copy scores beside, unless `shadow` names one",
     "roostream_worker_eta_seconds": "a number while training catches up",
@@ -52,9 +45,7 @@ def queries() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = quick_options()
-    traced = dataclasses.replace(options, overrides={**options.overrides, "serving": {"tracing": True}})
-    with Stack(tmp_path_factory.mktemp("watched") / "home", traced) as running:
+    with Stack(tmp_path_factory.mktemp("watched") / "home", quick_options()) as running:
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=180)
         produce_garbage(running)  # so that there are dead letters to be shown
@@ -106,41 +97,25 @@ def test_what_programs_expose_has_base_units_moments_histograms_counters_a_total
 
 
 def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
-    alerts = prometheus.get("alerts")["alerts"]
-    assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []
+    """On a machine that is busy one may have fired while everything began; it is over once the stack is well."""
+
+    def firing() -> list[str]:
+        alerts = prometheus.get("alerts")["alerts"]
+        return [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"]
+
+    with contextlib.suppress(AssertionError):
+        wait_until("no alert fires", lambda: not firing(), 300)
+    assert firing() == []
     groups = prometheus.get("rules")["groups"]
     assert [rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "err"] == []
 
 
-def test_one_request_is_followed_from_its_caller_to_the_rows_that_readers_get(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Serving → Kafka → joiner → worker → row delta, and each step a span of the caller's own trace."""
-    kept, follows = KeptSpans.instead(monkeypatch), threading.Event()
-    really = trace_command.follow
-
-    def follow(*told: Any) -> None:
-        follows.set()
-        really(*told)
-
-    monkeypatch.setattr(trace_command, "follow", follow)
-    with ThreadPoolExecutor(1) as pool:
-        code = pool.submit(trace_command.run, stack.home.root, "followed-1", "", 100.0, True)
-        assert follows.wait(60), "it doesn't follow yet"
-        body = {"request_id": "followed-1", "user_id": 7, "session_id": 1, "candidates": [{"item_id": i} for i in (1, 2, 3)]}
-        headers = {"content-type": "application/json", "traceparent": f"00-{TRACE}-{SPAN}-01"}
-        call = urllib.request.Request(f"{stack.endpoints.serving}/v1/rank", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(call, timeout=30) as answer:
-            assert answer.status == 200
-        assert code.result() == 0
-    told = json.loads(capsys.readouterr().out)
-    steps = told["steps"]
-    assert set(steps) == set(STEPS)
-    reached = [steps[name]["reached_ms"] for name in ("logged", "joined", "trained")]
-    assert told["began_ms"] <= reached[0] <= reached[1] <= min(reached[2], steps["published"]["reached_ms"])
-    assert steps["trained"]["details"]["became"] == "DISPOSITION_TRAINED" and steps["logged"]["details"]["candidates"] == 3
-    carried = [steps[name]["details"]["traceparent"] for name in ("logged", "joined")]
-    assert carried == [told["traceparent"]] * 2 and told["traceparent"].split("-")[1] == TRACE
-    assert [name for name, *_ in kept.told] == ["serving logged", "joiner joined", "worker trained", "shard published"]
-    assert {parent.partition("/")[0] for _, parent, *_ in kept.told} == {TRACE}
-    assert [parent.partition("/")[2] for _, parent, *_ in kept.told][1:] == ["1", "2", "3"]
+def test_a_person_who_waits_for_the_first_trained_sample_in_a_cluster_is_told_of_it(stack: Stack) -> None:
+    """The line of docs/operations/cluster.md, of the worker here."""
+    page = (ROOT / "docs/operations/cluster.md").read_text(encoding="utf-8")
+    (waits,) = re.findall(r"^until curl .*$", page, re.MULTILINE)
+    line = waits.replace("http://127.0.0.1:9090/metrics", stack.endpoints.metrics["worker"])
+    wait_until("a trained sample", lambda: applied(stack) > 0, 240)
+    assert line != waits
+    done = subprocess.run(("bash", "-c", line), capture_output=True, text=True, check=True, timeout=240)
+    assert float(done.stdout.removeprefix("roostream_worker_requests ")) >= 1

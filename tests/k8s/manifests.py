@@ -71,7 +71,7 @@ def build(folder: Path) -> tuple[dict[str, Any], ...]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not on PATH: nothing here builds a kustomization")
-    done = subprocess.run((kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run((kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return tuple(d for d in yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d)
 
@@ -85,6 +85,15 @@ def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
     (folder / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     shutil.copy(K8S / "overlays/prod/schema.toml", folder)
     return build(folder)
+
+
+def copy_prod(folder: Path) -> None:
+    """A folder of a user's own, as the page of a cluster says to make one: copies of three files; one names this checkout."""
+    for file in (K8S / "overlays/prod").iterdir():
+        shutil.copy(file, folder)
+    kustomization = folder / "kustomization.yaml"
+    ours = os.path.relpath(K8S, folder.resolve())
+    kustomization.write_text(kustomization.read_text(encoding="utf-8").replace("../..", ours), encoding="utf-8")
 
 
 def of_kind(objects: tuple[dict[str, Any], ...], *kinds: str) -> list[dict[str, Any]]:

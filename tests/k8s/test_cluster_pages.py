@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Sequence
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from command.main import cli
 from infra.kinds import KINDS
+from serving.access.key_file import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.dockerfile import read
 from tests.k8s.generate import K8S
-from tests.k8s.manifests import built, named
+from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 from tests.k8s.test_policies import MADE_BY_HAND
-from trainer.control.page import StatusPage
+from trainer.control.page import files
 
+Objects = tuple[dict[str, Any], ...]
 PAGES = ("cluster.md", "day-two.md")
-KNOWN = {"kubectl", "docker", "helm", "curl", "roostream"}
+KNOWN = {"kubectl", "docker", "helm", "roostream", "sed", "until", "REGISTRY=registry.example.org"}
 SHORT = {"hpa": "HorizontalPodAutoscaler", "kafkatopic": "KafkaTopic", "statefulset": "StatefulSet", "deployment": "Deployment"}
 SHORT |= {"kafka": "Kafka"}
 OPTIONAL = {"roostream-objects"}
@@ -32,9 +39,9 @@ def page(name: str) -> str:
 
 
 def commands(*pages: str) -> list[str]:
-    """Lines of the pages' shell blocks, in order."""
+    """Lines of the pages' shell blocks, in order, without what a shell passes over."""
     blocks = [b for name in pages or PAGES for b in re.findall(r"```sh\n(.*?)```", page(name), re.DOTALL)]
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    return [line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def words(command: str) -> list[str]:
@@ -53,28 +60,49 @@ def ours() -> list[list[str]]:
 
 NEEDS_A_CONTAINER = ("exec", "port-forward")
 _SERVER, _HERE = "tests/k8s/test_api_server.py", "tests/k8s/test_cluster_pages.py"
+_VERSIONS = (_HERE, "test_operators_come_in_the_versions_that_manifests_are_checked_against")
 HELD_BY = {
-    r"kubectl (?!exec|port-forward)(?!.*https://)": ((_SERVER, "test_the_pages_own_commands_do_what_the_pages_say"),),
-    r"kubectl .*https://": ((_HERE, "test_operators_come_in_the_versions_that_manifests_are_checked_against"),),
-    r"helm .*https://": (
-        (_HERE, "test_operators_come_in_the_versions_that_manifests_are_checked_against"),
+    r"kubectl (?!exec|port-forward)(?!.*(https://|cert-manager))": (
+        (_SERVER, "test_the_pages_own_commands_do_what_the_pages_say"),
+    ),
+    r"kubectl .*https://": (_VERSIONS,),
+    r"kubectl .*-n cert-manager": ((_HERE, "test_an_operator_is_there_before_whoever_needs_it"),),
+    r"helm ": (
+        _VERSIONS,
         (_HERE, "test_a_chart_is_installed_by_its_name_from_its_repository"),
+        (_HERE, "test_an_operator_is_there_before_whoever_needs_it"),
     ),
     r"docker build": (
         (_HERE, "test_images_are_built_of_stages_that_there_are"),
         ("tests/k8s/test_image.py", "test_what_each_run_says_is_executed_here"),
     ),
     r"docker push": ((_HERE, "test_what_is_pushed_is_what_was_built"),),
-    r"kubectl exec": ((_HERE, "test_what_kubectl_is_told_of_exists"), (_HERE, "test_roostream_takes_its_commands")),
-    r"(kubectl port-forward|curl)": ((_HERE, "test_the_controllers_page_is_where_the_page_of_a_cluster_asks_for_it"),),
-    r"roostream": ((_HERE, "test_roostream_takes_its_commands"),),
+    r"(REGISTRY=|sed )": ((_HERE, "test_the_registry_is_put_into_every_image_of_one_node"),),
+    r"kubectl exec": (
+        (_HERE, "test_what_kubectl_is_told_of_exists"),
+        (_HERE, "test_roostream_takes_its_commands"),
+        (_HERE, "test_what_is_executed_in_a_pod_finds_what_it_names_there"),
+    ),
+    r"kubectl port-forward": ((_HERE, "test_a_forwarded_port_is_one_of_the_pod_that_serves_what_is_asked"),),
+    r"until curl": (
+        (_HERE, "test_a_forwarded_port_is_one_of_the_pod_that_serves_what_is_asked"),
+        (
+            "tests/e2e/test_watched_by_prometheus.py",
+            "test_a_person_who_waits_for_the_first_trained_sample_in_a_cluster_is_told_of_it",
+        ),
+    ),
+    r"roostream": (
+        (_HERE, "test_roostream_takes_its_commands"),
+        (_HERE, "test_keys_that_the_page_makes_are_ones_that_serving_takes"),
+    ),
 }
 """How a command begins → the tests that run it, or where that wants a container or another network, check what it says."""
 
 
 def runs_on_a_server(command: str) -> bool:
     """Whether an API server without containers can do it."""
-    return command.startswith("kubectl") and "https://" not in command and words(command)[1] not in NEEDS_A_CONTAINER
+    elsewhere = "https://" in command or "cert-manager" in command
+    return command.startswith("kubectl") and not elsewhere and words(command)[1] not in NEEDS_A_CONTAINER
 
 
 def test_every_command_is_held_by_a_test_that_there_is() -> None:
@@ -135,7 +163,7 @@ def test_operators_come_in_the_versions_that_manifests_are_checked_against() -> 
     assert len(set(listed)) == 4
     text = "\n".join(commands("cluster.md"))
     for owner, version in set(listed):
-        line = next(c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "http" in c)
+        line = next(c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "://" in c)
         assert version in line, line
 
 
@@ -145,7 +173,7 @@ def test_images_are_built_of_stages_that_there_are() -> None:
     for command in (words(c) for c in commands() if c.startswith("docker build")):
         assert (ROOT / command[command.index("-f") + 1]).exists()
         assert command[command.index("--target") + 1] in stages
-        tags.append(command[command.index("-t") + 1])
+        tags.append(command[command.index("-t") + 1].replace("$REGISTRY", "registry.example.org"))
     values = (K8S / "overlays/dev/values.yaml").read_text(encoding="utf-8")
     assert tags and all(f"IMAGE: {tag}\n" in values for tag in tags)
 
@@ -156,21 +184,130 @@ def test_what_is_pushed_is_what_was_built() -> None:
     assert made == [parts[2] for parts in told if parts[:2] == ["docker", "push"]] and len(made) == 2
 
 
+def test_the_registry_is_put_into_every_image_of_one_node(tmp_path: Path) -> None:
+    """The page's own lines, with a registry of somebody's own."""
+    shutil.copytree(K8S, tmp_path / "infra/k8s")
+    shutil.copytree(ROOT / "infra/dashboards", tmp_path / "infra/dashboards")
+    (named_so,) = [c for c in commands() if c.startswith("REGISTRY=")]
+    (put,) = [c for c in commands() if c.startswith("sed ")]
+    lines = named_so.replace("registry.example.org", "shop.example.org:5000/team"), put
+    subprocess.run(("sh", "-euc", "\n".join(lines)), cwd=tmp_path, check=True)
+    images = {c["image"] for w in workloads(build(tmp_path / "infra/k8s/overlays/dev")) for c in w.containers if "image" in c}
+    assert {image for image in images if "redis" not in image} == {
+        "shop.example.org:5000/team/roostream:0.1.0",
+        "shop.example.org:5000/team/roostream-flink:0.1.0",
+    }
+
+
 def test_a_chart_is_installed_by_its_name_from_its_repository() -> None:
-    (helm,) = [words(c) for c in commands() if c.startswith("helm")]
-    name, flag, place, chart, *options = helm[2:]
-    assert helm[1] == "install" and flag == "--repo" and place.startswith("https://") and chart == name
-    assert options == ["--namespace", "flink-operator", "--create-namespace"]
+    kafka, flink = [words(c) for c in commands() if c.startswith("helm")]
+    assert kafka[1:3] == [*flink[1:3][:1], kafka[3].rpartition("/")[2]] and kafka[3].startswith("oci://")
+    assert kafka[4:6] == ["--version", "1.2.0"] and "watchAnyNamespace=true" in kafka, "else it watches its own namespace alone"
+    name, flag, place, chart = flink[2:6]
+    assert flag == "--repo" and place.startswith("https://") and chart == name
+    assert all(parts[-1] == "--wait" and "--create-namespace" in parts for parts in (kafka, flink))
 
 
-def test_the_controllers_page_is_where_the_page_of_a_cluster_asks_for_it() -> None:
-    (forward,), (curl,) = ([words(c) for c in commands() if c.startswith(tool)] for tool in ("kubectl port-forward", "curl"))
-    here, there = forward[-1].split(":")
-    controller = named(built("dev"), "Deployment", "roostream-controller")["spec"]["template"]["spec"]["containers"][0]
-    assert int(there) in {port["containerPort"] for port in controller["ports"]}
-    address = urlsplit(curl[-1])
-    assert (address.scheme, address.netloc) == ("http", f"127.0.0.1:{here}")
-    assert address.path in StatusPage.answers(SimpleNamespace(status=dict, history=dict))  # type: ignore[arg-type]
+def test_an_operator_is_there_before_whoever_needs_it() -> None:
+    """Flink's asks cert-manager for the certificate of its webhook, without which nobody can make what it looks after."""
+    told = commands("cluster.md")
+    begins = ("helm install strimzi", "kubectl apply -f https://github.com/cert-manager", "kubectl wait -n cert-manager")
+    begins += ("helm install flink", "kubectl create namespace roostream", "kubectl apply --server-side --force-conflicts -k")
+    places = [next(i for i, command in enumerate(told) if command.startswith(begin)) for begin in begins]
+    assert places == sorted(places)
+    own = next(i for i, command in enumerate(told) if "prometheus-operator" in command)
+    assert own < told.index("kubectl apply --server-side --force-conflicts -k infra/k8s/overlays/prod")
+    assert not {o["apiVersion"] for o in built("dev")} & {"cert-manager.io/v1", "monitoring.coreos.com/v1"}
+
+
+def test_a_forwarded_port_is_one_of_the_pod_that_serves_what_is_asked() -> None:
+    asked = {"roostream-worker": "http://127.0.0.1:9090/metrics", "roostream-controller": "http://127.0.0.1:9091/"}
+    forwarded = [[word for word in words(c) if word != "&"] for c in commands() if c.startswith("kubectl port-forward")]
+    assert {parts[-2].partition("/")[2] for parts in forwarded} == set(asked)
+    for parts in forwarded:
+        kind, _, name = parts[-2].partition("/")
+        here, there = parts[-1].split(":")
+        container = named(built("dev"), SHORT[kind], name)["spec"]["template"]["spec"]["containers"][0]
+        assert int(there) in {port["containerPort"] for port in container["ports"]}
+        address = urlsplit(asked[name])
+        assert address.port == int(here) and asked[name] in page("cluster.md")
+    assert "/" in files(), "of people"
+
+
+def test_what_is_executed_in_a_pod_finds_what_it_names_there() -> None:
+    """Files that it is given are mounted in that pod; a store that it is given is the deployment's."""
+    objects = built("prod")
+    for command in (words(c) for c in commands() if c.startswith("kubectl exec")):
+        place = command[command.index("roostream") + 1]  # behind -n
+        name = re.sub(r"-\d+$", "", place.partition("/")[2] or place)
+        (workload,) = [w for w in workloads(objects) if w.name == name]
+        mounted = {mount["mountPath"] for mount in workload.pod["containers"][0]["volumeMounts"]}
+        for option, value in itertools.pairwise(command):
+            if option == "--link":
+                assert value in mounted, command
+            if option == "--store":
+                assert value == named(objects, "ConfigMap", "roostream-deployment")["data"]["STORE"], command
+
+
+def test_a_store_elsewhere_is_where_programs_and_flink_look_for_it(tmp_path: Path) -> None:
+    """The page's patch at the end of a folder that is a copy of prod's, as the page says to make one."""
+    copy_prod(tmp_path)
+    (patch,) = re.findall(r"```yaml\n(.*?)```", page("cluster.md"), re.DOTALL)
+    with (tmp_path / "kustomization.yaml").open("a", encoding="utf-8") as kustomization:
+        kustomization.write(patch)
+    objects = build(tmp_path)
+    place = "https://store.example.org:9000"
+    assert named(objects, "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]["s3.endpoint"] == place
+    told = named(objects, "ConfigMap", "roostream-objects")
+    assert told["data"] == {"AWS_ENDPOINT_URL": place, "AWS_REGION": "eu-central-1"}
+    readers = [
+        workload.name
+        for workload in workloads(objects)
+        for source in workload.pod["containers"][0].get("envFrom", ())
+        if source.get("configMapRef", {}).get("name") == told["metadata"]["name"]
+    ]
+    assert {"roostream-shard", "roostream-controller", "roostream-worker", "roostream-serving", "roostream-archiver"} <= {
+        *readers
+    }
+
+
+def test_keys_that_the_page_makes_are_ones_that_serving_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (told,) = [words(c) for c in commands("cluster.md") if c.startswith("roostream")]
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, told[1:])
+    assert done.exit_code == 0, done.output
+    assert "kubectl create secret generic roostream-keys -n roostream --from-file=keys.json" in commands("cluster.md")
+    ring = Keyring(tmp_path / "keys.json")
+    assert {ring.check(b"Bearer " + done.stdout.strip().encode(), scope).name for scope in ("rank", "engage")} == {"web"}
+
+
+def test_one_node_has_room_for_what_one_node_is_told_to_run() -> None:
+    """What is asked for, beside what a cluster takes for itself."""
+    said = re.search(r"one node with (\d+) CPUs and (\d+) GiB", page("cluster.md"))
+    assert said
+    cpus, gib = asked_for(built("dev"))
+    assert cpus <= int(said[1]) - 1 and gib <= int(said[2]) - 2, (cpus, gib)
+
+
+def asked_for(objects: Objects) -> tuple[float, float]:
+    """(CPUs, GiB) that the scheduler puts aside for these pods."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    for workload in workloads(objects):
+        if workload.kind == "FlinkDeployment":
+            found += [(1, workload.spec[part]["resource"]) for part in ("jobManager", "taskManager")]
+        else:
+            count = workload.spec.get("replicas", 1)
+            found += [(count, container["resources"]["requests"]) for container in workload.pod["containers"]]
+    found += [(o["spec"]["replicas"], o["spec"]["resources"]["requests"]) for o in of_kind(objects, "KafkaNodePool")]
+    cpus = sum(count * _amount(requests["cpu"]) for count, requests in found)
+    return cpus, sum(count * _amount(requests["memory"]) for count, requests in found) / 2**30
+
+
+def _amount(text: object) -> float:
+    """`m` is a thousandth of a CPU in Kubernetes, and a megabyte where Flink's operator reads it."""
+    number, unit = re.fullmatch(r"([\d.]+)([a-zA-Z]*)", str(text)).groups()  # type: ignore[union-attr]
+    large = {"": 1.0, "Mi": 2.0**20, "Gi": 2.0**30}
+    return float(number) * (large[unit] if unit in large else 2.0**20 if float(number) >= 1000 else 1e-3)
 
 
 def test_what_a_roll_out_does_is_told_of_every_program() -> None:

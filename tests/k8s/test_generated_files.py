@@ -57,7 +57,8 @@ def test_flinks_java_is_opened_as_in_the_local_stack() -> None:
 
 def test_every_key_of_flink_is_one_that_flink_or_its_operator_knows() -> None:
     """Flink passes over what it doesn't know without a word. Its keys stand as texts in its classes."""
-    settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    of = [named(built(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"] for o in ("dev", "prod")]
+    settings = {key for configuration in of for key in configuration}
     asked = {re.sub(r"^metrics\.reporter\.prom\.", "", k) for k in settings if not k.startswith(("kubernetes.operator.", "s3."))}
     known = b""
     for jar in (*pyflink_home().glob("lib/flink-dist-*.jar"), *pyflink_home().glob("opt/flink-python-*.jar")):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
-from tests.k8s.manifests import OVERLAYS, built, definitions, named, of_kind, own_folder
+from tests.k8s.manifests import OVERLAYS, build, built, copy_prod, definitions, named, of_kind, own_folder
 from tests.k8s.strict import findings
 
 KUBERNETES = "1.34"
@@ -78,3 +80,19 @@ def test_a_folder_of_ones_own_changes_the_values_that_it_names(tmp_path: Path) -
     partitions = {t["spec"]["topicName"]: t["spec"]["partitions"] for t in of_kind(own, "KafkaTopic")}
     assert partitions["samples"] == 6 and partitions["dead_letters"] == 1
     assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}
+
+
+def test_every_value_of_a_folder_of_ones_own_reaches_what_is_applied_and_leaves_nothing_of_the_examples(tmp_path: Path) -> None:
+    """Each value is one that no other has, so that it can be told where it went."""
+    copy_prod(tmp_path)
+    values = tmp_path / "values.yaml"
+    told = yaml.safe_load(values.read_text(encoding="utf-8"))
+    shapes = {key: re.fullmatch(r"\d+((?:Gi)?)", value) for key, value in told["data"].items()}
+    told["data"] = {
+        key: f"{90001 + number}{shape[1]}" if shape else f"of-{key.lower()}.".replace("_", "-")
+        for number, (key, shape) in enumerate(shapes.items())
+    }
+    values.write_text(yaml.safe_dump(told), encoding="utf-8")
+    text = yaml.safe_dump_all(build(tmp_path))
+    assert len(told["data"]) > 25 and {key for key, value in told["data"].items() if value not in text} == set()
+    assert re.findall(r".*(?:example\.org|s3://roostream|eu-central-1|set-by).*", text) == []
