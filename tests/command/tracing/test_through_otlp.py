@@ -142,6 +142,7 @@ def test_a_caller_who_does_not_sample_tells_nobody(collector: Any, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_serving_as_the_page_starts_it_tells_a_collector(collector: Any, tmp_path: Path) -> None:
     """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards are away."""
     page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
@@ -162,14 +163,14 @@ def test_serving_as_the_page_starts_it_tells_a_collector(collector: Any, tmp_pat
         subprocess.Popen((*command, "--config", "serving.toml"), env=environ, cwd=tmp_path, stderr=out) as serving,
     ):
         try:
-            end_s = time.monotonic() + 100
+            end_s = time.monotonic() + 600  # its imports, on a machine that is busy
             while not (found := re.search(r"serving on (http://[^,\s]+)", log.read_text())) and time.monotonic() < end_s:
                 time.sleep(0.2)
             assert found, log.read_text()[-2000:]
             headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
-            answer = httpx2.post(f"{found[1]}/v1/rank", json={**BODY, "ro": {}}, headers=headers, timeout=60)
+            answer = httpx2.post(f"{found[1]}/v1/rank", json={**BODY, "ro": {}}, headers=headers, timeout=300)
             serving.terminate()
-            assert answer.status_code == 200 and serving.wait(60) == 0, log.read_text()[-2000:]
+            assert answer.status_code == 200 and serving.wait(300) == 0, log.read_text()[-2000:]
         finally:
             serving.kill()
     (span,) = collector.of(TRACE)
