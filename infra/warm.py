@@ -18,6 +18,7 @@ MODULES = (
     "models.gather",
     "models.attention",
     "models.fused.forward",
+    "trainer.selection.deferral_kernels",
     "serving.answer",
     "serving.request_batch",
 )

@@ -108,20 +108,27 @@ def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
     return StackLookup(table_U[:count].copy(), id_U[:count].copy(), index)
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _slot_of(slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, table: int, id_: int) -> np.uint64:
+    """Where a key is in `slots`, or the free one where it belongs."""
+    mask = np.uint64(len(slots) - 1)
+    x = (np.uint64(id_) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    at = (x ^ (x >> np.uint64(31))) & mask
+    while slots[at] >= 0 and (id_U[slots[at]] != id_ or table_U[slots[at]] != table):
+        at = (at + np.uint64(1)) & mask
+    return at
+
+
 @njit(cache=True, nogil=True)
 def insert(
     ids: np.ndarray, table: int, slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, count: int, index_L: np.ndarray
 ) -> int:
     """Finds or adds (table, id) of each entry; the new number of unique rows. `slots` is open addressing, int32 positions
     in U, -1 = free, a power of two at least twice as long as U can become."""
-    mask = np.uint64(len(slots) - 1)
     for i in range(len(ids)):
-        x = (np.uint64(ids[i]) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        at = (x ^ (x >> np.uint64(31))) & mask
-        while slots[at] >= 0 and (id_U[slots[at]] != ids[i] or table_U[slots[at]] != table):
-            at = (at + np.uint64(1)) & mask
+        at = _slot_of(slots, table_U, id_U, table, ids[i])
         if slots[at] < 0:
             slots[at] = count
             id_U[count] = ids[i]
@@ -131,6 +138,48 @@ def insert(
     return count
 
 
+@njit(cache=True, nogil=True)
+def find_keys(
+    slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, at_U: np.ndarray
+) -> None:
+    """Position in N of each of U keys into `at_U` (int64), -1 where it is none of them. `slots` as in `insert`, of N."""
+    for u in range(len(id_U)):
+        at_U[u] = slots[_slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
+
+
+@njit(cache=True, nogil=True)
+def number_keys(
+    slots: np.ndarray,
+    table_N: np.ndarray,
+    id_N: np.ndarray,
+    count: int,
+    most: int,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    at_U: np.ndarray,
+) -> int:
+    """As `find_keys`; keys that are none of the first `count` are added behind them, until there are `most`. The new number of
+    keys, for which the caller has made room."""
+    for u in range(len(id_U)):
+        at = _slot_of(slots, table_N, id_N, table_U[u], id_U[u])
+        if slots[at] < 0 and count < most:
+            table_N[count], id_N[count] = table_U[u], id_U[u]
+            slots[at] = count
+            count += 1
+        at_U[u] = slots[at]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: int, ends: int) -> None:
+    """Keys `first` to `ends` - 1, none of which is there, into `slots`, as in `insert`."""
+    for n in range(first, ends):
+        slots[_slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
+
+
 def warm() -> None:
-    """Compile the kernel into numba's cache."""
-    _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))])
+    """Compile the kernels into numba's cache."""
+    found, slots = _dedupe([("warm", 1, np.zeros(1, dtype=np.int64))]), np.full(2, -1, np.int32)
+    put_keys(slots, found.table_U, found.id_U, 0, 1)
+    find_keys(slots, found.table_U, found.id_U, found.table_U, found.id_U, np.empty(1, np.int64))
+    number_keys(slots, found.table_U, found.id_U, 1, 1, found.table_U, found.id_U, np.empty(1, np.int64))

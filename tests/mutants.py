@@ -86,6 +86,7 @@ CORE = {
         "selection/rehearsal",
         "selection/decision",
         "selection/deferral",
+        "selection/row_numbers",
         "selection/outcomes",
         "selection/selection",
         "selection/slipstream",

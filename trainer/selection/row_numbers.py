@@ -1,8 +1,11 @@
-"""Numbers for rows of a stack that are remembered: (table, id) → 0..N-1. Plain numpy; 28 bytes a row.
+"""Numbers for rows of a stack that are remembered: (table, id) → 0..N-1, by the hash table of `roo.lookup`.
 
-Rows are found by a hash of both in a sorted array. Of two with the same hash (one pair in 2⁶⁴) one is never found.
+    slots_C         int32, open addressing: a row's number, -1 = free; twice as many as there is room for rows, or more
+    table_N, id_N   of numbers, and room for more
 
-Letters: N rows, U rows asked for.
+A new row costs the same however many there are: what is copied and hashed anew, together, is linear in the rows numbered.
+
+Letters: N rows, U rows asked for, C slots.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from roo.ids import splitmix64_of
+from roo.lookup import find_keys, number_keys, put_keys
+
+_LEAST = 16
 
 
 class RowNumbers:
@@ -17,35 +23,63 @@ class RowNumbers:
 
     def __init__(self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None) -> None:
         """uint32 and int64 [N], each row once: row n has number n."""
-        self.table_N = np.zeros(0, np.uint32) if table_N is None else table_N
-        self.id_N = np.zeros(0, np.int64) if id_N is None else id_N
-        hash_N = hashed(self.table_N, self.id_N)
-        self._number_N = np.argsort(hash_N, kind="stable")
-        self._hash_N = hash_N[self._number_N]
+        self._num, self._table, self._id = 0, np.zeros(0, np.uint32), np.zeros(0, np.int64)
+        self._slots_C = np.full(2 * _LEAST, -1, np.int32)
+        if table_N is not None and id_N is not None:
+            self.number(table_N, id_N)
 
     def __len__(self) -> int:
-        return len(self.id_N)
+        return self._num
+
+    @property
+    def table_N(self) -> np.ndarray:
+        """uint32, until rows are dropped."""
+        return self._table[: self._num]
+
+    @property
+    def id_N(self) -> np.ndarray:
+        """int64, until rows are dropped."""
+        return self._id[: self._num]
 
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """int64 [U]; -1 = not there."""
-        if not len(self):
-            return np.full(len(id_U), -1, np.int64)
-        hash_U = hashed(table_U, id_U)
-        at_U = np.minimum(np.searchsorted(self._hash_N, hash_U), len(self) - 1)
-        number_U = self._number_N[at_U]
-        same_U = (self.id_N[number_U] == id_U) & (self.table_N[number_U] == table_U)
-        return np.where(same_U, number_U, -1)
-
-    def add(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
-        """Number rows that aren't there, each named once; int64 [U]."""
-        number_U = np.arange(len(self), len(self) + len(id_U), dtype=np.int64)
-        hash_U = hashed(table_U, id_U)
-        order_U = np.argsort(hash_U, kind="stable")
-        at_U = np.searchsorted(self._hash_N, hash_U[order_U], side="right")
-        self._hash_N = np.insert(self._hash_N, at_U, hash_U[order_U])
-        self._number_N = np.insert(self._number_N, at_U, number_U[order_U])
-        self.table_N, self.id_N = np.concatenate([self.table_N, table_U]), np.concatenate([self.id_N, id_U])
+        number_U = np.empty(len(id_U), np.int64)
+        find_keys(self._slots_C, self._table, self._id, table_U, id_U, number_U)
         return number_U
+
+    def number(self, table_U: np.ndarray, id_U: np.ndarray, most: int | None = None) -> np.ndarray:
+        """As `find`, but rows that weren't there get the next numbers, in their order, until there are `most` (None: any)."""
+        number_U = np.empty(len(id_U), np.int64)
+        ends = len(self) + len(id_U)
+        ends = ends if most is None else max(len(self), min(ends, most))
+        self._reserve(ends)
+        self._num = number_keys(self._slots_C, self._table, self._id, len(self), ends, table_U, id_U, number_U)
+        return number_U
+
+    def drop(self, gone_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forget the rows of these numbers (int64, rising). The last rows get the numbers that become free: (from, to), int64
+        each."""
+        left = self._num - len(gone_M)
+        to_K = gone_M[gone_M < left]
+        stays = np.ones(self._num - left, np.bool_)
+        stays[gone_M[len(to_K) :] - left] = False
+        from_K = left + np.flatnonzero(stays)
+        self._table[to_K], self._id[to_K] = self._table[from_K], self._id[from_K]
+        self._num = left
+        self._slots_C.fill(-1)
+        put_keys(self._slots_C, self._table, self._id, 0, left)
+        return from_K, to_K
+
+    def _reserve(self, num: int) -> None:
+        """Room for twice as many as before."""
+        if num <= len(self._id):
+            return
+        room = max(num, 2 * len(self._id), _LEAST)
+        more = room - len(self._id)
+        self._table = np.concatenate([self._table, np.zeros(more, np.uint32)])
+        self._id = np.concatenate([self._id, np.zeros(more, np.int64)])
+        self._slots_C = np.full(1 << (2 * room - 1).bit_length(), -1, np.int32)
+        put_keys(self._slots_C, self._table, self._id, 0, self._num)
 
 
 def hashed(table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:

@@ -147,13 +147,13 @@ def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
 
 
-def test_places_are_made_for_twice_as_many_and_a_place_that_nobody_has_is_in_no_state() -> None:
+def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no_state() -> None:
     rows, made = build(visits=4, max_rows=1 << 12), set()
     for step in range(200):
         rows.visit({10 * step + n: 1.0 for n in range(10)})
         (its,) = rows.deferral.stacks.values()
         made.add(len(its.b_ND))
-        assert all(len(column_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows) for column_N in its.of.values())
+        assert len(its.of_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows)
     assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
     state = rows.deferral.state()
     prefix = f"deferral.{STACK}."

@@ -10,15 +10,28 @@ from trainer.selection.row_numbers import RowNumbers
 def test_rows_are_found_as_a_dictionary_would() -> None:
     rows, known = RowNumbers(), dict[tuple[int, int], int]()
     random = np.random.default_rng(3)
-    for _ in range(50):
+    for step in range(60):
         ids = np.unique(random.integers(-40, 40, 12))
         table = random.integers(0, 3, len(ids)).astype(np.uint32)
         pairs = list(zip(table.tolist(), ids.tolist(), strict=True))
-        found = rows.find(table, ids)
-        assert found.tolist() == [known.get(pair, -1) for pair in pairs]
-        new = found < 0
-        added = rows.add(table[new], ids[new])
-        known |= dict(zip([pair for pair, is_new in zip(pairs, new, strict=True) if is_new], added.tolist(), strict=True))
+        assert rows.find(table, ids).tolist() == [known.get(pair, -1) for pair in pairs]
+        assert rows.number(table, ids).tolist() == [known.setdefault(pair, len(known)) for pair in pairs]
+        if step % 20 == 19:
+            gone = np.unique(random.integers(0, len(rows), 20))
+            at = list(known)
+            for number in gone.tolist():
+                del known[at[number]]
+            moved = dict(zip(*(x.tolist() for x in rows.drop(gone)), strict=True))
+            known = {pair: moved.get(number, number) for pair, number in known.items()}
+            known = dict(sorted(known.items(), key=lambda item: item[1]))
     assert len(rows) == len(known) > 100
     again = RowNumbers(rows.table_N, rows.id_N)
-    assert again.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows)))
+    assert again.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows))) == list(known.values())
+
+
+def test_who_comes_when_there_are_as_many_as_may_be_gets_no_number() -> None:
+    rows, table = RowNumbers(), np.ones(5, np.uint32)
+    assert rows.number(table, np.arange(5), most=3).tolist() == [0, 1, 2, -1, -1]
+    assert rows.number(table, np.arange(4, -1, -1), most=3).tolist() == [-1, -1, 2, 1, 0]
+    assert rows.number(table, np.arange(5), most=2).tolist() == [0, 1, 2, -1, -1], "nobody loses a number by it"
+    assert rows.number(table, np.array([7, 7, 8, 0, 7])).tolist() == [3, 3, 4, 0, 3]
