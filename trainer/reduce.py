@@ -25,6 +25,7 @@ from torch._C import _distributed_c10d as c10d
 
 from roo.errors import UnavailableError
 from runtime.address import parse_address
+from trainer.swapping import Swaps
 
 _SLICE_S = 0.05  # a wait looks so often whether it was interrupted
 _STORE_S = 5.0  # one call of the rendezvous
@@ -72,7 +73,7 @@ class Alone:
 
     index, workers = 0, 1
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         return list(parts)
 
     def sum(self, bucket_N: Tensor) -> None:
@@ -152,6 +153,7 @@ class TorchReduction:
         """`place`: of this process."""
         self.meeting, self.place, self.timeout_s = meeting, place, place.timeout_s
         self.index, self.workers = meeting.worker, meeting.workers
+        self._swaps = Swaps(self.index, self.workers, self._exchange)
         self._interrupted = threading.Event()
         self._group: Any = None
         self._left = ""
@@ -162,15 +164,13 @@ class TorchReduction:
     def sum(self, bucket_N: Tensor) -> None:
         self._together(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """uint8 each; sizes first, then all bytes at once. Raises as `sum`."""
-        sizes_W, wanted_W = torch.tensor([len(part) for part in parts]), torch.zeros(self.workers, dtype=torch.int64)
-        ones = [1] * self.workers
-        self._together(lambda group: self._wait(group.alltoall_base(wanted_W, sizes_W, ones, ones)))
-        sizes, sent = wanted_W.tolist(), torch.from_numpy(np.concatenate(list(parts)))
-        got = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._together(lambda group: self._wait(group.alltoall_base(got, sent, sizes, sizes_W.tolist())))
-        return np.split(got.numpy(), np.cumsum(sizes)[:-1])
+    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+        """See `trainer.swapping.Swaps`. Raises as `sum`."""
+        return self._swaps.swap(parts, about)
+
+    def _exchange(self, got: np.ndarray, sent: np.ndarray, sizes_got: list[int], sizes_sent: list[int]) -> None:
+        into, of = torch.from_numpy(got), torch.from_numpy(sent)
+        self._together(lambda group: self._wait(group.alltoall_base(into, of, sizes_got, sizes_sent)))
 
     def _together(self, do: Callable[[Any], None]) -> None:
         if self._left:

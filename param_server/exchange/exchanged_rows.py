@@ -35,9 +35,9 @@ class Peers(Protocol):
     index: int
     workers: int
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         """What each worker has for this one (uint8), given what this one has for each; its own part comes back as it is. All call
-        it, in the same order of calls.
+        it, in the same order of calls; `about`, the same for all, names what is swapped: parts of a name are of like sizes.
 
         Raises:
             UnavailableError: one is gone or too late; everyone must be restored.
@@ -133,11 +133,13 @@ class ExchangedRows:
     def _round(self, asked: Sequence[OwnerCall], do: Any) -> list[list[np.ndarray]]:
         """Everyone's calls at their owners, and the answers to this worker's."""
         me = self.peers.index
-        got = self.peers.swap([_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(asked)])
+        method = asked[me].method
+        parts = [_NOTHING if n == me else self._sent(_encoded(call)) for n, call in enumerate(asked)]
+        got = self.peers.swap(parts, method)
         calls = [asked[n] if n == me else _call_of(data) for n, data in enumerate(got)]
         answers: list[list[np.ndarray] | RoostreamError] = do(calls)
         back = [_NOTHING if n == me else self._sent(_answer(its)) for n, its in enumerate(answers)]
-        told = [answers[n] if n == me else _answer_of(data) for n, data in enumerate(self.peers.swap(back))]
+        told = [answers[n] if n == me else _answer_of(data) for n, data in enumerate(self.peers.swap(back, f"{method} answered"))]
         for answer in told:
             if isinstance(answer, RoostreamError):
                 raise answer

@@ -176,10 +176,11 @@ class HallReduction:
         bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
         self.hall.num_sums += 1
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        posted = self._all_told([part.copy() for part in parts])
+    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
+        posted = self._all_told((about, [part.copy() for part in parts]))
+        assert {name for name, _ in posted.values()} == {about}, "the workers are not in step"
         self.hall.num_swaps += 1
-        return [posted[worker][self.index] for worker in range(self.workers)]
+        return [posted[worker][1][self.index] for worker in range(self.workers)]
 
     def _all_told(self, mine: Any) -> Mapping[int, Any]:
         """What each worker gave for this turn."""

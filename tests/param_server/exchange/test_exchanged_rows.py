@@ -54,7 +54,7 @@ class Seat:
     def __init__(self, table: Table, index: int) -> None:
         self.table, self.index, self.workers = table, index, len(table.parts)
 
-    def swap(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def swap(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
         try:
             self.table.parts[self.index] = parts
             self.table.barrier.wait()
