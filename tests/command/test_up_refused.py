@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def roostream(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "command.main", *arguments)
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.fixture
@@ -46,5 +47,11 @@ def test_a_store_that_is_away_is_waited_for_and_status_says_so(folder: Path) -> 
     place = ("--from-warehouse", "s3://bucket/prefix", "--wait", "45")
     up = roostream(folder, "up", "--home", "home", *place)
     assert up.returncode == 1 and "controller: " in up.stderr, up.stderr
-    status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
-    assert "s3://bucket/prefix" in json.dumps(status["troubles"]), status["troubles"]
+
+    def troubles() -> dict[str, str]:
+        return json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)["troubles"]
+
+    end_s = time.monotonic() + 300  # the controller goes on trying, on a machine that is busy also to begin
+    while "s3://bucket/prefix" not in (told := json.dumps(troubles())) and time.monotonic() < end_s:
+        time.sleep(1)
+    assert "s3://bucket/prefix" in told
