@@ -37,7 +37,8 @@ QUICK = (
 )
 RATE = 5.0
 _EVERY_S = 0.1
-_BODY = json.dumps({"user_id": 7, "session_id": 1, "candidates": [{"item_id": 1}, {"item_id": 2}]})
+_CANDIDATES = [{"item_id": 1}, {"item_id": 2}]
+_FIRST_USER, _USERS = 10**9, 1000  # none of those who are simulated; many, since the joiner bounds what a single one has open
 _ANSWERS = frozenset({200, 408, 429, 504})
 _COUNTED = re.compile(r"^roostream_worker_requests(?:_total)? (\S+)$", re.MULTILINE)
 
@@ -112,7 +113,9 @@ class Asker:
         """What was wrong with the answer; "" = nothing."""
         connection = http.client.HTTPConnection(address, timeout=60)
         try:
-            connection.request("POST", "/v1/rank", _BODY, {"Content-Type": "application/json"})
+            user = _FIRST_USER + self.num_asked % _USERS
+            body = json.dumps({"user_id": user, "session_id": 1, "candidates": _CANDIDATES})
+            connection.request("POST", "/v1/rank", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
             return "" if answer.status in _ANSWERS else f"{answer.status} {text[:200]}"
