@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def serve(home: Path, options: StackOptions) -> int:
 
 
 def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
-    """Start `roostream up --foreground` in the background and wait until all programs are ready."""
+    """Start `roostream up --foreground` in the background and wait until all programs are ready, or none has become so for
+    `wait_s`: a busy machine takes its time for each."""
     place = Home(home)
     place.make()
     if place.is_locked():
@@ -49,7 +50,7 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     output = place.log("up")
     with output.open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    deadline_s = time.monotonic() + wait_s
+    patience = Patience(wait_s)
     said: set[str] = set()
     while True:
         if process.poll() is not None:
@@ -61,20 +62,33 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             name = failed[0]
             words = f"{name} can't run: {why(programs[name])}; its log: {programs[name]['log']}"
             raise SetupError(printable(f"{words}; `roostream down --home {place.root}` stops the rest"))
-        news = [line for line in (*settled(programs).values(), *dying(programs)) if line not in said]
+        done = settled(programs)
+        news = [line for line in (*done.values(), *dying(programs)) if line not in said]
         for line in news:
             print(printable(line), flush=True)
         said.update(news)
-        if programs and len(settled(programs)) == len(programs):
+        if programs and len(done) == len(programs):
             print("\n".join(about(stack or {})))
             return 0
-        if time.monotonic() >= deadline_s:
+        if patience.ends(len(done)):
             break
         time.sleep(0.25)
     late = "; ".join(f"{name}: {words}" for name, words in troubles(programs).items()) or "none has been started"
     more = f"`roostream status --home {place.root}` tells more"
-    print(printable(f"not all programs were ready after {wait_s:.0f} s: {late}; {more}"), file=sys.stderr)
+    print(printable(f"not all programs are ready, and for {wait_s:.0f} s none has become so: {late}; {more}"), file=sys.stderr)
     return 1
+
+
+class Patience:
+    """With what gets done by and by: it ends when for `wait_s` no more was done than before."""
+
+    def __init__(self, wait_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.wait_s, self._now_s, self._most, self._since_s = wait_s, now_s, 0, now_s()
+
+    def ends(self, num_done: int) -> bool:
+        if num_done > self._most:
+            self._most, self._since_s = num_done, self._now_s()
+        return self._now_s() >= self._since_s + self.wait_s
 
 
 def dying(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:

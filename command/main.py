@@ -161,7 +161,9 @@ def demo_command(home: Path, seconds: float | None, rate: float, **options: Any)
 @cli.command()
 @stack_options
 @click.option("--foreground", is_flag=True, help="stay, and stop everything on Ctrl-C")
-@click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds to wait until all is ready")
+@click.option(
+    "--wait", "wait_s", type=float, default=120.0, show_default=True, help="seconds in which no further program becomes ready"
+)
 @click.option("--from-warehouse", metavar="PLACE", help="a new model is trained from this archive first, then from the stream")
 def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, **options: Any) -> None:
     """Start a stack without traffic, in the background. In a home that a replay has kept, with the replay's own settings.
