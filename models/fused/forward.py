@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from models.fused import machine
-from models.fused.tape import LaidSequence, Tape, places, tape_of
-from models.inputs import build_inputs, time_buckets
+from models.fused.tape import LaidList, LaidSequence, Tape, places, tape_of
+from models.inputs import BUCKET_MS, build_inputs
 from models.lanes import COMPILED
 from models.model import Model
 from models.ranker import Ranker
@@ -56,6 +56,10 @@ class TapeForward:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
+        members: dict[str, list[LaidList]] = {}
+        for one in tape.lists:
+            members.setdefault(one.stack, []).append(one)
+        self._lists = {stack: (its, _numbers(its)) for stack, its in members.items()}
 
     def __call__(self, batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         tape, r = self.tape, batch.num_requests
@@ -65,11 +69,11 @@ class TapeForward:
             lists = batch.ro_lists
             np.cumsum(lists.lengths_KN[lists.index(sequence.name)], out=start_SR1[s, 1:])
         where_G3 = places(tape.kind_G, tape.width_G, np.array((r, *start_SR1[:, -1]), np.int64))
-        where = where_G3.tolist()
-        x = np.empty(where[-1][0] + where[-1][1] * where[-1][2], np.float32)
+        begin, num_rows, width = where_G3[-1].tolist()
+        x = np.empty(begin + num_rows * width, np.float32)
 
         def register(number: int) -> np.ndarray:
-            begin, num_rows, width = where[number]
+            begin, num_rows, width = where_G3[number].tolist()
             return x[begin : begin + num_rows * width].reshape(num_rows, width)
 
         floats = dict(zip(("ro", "nro"), apply(batch), strict=True))
@@ -79,17 +83,23 @@ class TapeForward:
             machine.lay_floats(
                 np.arcsinh(floats[laid.side]), present_NF, lists.present_KN, register(laid.to.register), laid.to.column
             )
-        for one in tape.lists:
-            lists = sides[one.side][1]
-            index_L = lookup.stacks[one.stack].index[one.name]
-            weight_L = _weights(lists, one.name) if one.weighted else _NONE
-            length_N = lists.lengths_KN[lists.index(one.name)]
-            machine.lay_pooled(rows[one.stack], index_L, length_N, weight_L, register(one.to.register), one.to.column)
-        for sequence in tape.sequences:
-            _lay_entries(sequence, batch, lookup, rows, register(sequence.to))
+        lengths = batch.ro_lists.lengths_KN, batch.nro_lists.lengths_KN
+        for stack, (members, lists_M5) in self._lists.items():
+            index_L = np.concatenate([lookup.stacks[stack].index[one.name] for one in members])
+            weighted = any(one.weighted for one in members)
+            weight_L = np.concatenate([_weights(sides[one.side][1], one.name) for one in members]) if weighted else _NONE
+            machine.lay_lists(rows[stack], index_L, weight_L, lengths, lists_M5, where_G3, x)
+        for s, sequence in enumerate(tape.sequences, 1):
+            if start_SR1[s, -1]:
+                _lay_entries(sequence, batch, lookup, rows, register(sequence.to))
         belong = machine.Belonging(start_SR1[0], start_SR1[1:], batch.request_index_B)
         machine.run_tape(tape.ops_O, tape.weights, where_G3, belong, x)
         return register(-1)
+
+
+def _numbers(lists: list[LaidList]) -> np.ndarray:
+    """As `machine.lay_lists` takes them."""
+    return np.array([(one.side == "nro", one.number, one.weighted, *one.to) for one in lists], np.int64)
 
 
 def _weights(lists: Jagged, name: str) -> np.ndarray:
@@ -107,8 +117,8 @@ def _lay_entries(sequence: LaidSequence, batch: Batch, lookup: Lookup, rows: Row
         column += rows[stack].shape[1]
     length_R = lists.lengths_KN[lists.index(sequence.name)]
     for name, table in sequence.times.items():
-        gap_ms_L = np.repeat(batch.time_ms_R, length_R) - lists.columns[f"{sequence.name}.{name}"]
-        machine.lay_rows(table, np.minimum(time_buckets(gap_ms_L), len(table) - 1), out_LW, column)
+        times_L = lists.columns[f"{sequence.name}.{name}"]
+        machine.lay_times(table, length_R, batch.time_ms_R, times_L, BUCKET_MS, out_LW, column)
         column += table.shape[1]
 
 
@@ -117,7 +127,9 @@ def warm() -> None:
     x = np.zeros((1, 2), np.float32)
     none = np.zeros(1, np.int64)
     machine.lay_floats(x, np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.bool_), np.zeros((1, 4), np.float32), 0)
-    machine.lay_pooled(x, none, np.ones(1, np.int32), _NONE, x, 0)
+    lengths, registers = np.ones((1, 1), np.int32), np.array([(0, 1, 2)])
+    machine.lay_lists(x, none, _NONE, (lengths, lengths), np.zeros((1, 5), np.int64), registers, x.ravel())
+    machine.lay_times(x, lengths[0], none, none, BUCKET_MS, x, 0)
     machine.lay_rows(x, none, x, 0)
     one_request = machine.Belonging(np.array([0, 1]), np.zeros((0, 2), np.int64), none)
     machine.run_tape(np.zeros((0, 11), np.int64), _NONE, np.zeros((1, 3), np.int64), one_request, _NONE)

@@ -156,6 +156,50 @@ def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, colum
 
 
 @short_kernel
+def lay_times(
+    table_TD: np.ndarray,
+    length_R: np.ndarray,
+    asked_ms_R: np.ndarray,
+    time_ms_L: np.ndarray,
+    step_ms: np.ndarray,
+    out_LW: np.ndarray,
+    column: int,
+) -> None:
+    """The vectors of the buckets of the times since each entry, as models/inputs.py has them."""
+    width, i = table_TD.shape[1], 0
+    for r in range(len(length_R)):
+        for _ in range(length_R[r]):
+            bucket = min(np.searchsorted(step_ms, abs(asked_ms_R[r] - time_ms_L[i]), side="right"), len(table_TD) - 1)
+            for j in range(0, width, LANES):
+                store(out_LW, i, column + j, width - j, load(table_TD, bucket, j, width - j, np.float32(0)))
+            i += 1
+
+
+@short_kernel
+def lay_lists(
+    rows_UD: np.ndarray,
+    index_L: np.ndarray,
+    weight_L: np.ndarray,
+    lengths: tuple[np.ndarray, np.ndarray],
+    lists_M5: np.ndarray,
+    registers_G3: np.ndarray,
+    x: np.ndarray,
+) -> None:
+    """All pooled lists of a stack, behind each other in `index_L`, and in `weight_L` where any has weights. `lengths`: of both
+    sides, int32 [K, N]. `lists_M5`: of each its side, its number there, whether it has weights, register and column."""
+    begin = 0
+    for m in range(len(lists_M5)):
+        side, k, weighted, register, column = lists_M5[m]
+        length_N = lengths[1][k] if side else lengths[0][k]
+        end = begin
+        for n in range(len(length_N)):
+            end += length_N[n]
+        its_weight_L = weight_L[begin:end] if weighted else weight_L[:0]
+        lay_pooled(rows_UD, index_L[begin:end], length_N, its_weight_L, _register(x, registers_G3[register]), column)
+        begin = end
+
+
+@short_kernel
 def lay_pooled(
     rows_UD: np.ndarray, index_L: np.ndarray, length_N: np.ndarray, weight_L: np.ndarray, out_NW: np.ndarray, column: int
 ) -> None:

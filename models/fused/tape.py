@@ -42,6 +42,7 @@ class LaidList(NamedTuple):
 
     side: Side
     name: str
+    number: int  # among the side's lists
     stack: str
     weighted: bool
     to: Spot
@@ -178,9 +179,9 @@ class _Writer:
             column += part.width
 
     def _lay_lists(self, side: Side, to: Spot) -> None:
-        for f in self.schema.lists(side):
+        for number, f in enumerate(self.schema.lists(side)):
             table = self.schema.table_by_name[f.table]
-            self._lists.append(LaidList(side, f.name, table.stack, f.kind == "weighted_ids", to))
+            self._lists.append(LaidList(side, f.name, number, table.stack, f.kind == "weighted_ids", to))
             to = Spot(to.register, to.column + table.dim)
 
     def _history(self, part: HistoryAttention, asking: Spot, to: Spot) -> None:
