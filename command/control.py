@@ -50,7 +50,7 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     output = place.log("up")
     with output.open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    patience = Patience(wait_s)
+    patience = ReadyWait(wait_s)
     said: set[str] = set()
     while True:
         if process.poll() is not None:
@@ -79,7 +79,7 @@ def start_detached(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     return 1
 
 
-class Patience:
+class ReadyWait:
     """With what gets done by and by: it ends when for `wait_s` no more was done than before."""
 
     def __init__(self, wait_s: float, now_s: Callable[[], float] = time.monotonic) -> None:

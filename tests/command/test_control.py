@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from command.control import Patience, dying, job_of, place_of, settled
+from command.control import ReadyWait, dying, job_of, place_of, settled
 from command.main import cli
 from infra import kinds
 from roo.errors import ConfigError, UnavailableError
@@ -104,7 +104,7 @@ def test_a_place_is_the_callers_though_programs_have_a_folder_of_their_own(
 
 def test_a_busy_machine_is_waited_for_while_more_and_more_is_ready() -> None:
     now_s = [0.0]
-    patience = Patience(120.0, lambda: now_s[0])
+    patience = ReadyWait(120.0, lambda: now_s[0])
     ended = {}
     for now_s[0], num_done in ((100.0, 3), (119.0, 3), (219.0, 4), (338.0, 4), (339.0, 4)):
         ended[now_s[0]] = patience.ends(num_done)
