@@ -106,26 +106,53 @@ class Classified(NamedTuple):
     q_R: np.ndarray  # float32: from which T on it is skipped; ∞ = never
 
 
+class _Movement(NamedTuple):
+    """Of each slot, and of how many a request has."""
+
+    s_S: np.ndarray  # float32
+    count_R: np.ndarray  # int64
+    needed_R: np.ndarray  # int64: slots that must be stale for it to be skipped
+
+
 def judge(
     slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, *, alpha: float, hot_share: float = 1.0
 ) -> Classified:
     """`s_N`: float32, of the rows that `slots` names, ∞ of those that must count as varying; `hot_N`: bool. A request without any
     slot is cold."""
-    num_S = len(slots.request_S)
-    s_L = np.where(hot_N, s_N, np.float32(np.inf))[slots.row_L]
-    s_S = np.maximum.reduceat(s_L, np.searchsorted(slots.slot_L, np.arange(num_S))) if num_S else s_L
-    cold_S = np.bincount(slots.slot_L, ~hot_N[slots.row_L], num_S) > 0
-    count_R = np.bincount(slots.request_S, minlength=num_requests)
-    num_hot_R = count_R - np.bincount(slots.request_S, cold_S, num_requests).astype(np.int64)
-    hot_R = (count_R > 0) & (num_hot_R >= np.ceil(hot_share * count_R - 1e-9))
-    needed_R = np.ceil(alpha * count_R - 1e-9).astype(np.int64)
-    order_S = np.lexsort((s_S, slots.request_S))
-    at_R = np.cumsum(count_R) - count_R + np.maximum(needed_R, 1) - 1
+    hot_R, its = hot_requests(slots, hot_N, num_requests, hot_share), _of_slots(slots, s_N, hot_N, num_requests, alpha)
+    order_S = np.lexsort((its.s_S, slots.request_S))
+    at_R = np.cumsum(its.count_R) - its.count_R + np.maximum(its.needed_R, 1) - 1
     q_R = np.full(num_requests, np.inf, np.float32)
-    full_R = np.flatnonzero(count_R)
-    q_R[full_R] = s_S[order_S[at_R[full_R]]]
-    q_R[needed_R == 0] = -np.inf
+    full_R = np.flatnonzero(its.count_R)
+    q_R[full_R] = its.s_S[order_S[at_R[full_R]]]
+    q_R[its.needed_R == 0] = -np.inf
     return Classified(hot_R, np.where(hot_R, q_R, np.float32(np.inf)))
+
+
+def is_stale(
+    slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, T: float, *, alpha: float, hot_share: float = 1.0
+) -> np.ndarray:
+    """bool [R]: hot, and q <= T: as `judge` says it, which sorts to know it for any T."""
+    hot_R, its = hot_requests(slots, hot_N, num_requests, hot_share), _of_slots(slots, s_N, hot_N, num_requests, alpha)
+    num_stale_R = np.bincount(slots.request_S[its.s_S <= T], minlength=num_requests)
+    return np.asarray(hot_R & (num_stale_R >= its.needed_R))
+
+
+def hot_requests(slots: ReadSlots, hot_N: np.ndarray, num_requests: int, hot_share: float = 1.0) -> np.ndarray:
+    """bool [R]: hot inputs, `hot_N` (bool) being the hot ones of the rows that `slots` names."""
+    cold_S = np.zeros(len(slots.request_S), np.bool_)
+    cold_S[slots.slot_L[~hot_N[slots.row_L]]] = True
+    count_R = np.bincount(slots.request_S, minlength=num_requests)
+    num_hot_R = count_R - np.bincount(slots.request_S[cold_S], minlength=num_requests)
+    return np.asarray((count_R > 0) & (num_hot_R >= np.ceil(hot_share * count_R - 1e-9)))
+
+
+def _of_slots(slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, alpha: float) -> _Movement:
+    s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
+    first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
+    s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
+    count_R = np.bincount(slots.request_S, minlength=num_requests)
+    return _Movement(s_S, count_R, np.ceil(alpha * count_R - 1e-9).astype(np.int64))
 
 
 def threshold(q_I: np.ndarray, drop: float) -> float:

@@ -29,7 +29,9 @@ from trainer.selection.slipstream import (
     AccessCounts,
     Classified,
     ReadSlots,
+    hot_requests,
     is_hot,
+    is_stale,
     judge,
     moved,
     sampled_threshold,
@@ -115,6 +117,7 @@ class SlipstreamCourse:
         self.T: float | None = None  # once it is known
         self.realised: float | None = None  # share of the hot inputs that T was taken from and skips
         self.half_width: float | None = None  # of that share's interval, where T was searched in a sample
+        self._rows_H1: tuple[np.ndarray, np.ndarray] | None = None  # what inputs are judged by, once nothing changes it any more
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
@@ -122,8 +125,12 @@ class SlipstreamCourse:
         if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
             return None
         assert self.T is not None, "a chunk was claimed further ahead than AHEAD"
-        judged = self._judge(self._slots(batch, build_lookup(batch)), batch.num_requests)
-        return np.asarray(judged.hot_R & (judged.q_R <= self.T))
+        lookup = build_lookup(batch)
+        slots = self._slots(batch, lookup, self._found(lookup))
+        if self._rows_H1 is None:
+            self._rows_H1 = self._all_rows()
+        alpha, hot_share = self.config.alpha, self.config.hot_share
+        return is_stale(slots, *self._rows_H1, batch.num_requests, self.T, alpha=alpha, hot_share=hot_share)
 
     def trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
         """Step `step` is trained, on these. `pull` sees what it changed.
@@ -260,9 +267,8 @@ class SlipstreamCourse:
             return
         self.num_counted += batch.num_requests
         for stack, its in lookup.stacks.items():
-            count_U = np.zeros(len(its.id_U), np.int64)
-            for index_L in its.index.values():
-                count_U += np.bincount(index_L, minlength=len(count_U))
+            index_L = np.concatenate([np.zeros(0, np.int64), *its.index.values()])
+            count_U = np.bincount(index_L, minlength=len(its.id_U))
             self.counts[stack].add(its.table_U, its.id_U, count_U)
 
     def _find_hot(self) -> None:
@@ -296,31 +302,40 @@ class SlipstreamCourse:
 
     def _visit(self, batch: Batch, lookup: Lookup) -> None:
         """A batch between two snapshots."""
-        for stack, its in lookup.stacks.items():
-            found_U = self.hot[stack].rows.find(its.table_U, its.id_U)
+        found = self._found(lookup)
+        for stack, found_U in found.items():
             self.hot[stack].visited_N[found_U[found_U >= 0]] = True
-        slots = self._slots(batch, lookup)
-        hot_R = self._judge(slots, batch.num_requests).hot_R
+        slots = self._slots(batch, lookup, found)
+        hot_H1 = np.ones(sum(len(its.rows) for its in self.hot.values()) + 1, np.bool_)
+        hot_H1[-1] = False
+        hot_R = hot_requests(slots, hot_H1, batch.num_requests, self.config.hot_share)
         self.num_looked += batch.num_requests
         self.num_hot_looked += int(hot_R.sum())
         if not self.inputs.full:
             self.inputs.add(slots, hot_R)
 
-    def _slots(self, batch: Batch, lookup: Lookup) -> ReadSlots:
+    def _found(self, lookup: Lookup) -> dict[str, np.ndarray]:
+        """Stack → int64 [U]: numbers among its hot rows, -1 = not hot."""
+        return {stack: self.hot[stack].rows.find(its.table_U, its.id_U) for stack, its in lookup.stacks.items()}
+
+    def _slots(self, batch: Batch, lookup: Lookup, found: Mapping[str, np.ndarray]) -> ReadSlots:
         """Rows are numbered over the hot ones of all stacks; all that aren't hot have the number behind them."""
         number, num_hot = {}, sum(len(its.rows) for its in self.hot.values())
         first = 0
-        for stack, its in lookup.stacks.items():
-            found_U = self.hot[stack].rows.find(its.table_U, its.id_U)
+        for stack, found_U in found.items():
             number[stack] = np.where(found_U >= 0, found_U + first, num_hot)
             first += len(self.hot[stack].rows)
         return slots_of(batch, lookup, number)
 
     def _judge(self, slots: ReadSlots, num_requests: int) -> Classified:
+        alpha, hot_share = self.config.alpha, self.config.hot_share
+        return judge(slots, *self._all_rows(), num_requests, alpha=alpha, hot_share=hot_share)
+
+    def _all_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the hot rows of all stacks, and of the number behind them: s (float32), and whether it is hot."""
         s = [np.zeros(0, np.float32), *(self._s(self.hot[stack]) for stack in self.schema.stacks)]
         s_H1 = np.concatenate([*s, [np.float32(np.inf)]]).astype(np.float32)
-        hot_H1 = np.arange(len(s_H1)) < len(s_H1) - 1
-        return judge(slots, s_H1, hot_H1, num_requests, alpha=self.config.alpha, hot_share=self.config.hot_share)
+        return s_H1, np.arange(len(s_H1)) < len(s_H1) - 1
 
     def _s(self, its: _HotStack) -> np.ndarray:
         return its.s_N if self.config.unvisited == "stale" else np.where(its.visited_N, its.s_N, np.float32(np.inf))

@@ -18,7 +18,9 @@ from trainer.selection.slipstream import (
     AccessCounts,
     ReadSlots,
     half_width,
+    hot_requests,
     is_hot,
+    is_stale,
     judge,
     moved,
     sampled_threshold,
@@ -117,6 +119,31 @@ def test_the_share_goes_up_with_t_and_down_with_alpha(seed: int, alpha: float, t
 
     assert share(alpha, t) <= share(alpha, t + 0.4)
     assert share(alpha, t) >= share(min(alpha + 0.3, 1), t)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.sampled_from([-INF, 0.0, 0.5, INF]),
+)
+def test_who_is_stale_is_told_without_sorting_as_it_is_with(seed: int, alpha: float, hot_share: float, t: float) -> None:
+    random = np.random.default_rng(seed)
+    num_S = random.integers(0, 30)
+    slot_L = np.repeat(np.arange(num_S), random.integers(1, 4, num_S))
+    slots = ReadSlots(random.integers(0, 8, num_S), slot_L, random.integers(0, 12, len(slot_L)))
+    s_N, hot_N = random.choice([0.0, 0.3, 0.5, INF], 12).astype(np.float32), random.random(12) < 0.7
+    judged = judge(slots, s_N, hot_N, 8, alpha=alpha, hot_share=hot_share)
+    stale_R = is_stale(slots, s_N, hot_N, 8, t, alpha=alpha, hot_share=hot_share)
+    assert stale_R.tolist() == (judged.hot_R & (judged.q_R <= t)).tolist()
+    by_hand_R = [
+        any(x == r for x in slots.request_S)
+        and sum(bool(hot_N[slots.row_L[slot_L == s]].all()) for s in np.flatnonzero(slots.request_S == r))
+        >= math.ceil(hot_share * (slots.request_S == r).sum() - 1e-9)
+        for r in range(8)
+    ]
+    assert judged.hot_R.tolist() == hot_requests(slots, hot_N, 8, hot_share).tolist() == by_hand_R
 
 
 def test_the_interval_is_that_of_a_finite_population() -> None:
