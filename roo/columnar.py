@@ -228,15 +228,14 @@ def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], 
 def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, Any]:
     floats, letter = schema.floats(side), "R" if side == "ro" else "B"
     float_NF = np.empty((rows, len(floats)), dtype=np.float32)
-    present_NF = np.zeros((rows, len(floats)), dtype=np.bool_)
     for i, feature in enumerate(floats):
         found = columns.get(column_of(side, feature.name))
-        if found is None:
-            float_NF[:, i] = feature.default
-            continue
-        present = ~np.isnan(found.values)
-        present_NF[:, i] = present
-        float_NF[:, i] = found.values if present.all() else np.where(present, found.values, np.float32(feature.default))
+        float_NF[:, i] = np.nan if found is None else found.values
+    present_NF = ~np.isnan(float_NF)
+    for i, feature in enumerate(floats):
+        found = columns.get(column_of(side, feature.name))
+        if found is None or np.isnan(found.values).any():
+            float_NF[~present_NF[:, i], i] = feature.default
     lists = _lists_of(schema, side, columns, rows)
     return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
 

@@ -71,7 +71,7 @@ class RangedFile(io.RawIOBase):
         self.error: RoostreamError | None = None  # what a read ended with: those who read through others' code ask here
         self._at = 0
         self._starts: list[int] = []
-        self._parts: list[bytes] = []
+        self._parts: list[memoryview] = []
 
     def fetch(self, ranges: Iterable[ByteRange]) -> None:
         """Have these bytes here, and forget those that were.
@@ -80,15 +80,19 @@ class RangedFile(io.RawIOBase):
             UnavailableError: the store. CheckpointError: the object is absent or ends before.
         """
         found = [(start, self._get(start, end - start)) for start, end in ranges]
-        self._starts, self._parts = [start for start, _ in found], [part for _, part in found]
+        self._starts, self._parts = [start for start, _ in found], [memoryview(part) for _, part in found]
 
     def read(self, size: int = -1) -> bytes:
+        return bytes(self.read_buffer(size))
+
+    def read_buffer(self, size: int = -1) -> memoryview:
+        """As `read`, without a copy of what was fetched; Arrow asks for a method of this name."""
         size = min(self.size - self._at if size is None or size < 0 else size, self.size - self._at)
         n = bisect.bisect_right(self._starts, self._at) - 1
         first = self._at - self._starts[n] if n >= 0 else 0
-        data = self._parts[n][first : first + size] if n >= 0 else b""
+        data = self._parts[n][first : first + size] if n >= 0 else memoryview(b"")
         if len(data) < size:
-            data = self._get(self._at, size)
+            data = memoryview(self._get(self._at, size))
         self._at += size
         return data
 

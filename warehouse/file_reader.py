@@ -1,7 +1,8 @@
 """Row groups of a file as a batch: the columns that a schema needs, in few reads.
 
 1 the footer, in one read of the file's end  2 the columns' places, merged (warehouse/byte_ranges.py)  3 these bytes
-4 pages, each held against its checksum, to arrays  5 arrays to the batch that a decoder would have made of the same records
+4 pages, each held against its checksum, to arrays: lists by ours (warehouse/pages.py), the rest by Arrow's
+5 arrays to the batch that a decoder would have made of the same records
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from warehouse import layout
 from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
 from warehouse.file_writer import FOOTER_KEY, FORMATS
+from warehouse.pages import PageReader, leaves, place
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -44,6 +46,11 @@ class SampleFile:
             self.source.fetch([ByteRange(max(file.bytes - _TAIL_BYTES, 0), file.bytes)])
             self._parquet = pq.ParquetFile(pa.PythonFile(self.source, mode="r"), page_checksum_verification=True)
         self.footer = self._parquet.metadata
+        self._at: dict[str, list[int]] = {}  # where a column's leaves are among all
+        for at in range(self.footer.num_columns):
+            self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
+        self._leaves = leaves(self.footer)
+        self._asked: tuple[Schema, Schema, Mapping[str, Form]] | None = None  # what was read last, and the columns that it needs
         self.said = self._said()
         if self.footer.num_rows != file.rows:
             raise CheckpointError(
@@ -74,10 +81,11 @@ class SampleFile:
             UnavailableError: it can't be read now. CheckpointError: it is damaged; names it. SchemaError: what changed between
                 the schemas can't be read.
         """
-        forms = needed(writer, reader)
+        if self._asked is None or self._asked[0] is not writer or self._asked[1] is not reader:
+            self._asked = writer, reader, needed(writer, reader)
+        forms = self._asked[2]
         now = {f"label__{name}": f"latest__{name}" for name in reader.tasks} if labels == "latest" else {}
-        there = set(self.footer.schema.to_arrow_schema().names)
-        chosen = {name: now[name] if now.get(name) in there else name for name in forms}
+        chosen = {name: now[name] if now.get(name) in self._at else name for name in forms}
         columns, counts_R = self.columns({chosen[name]: form for name, form in forms.items()}, groups)
         return batch_of(reader, {name: columns[chosen[name]] for name in forms}, counts_R, self.file.partition)
 
@@ -87,19 +95,21 @@ class SampleFile:
         names = list(dict.fromkeys((*forms, "item")))
         with self._told():
             self.source.fetch(self.reading_plan(names, chosen))
-            table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
-            if missing := set(names).difference(table.column_names):
+            reader, known = PageReader(self.source, self.footer, chosen), {}
+            for name in names:
+                if name in self._leaves and (column := reader.read(self._leaves[name])) is not None:
+                    known[name] = column
+            rest = [name for name in names if name not in known]
+            table = self._parquet.read_row_groups(chosen, columns=rest, use_threads=False)
+            if missing := set(rest).difference(table.column_names):
                 raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
-            return layout.from_arrow(table, forms)
+            return layout.from_arrow(table, forms, known)
 
     def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
         for g in groups:
             group = self.footer.row_group(g)
-            for c in range(group.num_columns):
-                chunk = group.column(c)
-                if chunk.path_in_schema.split(".", 1)[0] in names:
-                    start = chunk.dictionary_page_offset or chunk.data_page_offset
-                    yield ByteRange(start, start + chunk.total_compressed_size)
+            for at in sorted(at for name in names for at in self._at.get(name, ())):
+                yield place(group.column(at))
 
     def _said(self) -> dict[str, Any]:
         with self._told():

@@ -79,16 +79,26 @@ def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(starts), array) if form.of == "candidate" else array
 
 
-def from_arrow(table: pa.Table, forms: Mapping[str, Form]) -> tuple[dict[str, FlatColumn], np.ndarray]:
+def from_arrow(
+    table: pa.Table, forms: Mapping[str, Form], lists: Mapping[str, FlatColumn]
+) -> tuple[dict[str, FlatColumn], np.ndarray]:
     """The columns of a table that was read, and how many candidates each request has (int32 [R], by the column `item`).
+
+    `lists`: those with one list a row that were read without Arrow, and are not in the table.
 
     Raises:
         CheckpointError: two columns disagree on it.
     """
     whole = table.combine_chunks()
-    counts_R = np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
+    counts_R = lists["item"].lengths if "item" in lists else np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
+    assert counts_R is not None
     out: dict[str, FlatColumn] = {}
     for name, form in forms.items():
+        if (found := lists.get(name)) is not None:
+            if form.of == "candidate" and (found.lengths is None or not np.array_equal(found.lengths, counts_R)):
+                raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
+            out[name] = found if form.is_list else FlatColumn(found.values)
+            continue
         array = _one_chunk(whole[name])
         if form.of == "candidate":
             offsets = _offsets(array)
