@@ -21,7 +21,7 @@ MODULES = (
     "trainer.selection.deferral_kernels",
     "serving.answer",
     "serving.request_batch",
-    "warehouse.pages",
+    "warehouse.lists.page_reader",
 )
 
 

@@ -1,7 +1,7 @@
 """Row groups of a file as a batch: the columns that a schema needs, in few reads.
 
 1 the footer, in one read of the file's end  2 the columns' places, merged (warehouse/byte_ranges.py)  3 these bytes
-4 pages, each held against its checksum, to arrays: lists by ours (warehouse/pages.py), the rest by Arrow's
+4 pages, each held against its checksum, to arrays: lists by ours (warehouse/lists/page_reader.py), the rest by Arrow's
 5 arrays to the batch that a decoder would have made of the same records
 """
 
@@ -25,7 +25,7 @@ from warehouse import layout
 from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
 from warehouse.file_writer import FOOTER_KEY, FORMATS
-from warehouse.pages import PageReader, leaves, place
+from warehouse.lists.page_reader import PageReader, leaves, place
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10

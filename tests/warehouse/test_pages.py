@@ -13,8 +13,8 @@ from numba.core.registry import CPUDispatcher
 
 from roo.columnar import FlatColumn
 from tests.warehouse.sample_cases import same_bits
-from warehouse import page_kernels
-from warehouse.pages import PageReader, leaves, warm
+from warehouse.lists import page_kernels
+from warehouse.lists.page_reader import PageReader, leaves, warm
 
 SPLIT = {"float.list.element": "BYTE_STREAM_SPLIT"}
 DELTA = {"time.list.element": "DELTA_BINARY_PACKED", "far.list.element": "DELTA_BINARY_PACKED"}

@@ -1,5 +1,5 @@
 """Kernels that decode pages of a Parquet file. No Python objects, no GIL; each checks every bound and says -1 to what it doesn't
-know or what doesn't fit, so that others decide (warehouse/pages.py).
+know or what doesn't fit, so that others decide (warehouse/lists/page_reader.py).
 
 Letters: L levels, N rows, V values.
 """
