@@ -147,6 +147,17 @@ def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
 
 
+def test_of_rows_visited_equally_long_ago_the_first_give_way_but_none_of_the_batch() -> None:
+    rows = build(max_rows=16)
+    rows.visit({i: 1.0 for i in range(16)})
+    rows.visit({1: 1.0, **{100 + i: 1.0 for i in range(4)}})
+    (its,) = rows.deferral.stacks.values()
+    asked = [*range(16), 100, 101, 102, 103]
+    number = its.rows.find(np.full(len(asked), rows.table, np.uint32), np.array(asked))
+    assert [i for i, n in zip(asked, number, strict=True) if n < 0] == [0, 2, 3, 4]
+    assert its.of_N["v"][number[1]] == 2, "it was not forgotten in between"
+
+
 def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no_state() -> None:
     rows, made = build(visits=4, max_rows=1 << 12), set()
     for step in range(200):
