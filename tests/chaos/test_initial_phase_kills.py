@@ -158,7 +158,8 @@ class Killer:
     def _victim(self, last: Manifest, near: bool) -> str | None:
         if self.draw.random() < (0.7 if near else 0.4) and last.seq > self._seq:
             self._seq = last.seq
-            return self.draw.choice(HEAVY)
+            kind = min(("controller", "worker"), key=lambda name: (self.killed.of[name], self.draw.random()))
+            return kind if kind == "controller" else self.draw.choice(HEAVY[1:])
         names = LIGHT if last.input is not None else LIGHT[:2] + LIGHT[2:] * (self.draw.random() < 0.1)
         return self.draw.choice([name for name in names if self.stack.pid(name)] or [None])
 
