@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from roo.errors import RoostreamError, SetupError
 
 JAVA_SOURCES = ROOT / "joiner" / "java"
 _BYTES_NEEDED = 1 << 30
+_COMPILED = re.compile(r"^@(njit|kernel|short_kernel)\b", re.MULTILINE)
 
 
 def main() -> int:
@@ -121,10 +123,16 @@ def _pack(classes: Path) -> None:
     os.replace(temporary, OPERATOR_JAR)
 
 
+def kernel_sources() -> list[Path]:
+    """The files of ours that have compiled functions."""
+    folders = sorted({name.partition(".")[0] for name in MODULES})
+    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [path for path in files if _COMPILED.search(path.read_text(encoding="utf-8"))]
+
+
 def warm_kernels(console: Console) -> None:
     """Compile and cache every kernel, in a process of its own so that the cache is what programs will find."""
-    sources = [p for folder in ("roo", "param_server", "trainer") for p in (ROOT / folder).glob("*.py")]
-    value = digest(sources, sys.version, importlib.import_module("numba").__version__)
+    value = digest(kernel_sources(), sys.version, importlib.import_module("numba").__version__)
     if is_stamped("kernels", value):
         return
     console.print(f"compiling kernels of {', '.join(MODULES)}")
