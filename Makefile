@@ -55,7 +55,7 @@ gpu: setup  ## tests and benchmarks that need a CUDA device; build/gpu/report.md
 	@python -m benchmarks.gpu_report $(ARGS)
 
 k8s: setup  ## the manifests: schemas, policies, arrows, a real API server and controllers (built once, minutes), every pod's program started here
-	@ROOSTREAM_BUILD_KUBERNETES=1 pytest -q tests/k8s $(ARGS)
+	@BUILD_KUBERNETES=1 pytest -q tests/k8s $(ARGS)
 
 mutants: setup  ## break the core files at random and see whether a test notices (ARGS="--count 60 --seed 2 --only joiner"); hours
 	@python -m tests.mutants $(ARGS)
