@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.home import Home
 from roo.schema import Schema
 from roo.schema_file import load_schema
 from tests.chaos.day_two import DayTwo, blocks
@@ -24,6 +25,7 @@ WHILE_USERS_ASK = (
     *("A new version of the controller", "A new version of the joiner", "More workers", "Fewer workers"),
     *("Retention is about to overrun", "A feature more"),
 )
+WITH_NOBODY_ASKING = ("Back to an earlier commit", "More of Flink", "Kafka's disks are lost")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
 
 
 def test_every_block_of_the_page_is_run() -> None:
-    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, "Back to an earlier commit", "More of Flink"]
+    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, *WITH_NOBODY_ASKING]
 
 
 def test_without_a_block_training_goes_on(site: DayTwo) -> None:
@@ -92,3 +94,18 @@ def test_two_task_managers_go_on_where_one_was(site: DayTwo) -> None:
     site.stop_users()
     site.until("every request sampled", lambda: site.audit()["state"] == "yes", 240)
     assert site.applied() <= site.audit()["samples"]
+
+
+def test_a_model_goes_on_with_another_kafka_where_the_disks_of_its_own_are_lost(site: DayTwo) -> None:
+    site.stop_users()
+    site.stop_watching()
+    site.run("Kafka's disks are lost")
+    trained, lost = site.applied(), site.home
+    site.home = Home(site.folder / "other")
+    assert site.applied() >= trained > 0 and not (lost.root / "kafka").exists()
+    site.start_users()
+    site.until("training goes on", lambda: site.applied() > trained + 40, 240)
+    site.stop_users()
+    site.until("every request sampled", lambda: (found := site.audit())["state"] == "yes" and not found["pending_requests"], 240)
+    samples = site.audit()["samples"]
+    site.until("every sample committed", lambda: site.applied() == trained + samples, 60)
