@@ -8,7 +8,7 @@ from tests.chaos.day_two import blocks
 from tests.contract.house import ROOT
 
 PAGE, FIGURES = ROOT / "docs/operations/day-two.md", ROOT / "docs/benchmarks/day-two.md"
-NOBODY_ASKS = {"Words", "Begin", "Back to an earlier commit", "More of Flink"}
+NOBODY_ASKS = {"Words", "Begin", "Back to an earlier commit", "More of Flink", "Kafka's disks are lost"}
 
 
 def drills() -> list[str]:
