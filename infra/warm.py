@@ -19,6 +19,7 @@ MODULES = (
     "models.attention",
     "models.fused.forward",
     "trainer.selection.deferral_kernels",
+    "trainer.selection.slipstream_kernels",
     "serving.answer",
     "serving.request_batch",
     "warehouse.lists.page_reader",

@@ -109,8 +109,8 @@ def _dedupe(entries: list[tuple[str, int, np.ndarray]]) -> StackLookup:
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _slot_of(slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, table: int, id_: int) -> np.uint64:
-    """Where a key is in `slots`, or the free one where it belongs."""
+def slot_of(slots: np.ndarray, table_U: np.ndarray, id_U: np.ndarray, table: int, id_: int) -> np.uint64:
+    """Where a key is in `slots`, or the free one where it belongs. For kernels."""
     mask = np.uint64(len(slots) - 1)
     x = (np.uint64(id_) ^ np.uint64(table)) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -128,7 +128,7 @@ def insert(
     """Finds or adds (table, id) of each entry; the new number of unique rows. `slots` is open addressing, int32 positions
     in U, -1 = free, a power of two at least twice as long as U can become."""
     for i in range(len(ids)):
-        at = _slot_of(slots, table_U, id_U, table, ids[i])
+        at = slot_of(slots, table_U, id_U, table, ids[i])
         if slots[at] < 0:
             slots[at] = count
             id_U[count] = ids[i]
@@ -144,7 +144,7 @@ def find_keys(
 ) -> None:
     """Position in N of each of U keys into `at_U` (int64), -1 where it is none of them. `slots` as in `insert`, of N."""
     for u in range(len(id_U)):
-        at_U[u] = slots[_slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
+        at_U[u] = slots[slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
 
 
 @njit(cache=True, nogil=True)
@@ -161,7 +161,7 @@ def number_keys(
     """As `find_keys`; keys that are none of the first `count` are added behind them, until there are `most`. The new number of
     keys, for which the caller has made room."""
     for u in range(len(id_U)):
-        at = _slot_of(slots, table_N, id_N, table_U[u], id_U[u])
+        at = slot_of(slots, table_N, id_N, table_U[u], id_U[u])
         if slots[at] < 0 and count < most:
             table_N[count], id_N[count] = table_U[u], id_U[u]
             slots[at] = count
@@ -174,7 +174,7 @@ def number_keys(
 def put_keys(slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, first: int, ends: int) -> None:
     """Keys `first` to `ends` - 1, none of which is there, into `slots`, as in `insert`."""
     for n in range(first, ends):
-        slots[_slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
+        slots[slot_of(slots, table_N, id_N, table_N[n], id_N[n])] = n
 
 
 def warm() -> None:

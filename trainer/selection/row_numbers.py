@@ -41,6 +41,11 @@ class RowNumbers:
         """int64, until rows are dropped."""
         return self._id[: self._num]
 
+    @property
+    def hashed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For kernels: slots, tables and ids, as `roo.lookup.slot_of` takes them; until rows are added or dropped."""
+        return self._slots_C, self._table, self._id
+
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """int64 [U]; -1 = not there."""
         number_U = np.empty(len(id_U), np.int64)

@@ -11,7 +11,7 @@
 Maboud et al., *Slipstream: Semantic-Based Training Acceleration for Recommendation Models*, algorithm 1, §3.1–3.3, Eq. 2–4; what
 a hot input is: FAE. Eq. 2's mean of δ is the share that varies; the share dropped is 1 - that.
 
-Letters: N rows, D width, R requests, S slots, I inputs, L entries.
+Letters: N rows, D width, U rows of a batch, R requests, S slots, I inputs, L entries, K list features of a side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from roo.batch import Batch
-from roo.lookup import Lookup, sources_of
+from roo.columns import Side
+from roo.lookup import sources_of
+from roo.schema import Schema
+from trainer.selection.row_numbers import RowNumbers
+from trainer.selection.slipstream_kernels import find_slots, judge_slots
 
 T_QUANTILE = 3.340
 """Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from LEAST_SAMPLE inputs on it is safe."""
@@ -31,35 +35,27 @@ _ROUNDS = 40
 
 
 class AccessCounts:
-    """Accesses by row of one stack. 20 bytes a row that was seen."""
+    """Accesses by row of one stack. About 40 bytes a row that was seen."""
 
     def __init__(self) -> None:
-        self.table_N, self.id_N, self.count_N = np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._num_waiting = 0
+        self.rows, self._count_N = RowNumbers(), np.zeros(0, np.int64)  # of numbers, and of places for more
+
+    @property
+    def count_N(self) -> np.ndarray:
+        """int64, until more are added."""
+        return self._count_N[: len(self.rows)]
 
     def add(self, table_U: np.ndarray, id_U: np.ndarray, count_U: np.ndarray) -> None:
         """So many more accesses of these rows, each named once."""
-        self._waiting.append((table_U, id_U, count_U))
-        self._num_waiting += len(id_U)
-        if self._num_waiting >= max(1 << 16, len(self.id_N)):
-            self.merge()
-
-    def merge(self) -> None:
-        """Make the three arrays those of everything added: sorted by table and id."""
-        parts = [(self.table_N, self.id_N, self.count_N), *self._waiting]
-        self._waiting, self._num_waiting = [], 0
-        table_M, id_M, count_M = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order_M = np.lexsort((id_M, table_M))
-        table_M, id_M, count_M = table_M[order_M], id_M[order_M], count_M[order_M]
-        first_M = np.r_[True, (table_M[1:] != table_M[:-1]) | (id_M[1:] != id_M[:-1])][: len(id_M)]
-        start_N = np.flatnonzero(first_M)
-        self.table_N, self.id_N = table_M[start_N], id_M[start_N]
-        self.count_N = np.add.reduceat(count_M, start_N) if len(start_N) else np.zeros(0, np.int64)
+        number_U = self.rows.number(table_U, id_U)
+        if len(self.rows) > len(self._count_N):
+            more = max(len(self.rows), 2 * len(self._count_N)) - len(self._count_N)
+            self._count_N = np.concatenate([self._count_N, np.zeros(more, np.int64)])
+        self._count_N[number_U] += count_U
 
     @property
     def total(self) -> int:
-        """Accesses of all rows; `merge` first."""
+        """Accesses of all rows."""
         return int(self.count_N.sum())
 
 
@@ -82,21 +78,49 @@ class ReadSlots(NamedTuple):
     row_L: np.ndarray  # int64: which row; numbers of whoever asked
 
 
-def slots_of(batch: Batch, lookup: Lookup, number: Mapping[str, np.ndarray]) -> ReadSlots:
-    """Of a batch; `number`: stack → int64 [U], what its rows are to be called."""
-    requests, slots, rows, num_slots = [], [], [], 0
-    at_R = np.arange(batch.num_requests, dtype=np.int64)
-    for stack, sources in batch.schema.derived(sources_of).items():
-        for source in sources:
-            jagged, request_N = (batch.ro_lists, at_R) if source.side == "ro" else (batch.nro_lists, batch.request_index_B)
-            length_N = jagged.lengths_KN[jagged.index(source.key.partition(".")[0])].astype(np.int64)
-            full_N = np.flatnonzero(length_N)
-            requests.append(request_N[full_N])
-            slots.append(np.repeat(np.arange(num_slots, num_slots + len(full_N)), length_N[full_N]))
-            rows.append(number[stack][lookup.stacks[stack].index[source.key]])
-            num_slots += len(full_N)
-    none = np.zeros(0, np.int64)
-    return ReadSlots(*(np.concatenate([none, *parts]) for parts in (requests, slots, rows)))
+class _WhatIsRead(NamedTuple):
+    """What of a batch's values is a key of a stack's rows."""
+
+    keys: tuple[str, ...]  # of a side's lists, in their order
+    table_K: np.ndarray  # int64: of a feature whose rows are of another stack, below 0
+    columns: tuple[tuple[str, int], ...]  # id columns with a table of this stack
+
+
+def _read_of(schema: Schema) -> dict[tuple[str, Side], _WhatIsRead]:
+    """By stack and side."""
+    out = {}
+    sides: tuple[Side, ...] = ("ro", "nro")
+    for stack, sources in schema.derived(sources_of).items():
+        for side in sides:
+            keys = tuple(f.name for f in schema.lists(side))
+            its = [source for source in sources if source.side == side]
+            table = {source.key: source.table.id for source in its if not source.is_column}
+            columns = tuple((source.key, source.table.id) for source in its if source.is_column)
+            out[stack, side] = _WhatIsRead(keys, np.array([table.get(key, -1) for key in keys], np.int64), columns)
+    return out
+
+
+def read_slots(batch: Batch, hot: Mapping[str, RowNumbers]) -> ReadSlots:
+    """Of a batch; `hot`: stack → its hot rows. These are numbered over all stacks, in the order of `hot`, and whatever isn't hot
+    has the number behind them.
+
+    Slots come by stack, then those of features of requests, of their columns, of candidates' features and of their columns."""
+    sides = {"ro": (batch.ro_lists, np.arange(batch.num_requests)), "nro": (batch.nro_lists, batch.request_index_B)}
+    most = sum(len(lists.values) + sum(map(len, lists.columns.values())) for lists, _ in sides.values())
+    to, num, first = ReadSlots(*(np.empty(most, np.int64) for _ in range(3))), (0, 0), dict[str, int]()
+    cold = 0
+    for stack, rows in hot.items():
+        first[stack], cold = cold, cold + len(rows)
+    for (stack, side), asked in batch.schema.derived(_read_of).items():
+        (lists, request_N), rows = sides[side], hot[stack]
+        assert lists.keys == asked.keys, (lists.keys, asked.keys)
+        its = [(lists.values, lists.lengths_KN, asked.table_K)] if (asked.table_K >= 0).any() else []
+        for key, table in asked.columns:
+            k = lists.index(key.partition(".")[0])
+            its.append((lists.columns[key], lists.lengths_KN[k : k + 1], np.array([table])))
+        for value_L, length_KN, table_K in its:
+            num = find_slots(value_L, length_KN, table_K, request_N, *rows.hashed, first[stack], cold, *to, *num)
+    return ReadSlots(to.request_S[: num[0]], to.slot_L[: num[1]], to.row_L[: num[1]])
 
 
 class Classified(NamedTuple):
@@ -106,26 +130,21 @@ class Classified(NamedTuple):
     q_R: np.ndarray  # float32: from which T on it is skipped; ∞ = never
 
 
-class _Movement(NamedTuple):
-    """Of each slot, and of how many a request has."""
-
-    s_S: np.ndarray  # float32
-    count_R: np.ndarray  # int64
-    needed_R: np.ndarray  # int64: slots that must be stale for it to be skipped
-
-
 def judge(
     slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, *, alpha: float, hot_share: float = 1.0
 ) -> Classified:
-    """`s_N`: float32, of the rows that `slots` names, ∞ of those that must count as varying; `hot_N`: bool. A request without any
-    slot is cold."""
-    hot_R, its = hot_requests(slots, hot_N, num_requests, hot_share), _of_slots(slots, s_N, hot_N, num_requests, alpha)
-    order_S = np.lexsort((its.s_S, slots.request_S))
-    at_R = np.cumsum(its.count_R) - its.count_R + np.maximum(its.needed_R, 1) - 1
+    """`s_N`: float32, of the rows that `slots` names, ∞ of those that must count as varying; `hot_N`: bool."""
+    hot_R, count_R = hot_requests(slots, hot_N, num_requests, hot_share), np.bincount(slots.request_S, minlength=num_requests)
+    needed_R = np.ceil(alpha * count_R - 1e-9).astype(np.int64)  # slots that must be stale for it to be skipped
+    s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
+    first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
+    s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
+    order_S = np.lexsort((s_S, slots.request_S))
+    at_R = np.cumsum(count_R) - count_R + np.maximum(needed_R, 1) - 1
     q_R = np.full(num_requests, np.inf, np.float32)
-    full_R = np.flatnonzero(its.count_R)
-    q_R[full_R] = its.s_S[order_S[at_R[full_R]]]
-    q_R[its.needed_R == 0] = -np.inf
+    full_R = np.flatnonzero(count_R)
+    q_R[full_R] = s_S[order_S[at_R[full_R]]]
+    q_R[needed_R == 0] = -np.inf
     return Classified(hot_R, np.where(hot_R, q_R, np.float32(np.inf)))
 
 
@@ -133,26 +152,12 @@ def is_stale(
     slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, T: float, *, alpha: float, hot_share: float = 1.0
 ) -> np.ndarray:
     """bool [R]: hot, and q <= T: as `judge` says it, which sorts to know it for any T."""
-    hot_R, its = hot_requests(slots, hot_N, num_requests, hot_share), _of_slots(slots, s_N, hot_N, num_requests, alpha)
-    num_stale_R = np.bincount(slots.request_S[its.s_S <= T], minlength=num_requests)
-    return np.asarray(hot_R & (num_stale_R >= its.needed_R))
+    return judge_slots(*slots, s_N, hot_N, np.float32(T), float(alpha), float(hot_share), num_requests)
 
 
 def hot_requests(slots: ReadSlots, hot_N: np.ndarray, num_requests: int, hot_share: float = 1.0) -> np.ndarray:
-    """bool [R]: hot inputs, `hot_N` (bool) being the hot ones of the rows that `slots` names."""
-    cold_S = np.zeros(len(slots.request_S), np.bool_)
-    cold_S[slots.slot_L[~hot_N[slots.row_L]]] = True
-    count_R = np.bincount(slots.request_S, minlength=num_requests)
-    num_hot_R = count_R - np.bincount(slots.request_S[cold_S], minlength=num_requests)
-    return np.asarray((count_R > 0) & (num_hot_R >= np.ceil(hot_share * count_R - 1e-9)))
-
-
-def _of_slots(slots: ReadSlots, s_N: np.ndarray, hot_N: np.ndarray, num_requests: int, alpha: float) -> _Movement:
-    s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
-    first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
-    s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
-    count_R = np.bincount(slots.request_S, minlength=num_requests)
-    return _Movement(s_S, count_R, np.ceil(alpha * count_R - 1e-9).astype(np.int64))
+    """bool [R]: hot inputs, `hot_N` (bool) being the hot ones of the rows that `slots` names. One without a slot is cold."""
+    return judge_slots(*slots, np.zeros(len(hot_N), np.float32), hot_N, np.float32(0), 0.0, float(hot_share), num_requests)
 
 
 def threshold(q_I: np.ndarray, drop: float) -> float:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from roo.batch import Batch
-from roo.lookup import Lookup, StackLookup, build_lookup
+from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.row_numbers import RowNumbers
@@ -34,10 +34,11 @@ from trainer.selection.slipstream import (
     is_stale,
     judge,
     moved,
+    read_slots,
     sampled_threshold,
-    slots_of,
     threshold,
 )
+from trainer.selection.slipstream_kernels import take_requests
 
 log = logging.getLogger("roostream.worker")
 
@@ -45,6 +46,7 @@ AHEAD = 16
 MOST_INPUTS = 8192
 _MOST_ENTRIES = 1 << 20  # of the inputs kept
 _LEAST_SIGHTS = 10  # of the coldest hot row, where counting was cut short
+_OF_INPUTS = ("num_slots_I", "num_entries_S", "row_L")
 _MOST_OFF = 0.05  # of the share of hot inputs that is skipped, against `drop`
 
 Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
@@ -70,33 +72,33 @@ class _HotStack:
 class _HotInputs:
     """Hot inputs that T is taken from: ragged, by the numbers of all stacks' hot rows together."""
 
-    def __init__(self) -> None:
-        self.num_slots_I, self.num_entries_S, self.row_L = (np.zeros(0, np.int32) for _ in range(3))
+    def __init__(self, kept: Mapping[str, np.ndarray] | None = None) -> None:
+        """`kept`: as `arrays` gave them; None: there are none."""
+        self._parts: list[Sequence[np.ndarray]] = [[kept[name] for name in _OF_INPUTS]] if kept else []
+        self.num_inputs, self.num_entries = (len(self._parts[0][0]), len(self._parts[0][2])) if kept else (0, 0)
 
     @property
     def full(self) -> bool:
-        return len(self.num_slots_I) >= MOST_INPUTS or len(self.row_L) >= _MOST_ENTRIES
+        return self.num_inputs >= MOST_INPUTS or self.num_entries >= _MOST_ENTRIES
 
     def add(self, slots: ReadSlots, kept_R: np.ndarray) -> None:
         """Those of `kept_R`; as `SlipstreamCourse` numbers rows."""
-        order_S = np.argsort(slots.request_S, kind="stable")
-        kept_S = kept_R[slots.request_S]
-        size_S = np.bincount(slots.slot_L, minlength=len(slots.request_S))
-        start_S = np.cumsum(size_S) - size_S
-        taken_S = order_S[kept_S[order_S]]
-        at_L = np.repeat(start_S[taken_S] - (np.cumsum(size_S[taken_S]) - size_S[taken_S]), size_S[taken_S])
-        at_L = at_L + np.arange(len(at_L))
-        num_slots_R = np.bincount(slots.request_S, minlength=len(kept_R))[kept_R]
-        self.num_slots_I = np.concatenate([self.num_slots_I, num_slots_R]).astype(np.int32)
-        self.num_entries_S = np.concatenate([self.num_entries_S, size_S[taken_S]]).astype(np.int32)
-        self.row_L = np.concatenate([self.row_L, slots.row_L[at_L]]).astype(np.int32)
+        part = take_requests(*slots, kept_R)
+        self._parts.append(part)
+        self.num_inputs, self.num_entries = self.num_inputs + len(part[0]), self.num_entries + len(part[2])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """int32: how many slots each has, how many entries each of those, and their rows."""
+        none = [np.zeros(0, np.int32)] * len(_OF_INPUTS)
+        joined = [np.concatenate(parts) for parts in zip(none, *self._parts, strict=True)]
+        self._parts = [joined]
+        return dict(zip(_OF_INPUTS, joined, strict=True))
 
     @property
     def slots(self) -> ReadSlots:
-        request_S = np.repeat(np.arange(len(self.num_slots_I)), self.num_slots_I)
-        return ReadSlots(
-            request_S, np.repeat(np.arange(len(self.num_entries_S)), self.num_entries_S), self.row_L.astype(np.int64)
-        )
+        num_slots_I, num_entries_S, row_L = self.arrays().values()
+        request_S = np.repeat(np.arange(len(num_slots_I)), num_slots_I)
+        return ReadSlots(request_S, np.repeat(np.arange(len(num_entries_S)), num_entries_S), row_L.astype(np.int64))
 
 
 class SlipstreamCourse:
@@ -125,8 +127,7 @@ class SlipstreamCourse:
         if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
             return None
         assert self.T is not None, "a chunk was claimed further ahead than AHEAD"
-        lookup = build_lookup(batch)
-        slots = self._slots(batch, lookup, self._found(lookup))
+        slots = read_slots(batch, self._hot_rows)
         if self._rows_H1 is None:
             self._rows_H1 = self._all_rows()
         alpha, hot_share = self.config.alpha, self.config.hot_share
@@ -145,7 +146,7 @@ class SlipstreamCourse:
             if step <= config.warm_up_steps:
                 self._count(batch, lookup)
             else:
-                self._visit(batch, lookup)
+                self._visit(batch)
         if step < config.warm_up_steps or (step - config.warm_up_steps) % config.snapshot_steps:
             return
         if step == config.warm_up_steps:
@@ -155,7 +156,7 @@ class SlipstreamCourse:
             self._choose_threshold()
 
     def _choose_threshold(self) -> None:
-        slots, num, drop = self.inputs.slots, len(self.inputs.num_slots_I), self.config.drop
+        slots, num, drop = self.inputs.slots, self.inputs.num_inputs, self.config.drop
         q_I = self._judge(slots, num).q_R
         if num and self.config.sample:
             self.T, self.half_width = sampled_threshold(q_I, drop, self.config.sample, np.random.default_rng(self._seed))
@@ -213,9 +214,8 @@ class SlipstreamCourse:
                 out[name] = np.array(getattr(self, name), np.float64)
         for stack in self.schema.stacks:
             if not self.hot:
-                counts = self.counts[stack]
-                counts.merge()
-                out |= {f"{stack}.table": counts.table_N, f"{stack}.id": counts.id_N, f"{stack}.count": counts.count_N}
+                rows, count_N = self.counts[stack].rows, self.counts[stack].count_N.copy()
+                out |= {f"{stack}.table": rows.table_N, f"{stack}.id": rows.id_N, f"{stack}.count": count_N}
                 continue
             its = self.hot[stack]
             out |= {f"{stack}.table": its.rows.table_N, f"{stack}.id": its.rows.id_N}
@@ -223,7 +223,7 @@ class SlipstreamCourse:
             if self.T is None and its.before_ND is not None:
                 out[f"{stack}.before"] = its.before_ND
         if self.T is None:
-            out |= {f"inputs.{name}": getattr(self.inputs, name) for name in ("num_slots_I", "num_entries_S", "row_L")}
+            out |= {f"inputs.{name}": value for name, value in self.inputs.arrays().items()}
         return {f"slipstream.{name}": value for name, value in out.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
@@ -244,8 +244,8 @@ class SlipstreamCourse:
             log.warning("slipstream: %d rows are of tables that are gone or of another width: forgotten", num_saved - num_kept)
         if num_kept < num_saved or not same_stacks:
             return
-        for name in ("num_slots_I", "num_entries_S", "row_L"):
-            setattr(self.inputs, name, mine.get(f"inputs.{name}", np.zeros(0, np.int32)))
+        if "inputs.row_L" in mine:
+            self.inputs = _HotInputs({name: mine[f"inputs.{name}"] for name in _OF_INPUTS})
 
     def _load_stack(self, stack: str, mine: Mapping[str, np.ndarray], *, has_hot: bool) -> int:
         """How many rows are still of tables of the schema."""
@@ -273,8 +273,6 @@ class SlipstreamCourse:
 
     def _find_hot(self) -> None:
         """From the counts, which are over."""
-        for counts in self.counts.values():
-            counts.merge()
         total = sum(counts.total for counts in self.counts.values())
         if self.config.count_requests and self.config.hot_ratio * total < _LEAST_SIGHTS:
             log.warning(
@@ -291,7 +289,7 @@ class SlipstreamCourse:
             least = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():
             kept_N = hot[stack] & (counts.count_N >= least)
-            self.hot[stack] = _HotStack(counts.table_N[kept_N], counts.id_N[kept_N])
+            self.hot[stack] = _HotStack(counts.rows.table_N[kept_N], counts.rows.id_N[kept_N])
         self.counts = {stack: AccessCounts() for stack in self.schema.stacks}
 
     def _look(self, pull: Pull) -> None:
@@ -300,32 +298,22 @@ class SlipstreamCourse:
         for stack, its in self.hot.items():
             its.look(rows[stack])
 
-    def _visit(self, batch: Batch, lookup: Lookup) -> None:
+    def _visit(self, batch: Batch) -> None:
         """A batch between two snapshots."""
-        found = self._found(lookup)
-        for stack, found_U in found.items():
-            self.hot[stack].visited_N[found_U[found_U >= 0]] = True
-        slots = self._slots(batch, lookup, found)
-        hot_H1 = np.ones(sum(len(its.rows) for its in self.hot.values()) + 1, np.bool_)
-        hot_H1[-1] = False
+        slots, ends = read_slots(batch, self._hot_rows), np.cumsum([len(its.rows) for its in self.hot.values()])
+        hot_H1, seen_H1 = np.ones(int(ends[-1]) + 1, np.bool_), np.zeros(int(ends[-1]) + 1, np.bool_)
+        hot_H1[-1], seen_H1[slots.row_L] = False, True
+        for its, seen_N in zip(self.hot.values(), np.split(seen_H1, ends), strict=False):  # behind them, what isn't hot
+            its.visited_N |= seen_N
         hot_R = hot_requests(slots, hot_H1, batch.num_requests, self.config.hot_share)
         self.num_looked += batch.num_requests
         self.num_hot_looked += int(hot_R.sum())
         if not self.inputs.full:
             self.inputs.add(slots, hot_R)
 
-    def _found(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Stack → int64 [U]: numbers among its hot rows, -1 = not hot."""
-        return {stack: self.hot[stack].rows.find(its.table_U, its.id_U) for stack, its in lookup.stacks.items()}
-
-    def _slots(self, batch: Batch, lookup: Lookup, found: Mapping[str, np.ndarray]) -> ReadSlots:
-        """Rows are numbered over the hot ones of all stacks; all that aren't hot have the number behind them."""
-        number, num_hot = {}, sum(len(its.rows) for its in self.hot.values())
-        first = 0
-        for stack, found_U in found.items():
-            number[stack] = np.where(found_U >= 0, found_U + first, num_hot)
-            first += len(self.hot[stack].rows)
-        return slots_of(batch, lookup, number)
+    @property
+    def _hot_rows(self) -> dict[str, RowNumbers]:
+        return {stack: its.rows for stack, its in self.hot.items()}
 
     def _judge(self, slots: ReadSlots, num_requests: int) -> Classified:
         alpha, hot_share = self.config.alpha, self.config.hot_share

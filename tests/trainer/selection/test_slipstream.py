@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roo import roo_pb2 as pb
+from roo import wire
+from roo.batch import Batch
+from roo.block import encode_nro, encode_ro
 from roo.decode import Decoder
 from roo.errors import ConfigError
-from roo.lookup import build_lookup
+from roo.lookup import sources_of
+from roo.schema_file import schema_from_dict
+from roo.wire import Record
 from tests.trainer import samples
 from trainer.selection.config import LEAST_SAMPLE, SlipstreamConfig
+from trainer.selection.row_numbers import RowNumbers
 from trainer.selection.slipstream import (
     AccessCounts,
     ReadSlots,
@@ -23,11 +31,12 @@ from trainer.selection.slipstream import (
     is_stale,
     judge,
     moved,
+    read_slots,
     sampled_threshold,
-    slots_of,
     threshold,
 )
-from trainer.selection.slipstream_course import _HotStack
+from trainer.selection.slipstream_course import _HotInputs, _HotStack
+from trainer.selection.slipstream_kernels import take_requests
 
 INF = float("inf")
 
@@ -76,8 +85,7 @@ def test_counts_add_up_however_they_come() -> None:
         counts.add(table, ids, n)
         for t, i, c in zip(table.tolist(), ids.tolist(), n.tolist(), strict=True):
             expected[t, i] = expected.get((t, i), 0) + c
-        counts.merge()
-    found = zip(counts.table_N.tolist(), counts.id_N.tolist(), counts.count_N.tolist(), strict=True)
+    found = zip(counts.rows.table_N.tolist(), counts.rows.id_N.tolist(), counts.count_N.tolist(), strict=True)
     assert {(t, i): c for t, i, c in found} == expected and counts.total == sum(expected.values())
 
 
@@ -200,10 +208,107 @@ def test_a_sample_that_is_too_small_for_its_interval_is_refused() -> None:
     assert SlipstreamConfig(sample=201).sample == 201
 
 
+TWO_STACKS = schema_from_dict(
+    {
+        "tables": {"user": {"dim": 2}, "item": {"dim": 4}, "place": {"dim": 4}},
+        "ro": [
+            {"name": "user", "kind": "ids", "table": "user"},
+            {
+                "name": "seen",
+                "kind": "sequence",
+                "table": "item",
+                "max_len": 4,
+                "columns": {"place": "ids"},
+                "column_tables": {"place": "place"},
+            },
+        ],
+        "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "owner", "kind": "ids", "table": "user"}],
+        "label": [{"name": "click", "action": "click", "fold": "any"}],
+    }
+)
+
+
+def drawn_batch(seed: int, num_requests: int = 12) -> Batch:
+    """Lists of both sides, some empty, whose ids are few; an id may be of several tables."""
+    random, values = np.random.default_rng(seed), []
+    for at in range(num_requests):
+        n, length = int(random.integers(1, 4)), int(random.integers(0, 5))
+        history = {"item": random.integers(1, 9, length).tolist(), "place": random.integers(1, 9, length).tolist()}
+        nro = {
+            "item": [random.integers(1, 9, random.integers(0, 3)).tolist() for _ in range(n)],
+            "owner": random.integers(1, 9, n).tolist(),
+        }
+        message = pb.Sample(
+            header=pb.Header(request_id=f"r{at}", user_id=1, time_ms=at + 1, schema=TWO_STACKS.fingerprint),
+            sample_id=at + 1,
+            close_reason=pb.CLOSE_WINDOW,
+            close_ms=at + 1,
+            ro=encode_ro(TWO_STACKS, {"user": random.integers(1, 9, random.integers(0, 2)).tolist(), "seen": history}),
+            item_ids=list(range(n)),
+            parts=[pb.Part(nro=encode_nro(TWO_STACKS, nro, n), num_rows=n)],
+            labels=[0.0] * n,
+            weight=1.0,
+        )
+        values.append(Record("samples", 0, at, at + 1, b"", wire.encode(wire.SAMPLE, message)))
+    batch, rejected = Decoder(TWO_STACKS, {}.get).decode(values)
+    assert not rejected
+    return batch
+
+
+def read_by_hand(batch: Batch, number: Mapping[tuple[int, int], int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Of each slot its request and its rows, -1 for one that has no number."""
+    out = []
+    for stack in TWO_STACKS.stacks:
+        for key, table, side, is_column in sorted(sources_of(TWO_STACKS)[stack], key=lambda s: (s.side == "nro", s.is_column)):
+            lists = batch.ro_lists if side == "ro" else batch.nro_lists
+            ids = lists.columns[key] if is_column else lists.values_of(key)
+            offset_N = lists.offsets_of(key.partition(".")[0])
+            for n in range(lists.num_rows):
+                rows = tuple(number.get((table.id, i), -1) for i in ids[offset_N[n] : offset_N[n + 1]].tolist())
+                request = n if side == "ro" else int(batch.request_index_B[n])
+                out += [(request, rows)] if rows else []
+    return out
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_are_what_each_feature_of_a_request_and_of_each_candidate_reads(seed: int) -> None:
+    batch, random = drawn_batch(seed), np.random.default_rng(seed)
+    hot, number = dict[str, RowNumbers](), dict[tuple[int, int], int]()
+    for stack, tables in TWO_STACKS.stacks.items():
+        keys = [(t.id, i) for t in tables for i in range(1, 9) if random.random() < 0.6]
+        random.shuffle(keys)
+        number |= {key: len(number) + n for n, key in enumerate(keys)}
+        hot[stack] = RowNumbers(np.array([t for t, _ in keys], np.uint32), np.array([i for _, i in keys], np.int64))
+    slots = read_slots(batch, hot)
+    expected = read_by_hand(batch, number)
+    assert slots.request_S.tolist() == [request for request, _ in expected]
+    assert slots.slot_L.tolist() == [s for s, (_, rows) in enumerate(expected) for _ in rows]
+    cold = len(number)
+    assert slots.row_L.tolist() == [cold if n < 0 else n for _, rows in expected for n in rows]
+    assert {len(rows) for _, rows in expected} >= {1, 2, 3} and cold in slots.row_L and 0 in slots.row_L
+    kept_R = random.random(batch.num_requests) < 0.5
+    num_I, num_S, row_L = (x.tolist() for x in take_requests(*slots, kept_R))
+    of_kept = [[rows for request, rows in expected if request == r] for r in np.flatnonzero(kept_R)]
+    assert num_I == [len(its) for its in of_kept] and num_S == [len(rows) for its in of_kept for rows in its]
+    assert row_L == [cold if n < 0 else n for its in of_kept for rows in its for n in rows]
+
+
 def test_slots_are_request_features_once_and_features_of_each_candidate() -> None:
     batch = Decoder(samples.schema(), {}.get).decode(samples.records([1, 2]))[0]
-    lookup = build_lookup(batch)
-    number = {stack: np.arange(len(its.id_U)) for stack, its in lookup.stacks.items()}
-    slots = slots_of(batch, lookup, number)
+    slots = read_slots(batch, {stack: RowNumbers() for stack in samples.schema().stacks})
     assert np.bincount(slots.request_S).tolist() == [4, 4], "user, and three candidates' item"
-    assert (np.diff(slots.slot_L) >= 0).all() and len(slots.row_L) == 8
+    assert (np.diff(slots.slot_L) >= 0).all() and slots.row_L.tolist() == [0] * 8, "of no hot row all have the number behind them"
+
+
+def test_hot_inputs_that_were_kept_go_on_where_they_were() -> None:
+    batch = drawn_batch(5)
+    slots = read_slots(batch, {stack: RowNumbers() for stack in TWO_STACKS.stacks})
+    inputs, halves = _HotInputs(), np.arange(12) < 6
+    inputs.add(slots, halves)
+    again = _HotInputs({name: value.copy() for name, value in inputs.arrays().items()})
+    for its in (inputs, again):
+        its.add(slots, ~halves)
+        assert its.num_inputs == 12 == len(its.slots.request_S[np.r_[True, np.diff(its.slots.request_S) > 0]])
+        assert its.num_entries == len(slots.row_L) == len(its.slots.row_L)
+    assert [x.tolist() for x in inputs.slots] == [x.tolist() for x in again.slots]
+    assert np.bincount(inputs.slots.request_S).tolist() == np.bincount(slots.request_S).tolist()
