@@ -8,6 +8,7 @@ import time
 
 MODULES = (
     "roo.decode",
+    "roo.columnar_kernels",
     "roo.gaps",
     "roo.lookup",
     "roo.transform",
@@ -22,7 +23,7 @@ MODULES = (
     "trainer.selection.slipstream_kernels",
     "serving.answer",
     "serving.request_batch",
-    "warehouse.lists.page_reader",
+    "warehouse.pages.page_reader",
 )
 
 

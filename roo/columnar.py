@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from roo.batch import TEXT, Batch
+from roo.columnar_kernels import MOST, beside
 from roo.columns import Side
 from roo.errors import SchemaError
 from roo.jagged import Jagged
@@ -226,16 +227,19 @@ def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], 
 
 
 def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, Any]:
-    floats, letter = schema.floats(side), "R" if side == "ro" else "B"
+    letter = "R" if side == "ro" else "B"
+    floats = [columns.get(column_of(side, feature.name)) for feature in schema.floats(side)]
+    missing_N = np.full(rows, np.nan, dtype=np.float32) if None in floats else None
+    # the kernel knows arrays of one kind only: those that can be written, whose values lie side by side
+    values_F = [np.require(missing_N if found is None else found.values, np.float32, ["C", "W"]) for found in floats]
+    assert all(len(values) == rows for values in values_F)
+    default_F = np.array([feature.default for feature in schema.floats(side)], dtype=np.float32)
     float_NF = np.empty((rows, len(floats)), dtype=np.float32)
-    for i, feature in enumerate(floats):
-        found = columns.get(column_of(side, feature.name))
-        float_NF[:, i] = np.nan if found is None else found.values
-    present_NF = ~np.isnan(float_NF)
-    for i, feature in enumerate(floats):
-        found = columns.get(column_of(side, feature.name))
-        if found is None or np.isnan(found.values).any():
-            float_NF[~present_NF[:, i], i] = feature.default
+    present_NF = np.empty((rows, len(floats)), dtype=np.bool_)
+    for first in range(0, len(floats), MOST):
+        its = tuple(values.view(np.uint32) for values in values_F[first : first + MOST])
+        padded = its + its[:1] * (MOST - len(its))
+        beside(padded, len(its), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF)
     lists = _lists_of(schema, side, columns, rows)
     return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
 

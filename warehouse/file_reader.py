@@ -1,7 +1,7 @@
 """Row groups of a file as a batch: the columns that a schema needs, in few reads.
 
 1 the footer, in one read of the file's end  2 the columns' places, merged (warehouse/byte_ranges.py)  3 these bytes
-4 pages, each held against its checksum, to arrays: lists by ours (warehouse/lists/page_reader.py), the rest by Arrow's
+4 pages, each held against its checksum, to arrays: by ours (warehouse/pages/page_reader.py), what isn't as we write it by Arrow's
 5 arrays to the batch that a decoder would have made of the same records
 """
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roo.batch import Batch
-from roo.columnar import FlatColumn, Form, batch_of, needed
+from roo.columnar import CANDIDATE, FlatColumn, Form, batch_of, needed
 from roo.errors import CheckpointError, SchemaError
 from roo.schema import Registry, Schema
 from runtime.checkpoint_store import CheckpointStore
@@ -25,7 +25,7 @@ from warehouse import layout
 from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
 from warehouse.file_writer import FOOTER_KEY, FORMATS
-from warehouse.lists.page_reader import PageReader, leaves, place
+from warehouse.pages.page_reader import PageReader, leaves, place
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -97,10 +97,11 @@ class SampleFile:
             self.source.fetch(self.reading_plan(names, chosen))
             reader, known = PageReader(self.source, self.footer, chosen), {}
             for name in names:
-                if name in self._leaves and (column := reader.read(self._leaves[name])) is not None:
+                leaf, form = self._leaves.get(name), forms.get(name, CANDIDATE["item"])
+                if leaf is not None and (column := reader.read(leaf, form)) is not None:
                     known[name] = column
             rest = [name for name in names if name not in known]
-            table = self._parquet.read_row_groups(chosen, columns=rest, use_threads=False)
+            table = self._parquet.read_row_groups(chosen, columns=rest, use_threads=False) if rest else pa.table({})
             if missing := set(rest).difference(table.column_names):
                 raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
             return layout.from_arrow(table, forms, known)

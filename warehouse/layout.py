@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from roo.columnar import FlatColumn, Form
 from roo.errors import CheckpointError
+from warehouse.pages.page_reader import PagedColumn
 
 ROWS_OF_GROUP = 4096
 """Requests of a row group: the least that is read of a column."""
@@ -80,33 +81,42 @@ def _array(column: FlatColumn, form: Form, starts: np.ndarray) -> pa.Array:
 
 
 def from_arrow(
-    table: pa.Table, forms: Mapping[str, Form], lists: Mapping[str, FlatColumn]
+    table: pa.Table, forms: Mapping[str, Form], paged: Mapping[str, PagedColumn]
 ) -> tuple[dict[str, FlatColumn], np.ndarray]:
     """The columns of a table that was read, and how many candidates each request has (int32 [R], by the column `item`).
 
-    `lists`: those with one list a row that were read without Arrow, and are not in the table.
+    `paged`: those that were read without Arrow, each as deep as its form, and are not in the table.
 
     Raises:
         CheckpointError: two columns disagree on it.
     """
     whole = table.combine_chunks()
-    counts_R = lists["item"].lengths if "item" in lists else np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
-    assert counts_R is not None
+    counts_R = paged["item"].lists[0].lengths_N if "item" in paged else _counts(_one_chunk(whole["item"]))
     out: dict[str, FlatColumn] = {}
     for name, form in forms.items():
-        if (found := lists.get(name)) is not None:
-            if form.of == "candidate" and (found.lengths is None or not np.array_equal(found.lengths, counts_R)):
-                raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
-            out[name] = found if form.is_list else FlatColumn(found.values)
+        if (found := paged.get(name)) is not None:
+            if form.of == "candidate":
+                _agree(name, found.lists[0].lengths_N, counts_R)
+            out[name] = FlatColumn(found.values, *found.lists[-1]) if form.is_list else FlatColumn(found.values)
             continue
         array = _one_chunk(whole[name])
         if form.of == "candidate":
+            _agree(name, _counts(array), counts_R)
             offsets = _offsets(array)
-            if not np.array_equal(np.diff(offsets), counts_R):
-                raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
             array = array.values.slice(offsets[0], offsets[-1] - offsets[0])
         out[name] = _flat(array, form)
     return out, counts_R
+
+
+def _counts(array: pa.ListArray) -> np.ndarray:
+    """int32 [N]"""
+    return np.diff(_offsets(array)).astype(np.int32)
+
+
+def _agree(name: str, lengths_R: np.ndarray, counts_R: np.ndarray) -> None:
+    """Raises CheckpointError: a column of candidates has others than they are."""
+    if lengths_R is not counts_R and not np.array_equal(lengths_R, counts_R):
+        raise CheckpointError(f"expected values of every candidate in column {name!r}, got others")
 
 
 def _flat(array: pa.Array, form: Form) -> FlatColumn:

@@ -32,5 +32,5 @@ def test_what_an_extra_brings_is_passed_over_without_it_and_nothing_else(
 def test_kernels_are_compiled_anew_when_a_file_with_one_changes() -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in prepare.kernel_sources()}
     expected = {"roo/wire_kernels.py", "param_server/kernels.py", "trainer/selection/deferral_kernels.py", "models/gather.py"}
-    assert expected | {"warehouse/lists/page_kernels.py", "serving/answer.py"} <= sources
+    assert expected | {"warehouse/pages/page_kernels.py", "serving/answer.py"} <= sources
     assert "trainer/reduce.py" not in sources

@@ -1,7 +1,7 @@
 """Kernels that decode pages of a Parquet file. No Python objects, no GIL; each checks every bound and says -1 to what it doesn't
-know or what doesn't fit, so that others decide (warehouse/lists/page_reader.py).
+know or what doesn't fit, so that others decide (warehouse/pages/page_reader.py).
 
-Letters: L levels, N rows, V values.
+Letters: L levels, N lists of one depth, R rows, V values.
 """
 
 from __future__ import annotations
@@ -136,26 +136,68 @@ def runs(buf: np.ndarray, at: int, end: int, width: int, out: np.ndarray) -> int
 
 @njit(cache=True, nogil=True)
 def lists(
-    repeated_L: np.ndarray, defined_L: np.ndarray, full: int, row: int, lengths_N: np.ndarray, present_N: np.ndarray
-) -> tuple[int, int]:
-    """Adds levels of a page to lists; (how many rows have begun, values of the page), or (-1, 0). `full`: the level of a value; a
-    level of `full` - 1 is an empty list where `full` is 2, and a null value where it is 3."""
-    values = 0
+    repeated_L: np.ndarray, defined_L: np.ndarray, full: int, begun_2: np.ndarray, lengths_R: np.ndarray, present_R: np.ndarray
+) -> int:
+    """Adds levels of a page to lists, of which `begun_2[0]` have begun before; values of the page, or -1. `full`: the level of a
+    value; a level of `full` - 1 is an empty list where `full` is 2, and a null value where it is 3."""
+    values, row = 0, begun_2[0]
     for n in range(len(repeated_L)):
         level = defined_L[n]
         if repeated_L[n] == 0:
-            if row >= len(lengths_N):
-                return -1, 0
-            present_N[row] = level > 0
+            if row >= len(lengths_R):
+                return -1
+            present_R[row] = level > 0
             row += 1
         elif row == 0 or level != full:
-            return -1, 0
+            return -1
         if level == full:
-            lengths_N[row - 1] += 1
+            lengths_R[row - 1] += 1
             values += 1
         elif level > 1:
-            return -1, 0
-    return row, values
+            return -1
+    begun_2[0] = row
+    return values
+
+
+@njit(cache=True, nogil=True)
+def lists_of_lists(
+    repeated_L: np.ndarray,
+    defined_L: np.ndarray,
+    begun_2: np.ndarray,
+    lengths_R: np.ndarray,
+    present_R: np.ndarray,
+    lengths_N: np.ndarray,
+    present_N: np.ndarray,
+) -> int:
+    """As `lists`, of rows that have lists of lists; `begun_2`: rows and inner lists before. Levels: 0 no outer list, 1 an empty
+    one, 2 no inner list, 3 an empty one, 4 a null value, 5 a value."""
+    values, row, n = 0, begun_2[0], begun_2[1]
+    for i in range(len(repeated_L)):
+        again, level = repeated_L[i], defined_L[i]
+        if level == 4 or level > 5 or again > 2:
+            return -1
+        if again == 0:
+            if row >= len(lengths_R):
+                return -1
+            present_R[row] = level > 0
+            row += 1
+        elif row == 0 or level < 2 or lengths_R[row - 1] == 0:
+            return -1
+        if level < 2:
+            continue
+        if again < 2:
+            if n >= len(lengths_N):
+                return -1
+            lengths_R[row - 1] += 1
+            present_N[n] = level > 2
+            n += 1
+        elif level != 5 or lengths_N[n - 1] == 0:
+            return -1
+        if level == 5:
+            lengths_N[n - 1] += 1
+            values += 1
+    begun_2[0], begun_2[1] = row, n
+    return values
 
 
 @njit(cache=True, nogil=True)

@@ -1,1 +1,0 @@
-"""Columns of one list a row, straight from the pages of a file."""

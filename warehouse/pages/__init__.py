@@ -1,0 +1,1 @@
+"""Columns straight from the pages of a file."""
