@@ -47,8 +47,9 @@ KINDS = {
 }
 
 
-def build_model(schema: Schema, config: ModelConfig, seed: int) -> Model:
+def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bool = False) -> Model:
     """A model whose parameters are a function of the arguments; the global random state is left as it was.
+    `is_loaded`: all of them are about to be loaded, and those of our models are nothing in particular until then.
 
     Raises:
         SchemaError: the schema declares no feature.
@@ -58,7 +59,8 @@ def build_model(schema: Schema, config: ModelConfig, seed: int) -> Model:
         return _build_own(own_code({"kind": config.kind, "code": config.code}), schema, config, seed)
     with torch.random.fork_rng(devices=[]):
         model = KINDS[config.kind].build(schema, config)
-    init_parameters(model, seed)
+    if not is_loaded:
+        init_parameters(model, seed)
     return model
 
 

@@ -47,7 +47,7 @@ from serving.scorer import first_version
 from serving.stamps import Stamps
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
-from serving.versions.quiet import Quiet
+from serving.versions.quiet import PATIENCE_S, Quiet
 from serving.versions.recent import RecentRequests, ScoredRequest
 from serving.versions.shadow_scoring import ShadowScoring
 from serving.versions.warm_up import WarmUp
@@ -186,7 +186,9 @@ def build_process(
     process = Process(
         parts=parts,
         sender=sender,
-        dense=DenseFollower(store, schema, versions, config.seed, partial(_check_shape, config), warm_up),
+        dense=DenseFollower(
+            store, schema, versions, config.seed, partial(_check_shape, config), warm_up, partial(quiet.wait, PATIENCE_S)
+        ),
         recent=recent,
         shadow=shadow,
         quiet=quiet,

@@ -46,7 +46,7 @@ class ServingConfig(CachedInRedis, ServesItems, ServesRows):
         1000, "how often a heartbeat is written to every partition of both event topics", least=10, most=60_000
     )
     max_in_flight: int = setting(
-        64, "requests in work at once; more, and those that can't keep the deadline, are answered 429", least=1, most=100_000
+        256, "requests in work at once; more, and those that can't keep the deadline, are answered 429", least=1, most=100_000
     )
     scoring: Literal["kernel", "modules"] = setting(
         "kernel",

@@ -69,7 +69,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         _start_admin(crew, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)
         app = HttpInterface(process.parts)
-        process.quiet.in_flight = lambda: app.gate.in_flight
+        process.quiet.in_flight, app.gate.emptied = (lambda: app.gate.in_flight), process.quiet.came
         http_server.run(app, bound, budget, lambda: health.turned(_missing(process)))
     _end(process, crew, halt, budget)
     crew.check()

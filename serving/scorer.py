@@ -97,7 +97,7 @@ def build_version(
     Raises:
         RuntimeError: names or shapes aren't those of the model.
     """
-    model = build_model(schema, config, seed)
+    model = build_model(schema, config, seed, is_loaded=bool(weights))
     if weights:
         model.load_state_dict(weights, strict=True)
     model.eval().requires_grad_(False)

@@ -9,34 +9,47 @@ from contextlib import contextmanager
 from serving.errors import RequestError
 
 RETRY_AFTER_S = 1
-_SMOOTH = 0.1  # weight of the newest request in the recent service time
+_NEWEST = 9  # answers before a new one that count beside it, or those of RECENT_S of work, whichever are more
+RECENT_S = 0.25
+_FEW = 8  # requests in work that keep the processor busy: they may take the whole deadline, a longer queue half of it
 
 
 class Gate:
     """Requests are scored one pass after another: a new one waits for those before it, each of about the recent service time,
-    which is that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop."""
+    which is that of a pass over the requests in it (serving/http/scoring_queue.py). Used by one event loop.
+
+    Recent is a share of time, not a number of answers: a pass that something kept for 100 ms is 100 ms of lost time, and no sign
+    that all others take as long (docs/decisions/0099)."""
 
     def __init__(self, max_in_flight: int, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.max_in_flight, self.now_s = max_in_flight, now_s
         self.in_flight = 0
         self.service_s = 0.0  # of recent requests, from when the one before was done
         self._done_s = 0.0
+        self.emptied: Callable[[], None] = lambda: None  # told whenever the last one in work leaves
 
     def expected_s(self) -> float:
         """When a request that comes now would be answered."""
         return (self.in_flight + 1) * self.service_s
 
-    def check(self, left_s: float) -> None:
-        """Raises RequestError 429 with Retry-After: too many are in work, or there are `left_s` and it would take longer.
+    def why_not(self, left_s: float) -> str:
+        """Why a request that has `left_s` can't be let in; "": it can.
 
-        Where nobody is in work the next one is let in whatever the last one took: else nothing would ever be measured again.
+        Too many are in work, or it would take longer, or so long that a queue of more than a few leaves less than half of the
+        time for what nobody foresees. Where nobody is in work the next one is let in whatever the last one took: else nothing
+        would ever be measured again.
         """
-        if self.in_flight >= self.max_in_flight:
-            message = f"{self.in_flight} requests are in work, the most that this process takes; try again"
-            raise RequestError(429, message, retry_after_s=RETRY_AFTER_S)
-        if self.in_flight and self.expected_s() > left_s:
-            message = f"{self.in_flight} requests are in work and this one would not be answered within its deadline; try again"
-            raise RequestError(429, message, retry_after_s=RETRY_AFTER_S)
+        in_flight = self.in_flight
+        if in_flight >= self.max_in_flight:
+            return f"{in_flight} requests are in work, the most that this process takes; try again"
+        if in_flight and self.expected_s() > (left_s if in_flight < _FEW else left_s / 2):
+            return f"{in_flight} requests are in work and this one might not be answered within its deadline; try again"
+        return ""
+
+    def check(self, left_s: float) -> None:
+        """Raises RequestError 429 with Retry-After: see `why_not`."""
+        if why := self.why_not(left_s):
+            raise overloaded(why)
 
     @contextmanager
     def admit(self, left_s: float) -> Iterator[None]:
@@ -54,12 +67,20 @@ class Gate:
 
     def leave(self) -> None:
         self.in_flight -= 1
+        if not self.in_flight:
+            self.emptied()
 
     def scored(self, num_answered: int, since_s: float) -> None:
         """A pass gave so many answers, the first of which was waited for since `since_s`. What gave none says nothing."""
         now_s = self.now_s()
+        took_s = now_s - max(since_s, self._done_s)
         if num_answered:
-            took_s = (now_s - max(since_s, self._done_s)) / num_answered
-            weight = 1 - (1 - _SMOOTH) ** num_answered if self.service_s else 1.0
-            self.service_s += (took_s - self.service_s) * weight
+            before_s = max(RECENT_S, _NEWEST * self.service_s) if self.service_s else 0.0
+            num_before = before_s / self.service_s if before_s else 0.0
+            self.service_s = (before_s + took_s) / (num_before + num_answered)
         self._done_s = now_s
+
+
+def overloaded(why: str) -> RequestError:
+    """What a gate refuses with."""
+    return RequestError(429, why, retry_after_s=RETRY_AFTER_S)

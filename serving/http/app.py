@@ -30,8 +30,9 @@ from serving.http.pages import interface_page
 from serving.http.retrieve import RecommendEndpoint, RetrieveEndpoint
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.seldom import Seldom, SeldomFilter
-from serving.http.shortcut import answer_of, is_whole_post
+from serving.http.shortcut import is_whole_post, overload_answer
 from serving.http.tracing import Spanning, open_tracing
+from serving.http.whole import PATH as RANK_PATH
 from serving.http.whole import WholeRanks
 from serving.oip.endpoints import InferenceProtocol, refuse_inference
 from serving.page import front
@@ -69,7 +70,7 @@ class HttpInterface:
         self.log_filter = SeldomFilter(seldom)
         self.intake = Intake(parts.config.max_body_bytes, parts.config.max_reading_bytes)
         rank = RankEndpoint(parts, self.intake, seldom)
-        self.gate = rank.gate
+        self.gate, self._most_s = rank.gate, parts.config.deadline_ms / 1000
         is_plain = parts.keys is None and not parts.config.tracing
         self.whole = WholeRanks(rank) if is_plain else None
         self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
@@ -161,14 +162,11 @@ class HttpInterface:
         """The answer to what came on an idle connection, if it is a rank request and none can be let in now: before anything is
         read or parsed."""
         begin_s = time.perf_counter()
-        try:
-            self.gate.check(self.parts.config.deadline_ms / 1000)
-        except RequestError as error:
-            if is_whole_post(data, b"/v1/rank"):
-                answer = answer_of(error)
-                self.parts.metrics.answered("rank", error.status, time.perf_counter() - begin_s)
-                return answer
-        return None
+        why = self.gate.why_not(self._most_s)
+        if not why or not is_whole_post(data, RANK_PATH):
+            return None
+        self.parts.metrics.answered("rank", 429, time.perf_counter() - begin_s)
+        return overload_answer(why)
 
     def stop(self) -> None:
         """From the event loop, before connections are closed: nobody waits for the rest of a body any more."""

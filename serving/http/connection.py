@@ -143,7 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Its time began with the last request but for those that came whole, which leave it running."""
+        """Its time began with the last request but for those that came whole or were refused unread, which leave it running."""
         left_s = self._active_s + self.timeout_keep_alive - time.monotonic()
         if self._asks or left_s > 0:
             self._time_keep_alive(max(left_s, 1.0))
@@ -210,9 +210,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _answer_at_once(self, answer: bytes) -> None:
         """To what came as a whole, without the parser; then it is as after any other answer."""
         self._head_is_here()
-        self._unset_keepalive_if_required()
         self.transport.write(answer)
-        self._time_keep_alive(self.timeout_keep_alive)
+        if self.timeout_keep_alive_task is None:
+            self._time_keep_alive(self.timeout_keep_alive)
 
     def _time_head(self) -> None:
         self._head_began_s = time.monotonic()

@@ -7,48 +7,56 @@ way and is refused there.
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from serving.errors import RequestError
+from serving.http.admission import overloaded
 from serving.http.body import JSON
 
 _END = b"\r\n\r\n"
 _ODD = (b"\ntransfer-encoding", b"\nexpect", b"\nupgrade", b"\n ", b"\n\t")
-_MOST_ANSWERS = 1000
-_answers: dict[str, bytes] = {}  # message → answer
+_MOST_KEPT = 1024  # answers and heads
+_MOST_HEAD = 1024  # bytes of one that is kept
 _LENGTH = b"\ncontent-length: "
 
 
 def is_whole_post(data: bytes, path: bytes) -> bool:
     """Whether these bytes are one request, from its first to its last byte: HTTP/1.1, one length, and a connection that stays.
     False also of what only a parser can tell."""
-    line = b"POST " + path
-    if not data.startswith(line) or data[len(line) : len(line) + 1] not in (b" ", b"?"):
-        return False
     end = data.find(_END)
-    head = data[: end + 2].lower()  # the last header with its end of line
-    first, _, headers = head.partition(b"\r\n")
-    if end < 0 or not first.endswith(b" http/1.1") or any(word in head for word in _ODD):
+    if end < 0:
         return False
+    length_of = _kept_length if end <= _MOST_HEAD else _length
+    length = length_of(data[:end], path)
+    return length is not None and end + len(_END) + length == len(data)
+
+
+def _length(head: bytes, path: bytes) -> int | None:
+    """Of the body behind a plain head, which is all before the empty line; None: it isn't plain."""
+    line = b"POST " + path
+    if not head.startswith(line) or head[len(line) : len(line) + 1] not in (b" ", b"?"):
+        return None
+    head = (head + b"\r\n").lower()
+    first, _, headers = head.partition(b"\r\n")
+    if not first.endswith(b" http/1.1") or any(word in head for word in _ODD):
+        return None
     at = headers.find(_LENGTH[1:]) if headers.startswith(_LENGTH[1:]) else headers.find(_LENGTH) + 1
     if head.count(b"content-length") != 1 or head.count(b"\nconnection:") != head.count(b"\nconnection: keep-alive\r\n"):
-        return False
+        return None
     length = headers[at + len(_LENGTH) - 1 : headers.find(b"\r", at)]
-    return length.isdigit() and len(length) < 12 and end + len(_END) + int(length) == len(data)
+    return int(length) if length.isdigit() and len(length) < 12 else None
 
 
-def answer_of(error: RequestError) -> bytes:
-    """The whole answer, after which the connection stays open. Few are different, so they are kept."""
-    known = _answers.get(str(error))
-    if known is None:
-        if len(_answers) >= _MOST_ANSWERS:
-            _answers.clear()
-        known = _answers[str(error)] = _answer_of(error)
-    return known
+_kept_length = functools.lru_cache(_MOST_KEPT)(_length)
+"""A client's heads differ in little but their length."""
 
 
-def _answer_of(error: RequestError) -> bytes:
+@functools.lru_cache(_MOST_KEPT)
+def overload_answer(why: str) -> bytes:
+    """The whole answer of a gate that lets nobody in, after which the connection stays open."""
+    error = overloaded(why)
     body = msgspec.json.encode(error.body())
     headers = {"content-type": JSON, "content-length": str(len(body)), **error.headers()}
     return STATUS_LINE[error.status] + b"".join(f"{n}: {v}\r\n".encode() for n, v in headers.items()) + b"\r\n" + body

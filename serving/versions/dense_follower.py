@@ -69,10 +69,12 @@ class DenseFollower:
         seed: int,
         check: Callable[[Manifest], None] = lambda manifest: None,
         warm_up: Callable[[Version], None] = lambda version: None,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         """`check` raises ConfigError for a manifest of a deployment of another shape, `warm_up` VersionRefusedError. What comes
-        is scored as the newest of `versions` is (`as_trained`)."""
-        self.check, self.warm_up = check, warm_up
+        is scored as the newest of `versions` is (`as_trained`). `pause` comes before each step of a version, of a few ms at
+        most: requests have the interpreter first."""
+        self.check, self.warm_up, self.pause = check, warm_up, pause
         self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
         self._as_trained = versions.newest.as_trained
         self._seq = 0  # of the newest that was installed
@@ -141,7 +143,9 @@ class DenseFollower:
                 f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the trainer's); "
                 "restart serving with the trainer's schema",
             )
+        self.pause()
         weights = read_weights(self.store, manifest)
+        self.pause()
         try:
             model = model_config_from_dict(manifest.model)
             version = build_version(manifest.version, self.schema, model, self.seed, weights, self._as_trained)

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from roo.errors import told
 from serving.errors import RequestError, VersionRefusedError
 from serving.scorer import RowReader, Version
-from serving.versions.quiet import Quiet
+from serving.versions.quiet import PATIENCE_S, Quiet
 from serving.versions.recent import RecentRequests, ScoredRequest
 
 log = logging.getLogger("roostream.serving.versions")
-
-PATIENCE_S = 0.05  # a trial waits so long for a moment without requests, then it takes its turn among them
 
 
 class WarmUp:

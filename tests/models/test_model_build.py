@@ -17,6 +17,7 @@ from models.model import Model, Targets
 from roo.errors import ConfigError
 from roo.lookup import build_lookup
 from roo.schema import Schema
+from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
 
@@ -31,6 +32,20 @@ def test_same_seed_same_bits_whatever_was_drawn_before() -> None:
     torch.rand(5)
     assert bits(3) == first
     assert bits(4) != first
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_about_to_be_loaded_is_not_given_initial_values_and_is_the_same_once_it_is(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema, config = make_schema("everything"), CONFIGS[kind]
+    initial = build_model(schema, config, 3)
+    monkeypatch.setattr("models.build.init_parameters", lambda model, seed: pytest.fail("initial values that nobody reads"))
+    loaded = build_model(schema, config, 3, is_loaded=True)
+    loaded.load_state_dict(initial.state_dict(), strict=True)
+    for named in ("named_parameters", "named_buffers"):
+        mine, other = dict(getattr(loaded, named)()), dict(getattr(initial, named)())
+        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
 
 
 def test_building_leaves_the_global_random_state_alone() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import httptools
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from live_serving import serving_live
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
+from uvicorn.server import ServerState
 
-from serving.errors import RequestError
-from serving.http.shortcut import answer_of, is_whole_post
+from serving.http import admission, connection, shortcut
+from serving.http.app import HttpInterface
+from serving.http.shortcut import is_whole_post, overload_answer
 
 PATH = b"/v1/rank"
 PLAIN = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\nabcd"
@@ -115,7 +120,7 @@ def test_what_is_whole_is_so_for_the_parser_too(headers: list[bytes], body: byte
 
 
 def test_the_answer_is_that_of_every_error() -> None:
-    head, _, body = answer_of(RequestError(429, "too much", retry_after_s=1)).partition(b"\r\n\r\n")
+    head, _, body = overload_answer("too much").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429 ") and b"\r\nretry-after: 1" in head and f"content-length: {len(body)}".encode() in head
     assert json.loads(body) == {"error": {"code": "overloaded", "message": "too much"}}
 
@@ -159,3 +164,52 @@ def test_other_traffic_and_pages_are_answered_while_the_gate_is_closed(tmp_path:
         body = b'{"request_id": "r", "user_id": 1, "item_id": 2, "action": "click"}'
         connection.sendall(f"POST /v1/engagements HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+class Written(asyncio.Transport):
+    """What a connection wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.data.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+
+def test_the_second_refusal_of_a_kind_is_parsed_by_nobody_raised_nowhere_and_timed_by_no_timer_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    app = HttpInterface(built.parts)
+    app.gate.in_flight = app.gate.max_in_flight
+
+    async def refused() -> list[bytes]:
+        protocol = connection.limited_to(10, app.refuses, app.whole)
+        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None)
+        config.load()
+        transport, own = Written(), protocol(config=config, server_state=ServerState(), app_state={})
+        own.connection_made(transport)
+        own.data_received(PLAIN)
+        timers = []
+        for dear in ("call_later", "call_at"):
+            monkeypatch.setattr(asyncio.get_running_loop(), dear, lambda *given: timers.append(given))
+        monkeypatch.setattr(admission.RequestError, "__init__", lambda *given, **named: pytest.fail("made anew"))
+        monkeypatch.setattr(shortcut, "_length", lambda *given: pytest.fail("read anew"))
+        own.parser = None
+        own.data_received(PLAIN)
+        own.data_received(PLAIN)
+        assert timers == []
+        monkeypatch.undo()
+        own.timeout_keep_alive_task.cancel()
+        return transport.data
+
+    first, *others = asyncio.run(refused())
+    assert first.startswith(b"HTTP/1.1 429") and others == [first, first]
+    built.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from runtime.manifest import Manifest, dense_name, store_file
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
+from serving.versions import dense_follower
 from serving.versions.dense_follower import DenseFollower
 from serving.versions.held import Versions
 from tests.runtime.manifest_cases import a_manifest, encoded
@@ -86,6 +88,23 @@ def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
         commits.commit(1 + as_trained)
         assert DenseFollower(commits.store, SCHEMA, versions, 0).poll()
         assert versions.newest.name != "0-0" and versions.newest.as_trained is as_trained
+
+
+def test_requests_come_first_before_each_step_of_a_version(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*given: Any) -> Any:
+            steps.append(name)
+            return work(*given)
+
+        return step
+
+    for name in ("read_weights", "build_version"):
+        monkeypatch.setattr(dense_follower, name, noted(name, getattr(dense_follower, name)))
+    commits.follower.pause = lambda: steps.append("pause")
+    commits.commit(1)
+    assert commits.follower.poll() and steps == ["pause", "read_weights", "pause", "build_version"]
 
 
 def test_after_a_pause_only_the_newest_is_loaded(commits: Commits) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from runtime.clock import FakeClock
+import pytest
+
+from runtime.clock import FakeClock, SystemClock
+from serving.http.admission import Gate
 from serving.versions.quiet import Quiet
 
 
@@ -33,3 +36,25 @@ def test_a_stop_ends_it() -> None:
     quiet.in_flight = lambda: 1
     stop.set()
     assert not quiet.wait(60.0, stop) and clock.monotonic_s() < 0.1
+
+
+def test_who_waits_is_woken_when_the_last_request_leaves_and_looks_by_himself_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.versions.quiet._LOOK_S", 60.0)
+    quiet, gate, looked = Quiet(SystemClock()), Gate(9), threading.Event()
+
+    def in_flight() -> int:
+        looked.set()
+        return gate.in_flight
+
+    quiet.in_flight, gate.emptied = in_flight, quiet.came
+    gate.enter(1.0)
+    gate.enter(1.0)
+    waiting = threading.Thread(target=quiet.wait, args=(60.0,), daemon=True)
+    waiting.start()
+    assert looked.wait(30)
+    gate.leave()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "one is left"
+    gate.leave()
+    waiting.join(30)
+    assert not waiting.is_alive()
