@@ -215,15 +215,14 @@ def batch_of(reader: Schema, columns: Mapping[str, FlatColumn], counts_R: np.nda
 def _label_arrays(labels: tuple[Label, ...], columns: Mapping[str, FlatColumn], index_B: np.ndarray) -> dict[str, Any]:
     shape = (len(index_B), len(labels))
     absent = {"label": 0.0, "score": np.nan}
-    out = {array: np.full(shape, absent[what], dtype=np.float32) for what, array in _BY_LABEL.items()}
-    weight_BT = np.zeros(shape, dtype=np.float32)
+    out = {array: np.empty(shape, dtype=np.float32) for array in ("weight_BT", *_BY_LABEL.values())}
+    weight_B = columns["weight"].values[index_B]
     for t, label in enumerate(labels):
-        if label_column(label.name) in columns:
-            weight_BT[:, t] = columns["weight"].values[index_B]
+        out["weight_BT"][:, t] = weight_B if label_column(label.name) in columns else 0.0
         for what, array in _BY_LABEL.items():
-            if (found := columns.get(label_column(label.name, what))) is not None:
-                out[array][:, t] = found.values
-    return {**out, "weight_BT": weight_BT, "label_before_BT": np.full(shape, np.nan, dtype=np.float32)}
+            found = columns.get(label_column(label.name, what))
+            out[array][:, t] = absent[what] if found is None else found.values
+    return {**out, "label_before_BT": np.full(shape, np.nan, dtype=np.float32)}
 
 
 def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> dict[str, Any]:

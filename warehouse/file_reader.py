@@ -25,7 +25,8 @@ from warehouse import layout
 from warehouse.byte_ranges import MOST_OVER_READ, ByteRange, RangedFile, merged
 from warehouse.data_file import DataFile
 from warehouse.file_writer import FOOTER_KEY, FORMATS
-from warehouse.pages.page_reader import PageReader, leaves, place
+from warehouse.pages.page_footer import Chunks, leaves
+from warehouse.pages.page_reader import PageReader
 
 Labels = Literal["latest", "as_streamed"]
 _TAIL_BYTES = 64 << 10
@@ -49,7 +50,7 @@ class SampleFile:
         self._at: dict[str, list[int]] = {}  # where a column's leaves are among all
         for at in range(self.footer.num_columns):
             self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
-        self._leaves = leaves(self.footer)
+        self._leaves, self._chunks = leaves(self.footer), Chunks(self.footer)
         self._asked: tuple[Schema, Schema, Mapping[str, Form]] | None = None  # what was read last, and the columns that it needs
         self.said = self._said()
         if self.footer.num_rows != file.rows:
@@ -95,7 +96,7 @@ class SampleFile:
         names = list(dict.fromkeys((*forms, "item")))
         with self._told():
             self.source.fetch(self.reading_plan(names, chosen))
-            reader, known = PageReader(self.source, self.footer, chosen), {}
+            reader, known = PageReader(self.source, self._chunks, chosen), {}
             for name in names:
                 leaf, form = self._leaves.get(name), forms.get(name, CANDIDATE["item"])
                 if leaf is not None and (column := reader.read(leaf, form)) is not None:
@@ -108,9 +109,8 @@ class SampleFile:
 
     def _places(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
         for g in groups:
-            group = self.footer.row_group(g)
             for at in sorted(at for name in names for at in self._at.get(name, ())):
-                yield place(group.column(at))
+                yield self._chunks.at(g, at).place
 
     def _said(self) -> dict[str, Any]:
         with self._told():

@@ -14,7 +14,8 @@ from numba.core.registry import CPUDispatcher
 from roo.columnar import Form
 from tests.warehouse.sample_cases import same_bits
 from warehouse.pages import page_kernels
-from warehouse.pages.page_reader import FoundLists, Leaf, PagedColumn, PageReader, leaves, warm
+from warehouse.pages.page_footer import Chunks, Leaf, leaves
+from warehouse.pages.page_reader import FoundLists, PagedColumn, PageReader, warm
 
 SPLIT = {"float.list.element": "BYTE_STREAM_SPLIT", "score": "BYTE_STREAM_SPLIT"}
 DELTA = dict.fromkeys(("time.list.element", "far.list.element", "close"), "DELTA_BINARY_PACKED")
@@ -98,7 +99,7 @@ def form(leaf: Leaf) -> Form:
 
 def by_pages(data: bytes, groups: list[int], footer: Any = None) -> dict[str, PagedColumn | None]:
     footer = footer or pq.read_metadata(pa.BufferReader(data))
-    reader = PageReader(Bytes(data), footer, groups)
+    reader = PageReader(Bytes(data), Chunks(footer), groups)
     return {name: reader.read(leaf, form(leaf)) for name, leaf in leaves(footer).items()}
 
 
@@ -181,7 +182,7 @@ def test_nulls_are_left_to_arrow_and_other_shapes_are_not_asked() -> None:
 def test_a_column_of_another_form_than_was_asked_for_is_left_to_arrow() -> None:
     data = written(table(300, 1, nullable=False))
     footer = pq.read_metadata(pa.BufferReader(data))
-    reader, its = PageReader(Bytes(data), footer, [0]), leaves(footer)
+    reader, its = PageReader(Bytes(data), Chunks(footer), [0]), leaves(footer)
     assert reader.read(its["id"], Form("candidate", "id", "i8")) is not None
     for name, other in (
         ("id", Form("request", "id", "i8")),
@@ -192,7 +193,7 @@ def test_a_column_of_another_form_than_was_asked_for_is_left_to_arrow() -> None:
         ("key", Form("request", "text", "S64")),
     ):
         assert reader.read(its[name], other) is None, (name, other)
-    assert PageReader(Bytes(data), footer, []).read(its["id"], form(its["id"])) is None
+    assert PageReader(Bytes(data), Chunks(footer), []).read(its["id"], form(its["id"])) is None
 
 
 def test_texts_without_a_dictionary_or_not_in_utf8_are_left_to_arrow() -> None:

@@ -29,6 +29,9 @@ def zigzag(value: int) -> int:
 @njit(cache=True, nogil=True)
 def unpacked(buf: np.ndarray, at: int, width: int, out: np.ndarray) -> None:
     """Fills `out` with numbers of `width` bits (1 to 56) that lie behind each other, lowest bits first. Their bytes are there."""
+    if width == 1:
+        unpacked_bits(buf[at : at + (len(out) + 7) // 8], out)
+        return
     held, bits, mask = np.uint64(0), 0, (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     words = len(buf) - 4 if width <= 32 else -1  # where four bytes can be taken at once
     for i in range(len(out)):
@@ -46,6 +49,18 @@ def unpacked(buf: np.ndarray, at: int, width: int, out: np.ndarray) -> None:
         out[i] = held & mask
         held >>= np.uint64(width)
         bits -= width
+
+
+@njit(cache=True, nogil=True)
+def unpacked_bits(buf: np.ndarray, out: np.ndarray) -> None:
+    """As `unpacked`, of one bit each: a byte's eight at once."""
+    whole = len(out) // 8
+    for i in range(whole):
+        byte, its = buf[i], out[8 * i : 8 * i + 8]
+        for bit in range(8):
+            its[bit] = (byte >> np.uint8(bit)) & np.uint8(1)
+    for n in range(8 * whole, len(out)):
+        out[n] = (buf[whole] >> np.uint8(n & 7)) & np.uint8(1)
 
 
 @njit(cache=True, nogil=True)

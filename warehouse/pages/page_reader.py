@@ -22,14 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from roo.columnar import Form
-from warehouse.byte_ranges import ByteRange
 from warehouse.pages import page_kernels as k
+from warehouse.pages.page_footer import Chunks, ColumnChunk, Leaf, leaves
 
 _ZSTD = pa.Codec("zstd")
 _DATA, _DICTIONARY = 0, 2  # types of a page
 _PLAIN, _PLAIN_DICTIONARY, _RLE, _DELTA, _RLE_DICTIONARY, _SPLIT = 0, 2, 3, 5, 8, 9  # encodings
-_TYPES = {"INT64": np.int64, "INT32": np.int32, "FLOAT": np.float32}
-_FULL = ((0, 1), (2, 3), (5,))  # of each depth: levels of a value that are understood
 _SIZE = struct.Struct("<I")
 _MOST_LEVELS = 1 << 28  # of a column in a row group: more than a schema's caps let it have
 _MOST_SEEN = 6  # that of requests, of candidates and their ids, of a sequence, of two other features
@@ -40,22 +38,6 @@ class PagedFile(Protocol):
 
     def seek(self, offset: int, /) -> int: ...
     def read_buffer(self, size: int, /) -> memoryview: ...
-
-
-class Leaf(NamedTuple):
-    """A column of a file."""
-
-    at: int  # among the file's leaves
-    dtype: Any  # np.bytes_ of texts
-    depth: int  # 0: a value a row; 1: a list of them; 2: a list of lists
-    full: int  # level of a value
-    widths: tuple[int, ...]  # bits of each kind of level, of lists that go on and of what is there; none where all is there
-
-    def fits(self, form: Form) -> bool:
-        """Whether it is what a column of this form is."""
-        dtype = np.dtype(form.dtype)
-        is_its = dtype.kind == "S" and dtype.itemsize > 0 if self.dtype is np.bytes_ else dtype == self.dtype
-        return is_its and self.depth == form.is_list + (form.of == "candidate")
 
 
 class FoundLists(NamedTuple):
@@ -88,29 +70,13 @@ class _LeftToArrow(Exception):
     """Arrow is to decide."""
 
 
-def leaves(footer: Any) -> dict[str, Leaf]:
-    """The columns of a file that could be read here, by their names."""
-    out = {}
-    for at in range(footer.num_columns):
-        leaf = footer.schema.column(at)
-        depth, full, kind = leaf.max_repetition_level, leaf.max_definition_level, leaf.physical_type
-        name, *rest = leaf.path.split(".")
-        if depth >= len(_FULL) or full not in _FULL[depth] or rest not in (["list", "element"] * depth, ["list", "item"] * depth):
-            continue
-        logical, widths = leaf.logical_type.type, tuple(level.bit_length() for level in (depth, full) if level)
-        if kind in _TYPES and logical == "NONE":
-            out[name] = Leaf(at, _TYPES[kind], depth, full, widths)
-        elif kind == "BYTE_ARRAY" and logical == "STRING" and depth == 0:
-            out[name] = Leaf(at, np.bytes_, depth, full, widths)
-    return out
-
-
 class PageReader:
     """Columns of some row groups, one after the other. What candidates have has the same levels in every column, and so have a
     sequence's columns: alike bytes mean alike lists and aren't decoded again. Not thread-safe."""
 
-    def __init__(self, source: PagedFile, footer: Any, groups: Sequence[int]) -> None:
-        self._source, self._groups = source, [footer.row_group(g) for g in groups]
+    def __init__(self, source: PagedFile, chunks: Chunks, groups: Sequence[int]) -> None:
+        self._source, self._chunks, self._groups = source, chunks, groups
+        self._rows = [chunks.rows(group) for group in groups]
         self._seen: list[list[_SeenLevels]] = [[] for _ in groups]  # of each group, newest first
 
     def read(self, leaf: Leaf, form: Form) -> PagedColumn | None:
@@ -119,8 +85,8 @@ class PageReader:
         Raises:
             UnavailableError: its bytes can't be read now. CheckpointError: the file ends before.
         """
-        chunks = [group.column(leaf.at) for group in self._groups]
-        if not chunks or not leaf.fits(form) or any(chunk.compression != "ZSTD" for chunk in chunks):
+        chunks = [self._chunks.at(group, leaf.at) for group in self._groups]
+        if not chunks or not leaf.fits(form) or not all(chunk.is_zstd for chunk in chunks):
             return None
         try:
             parts = [self._part(n, leaf, chunk, np.dtype(form.dtype)) for n, chunk in enumerate(chunks)]
@@ -128,9 +94,9 @@ class PageReader:
             return None
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _part(self, n: int, leaf: Leaf, chunk: Any, dtype: np.dtype[Any]) -> PagedColumn:
+    def _part(self, n: int, leaf: Leaf, chunk: ColumnChunk, dtype: np.dtype[Any]) -> PagedColumn:
         """Of one row group, the n-th of those asked for."""
-        rows, total = self._groups[n].num_rows, chunk.num_values
+        rows, total = self._rows[n], chunk.levels
         if not 0 <= rows <= total <= _MOST_LEVELS:
             raise _LeftToArrow
         values_V, levels, filled, known, found = np.empty(total, dtype=dtype), 0, 0, None, None
@@ -160,7 +126,7 @@ class PageReader:
             if one.leaf == (leaf.depth, leaf.full) and one.bytes == own:
                 seen.insert(0, seen.pop(at))
                 return one
-        found = _Growing(leaf, self._groups[n].num_rows, page.levels)
+        found = _Growing(leaf, self._rows[n], page.levels)
         _, values = found.add(page)
         seen.insert(0, _SeenLevels(own, (leaf.depth, leaf.full), found.whole(), values))
         del seen[_MOST_SEEN:]
@@ -212,17 +178,16 @@ def _joined(parts: Sequence[PagedColumn]) -> PagedColumn:
     return PagedColumn(np.concatenate([part.values for part in parts]), tuple(lists))
 
 
-def _pages(source: PagedFile, chunk: Any) -> Iterator[_ParquetPage]:
+def _pages(source: PagedFile, chunk: ColumnChunk) -> Iterator[_ParquetPage]:
     """Those of a column of one row group, each held against its checksum."""
-    own = place(chunk)
-    source.seek(own.start)
-    whole = source.read_buffer(own.end - own.start)
+    source.seek(chunk.place.start)
+    whole = source.read_buffer(chunk.place.end - chunk.place.start)
     buf = np.frombuffer(whole, dtype=np.uint8)
     told, at = np.empty(k.FIELDS, dtype=np.int64), 0
     while at < len(buf):
         at = k.header(buf, at, len(buf), told)
         kind, unpacked, packed, crc, levels, encoding, defined_by, repeated_by = told.tolist()
-        if at < 0 or not 0 <= packed <= len(buf) - at or not 0 <= unpacked <= chunk.total_uncompressed_size or levels < 0:
+        if at < 0 or not 0 <= packed <= len(buf) - at or not 0 <= unpacked <= chunk.unpacked or levels < 0:
             raise _LeftToArrow
         if kind not in (_DATA, _DICTIONARY) or (kind == _DATA and (defined_by, repeated_by) != (_RLE, _RLE)):
             raise _LeftToArrow
@@ -235,12 +200,6 @@ def _pages(source: PagedFile, chunk: Any) -> Iterator[_ParquetPage]:
             raise _LeftToArrow from None
         yield _ParquetPage(kind, encoding, levels, np.frombuffer(data, dtype=np.uint8))
         at += packed
-
-
-def place(chunk: Any) -> ByteRange:
-    """Where a column of one row group lies."""
-    start = chunk.dictionary_page_offset or chunk.data_page_offset
-    return ByteRange(start, start + chunk.total_compressed_size)
 
 
 def _dictionary(page: _ParquetPage, leaf: Leaf) -> np.ndarray:
@@ -319,7 +278,7 @@ def warm() -> None:
     pq.write_table(pa.table(arrays, list(forms)), out, compression="zstd", **options)
     footer, source = pq.read_metadata(pa.BufferReader(out.getvalue())), _Bytes(out.getvalue().to_pybytes())
     for name, leaf in leaves(footer).items():
-        found = PageReader(source, footer, [0]).read(leaf, forms[name])
+        found = PageReader(source, Chunks(footer), [0]).read(leaf, forms[name])
         assert found is not None and found.values.tolist() == [1, 2, 3], name
 
 
