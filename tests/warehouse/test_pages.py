@@ -15,7 +15,7 @@ from roo.columnar import Form
 from tests.warehouse.sample_cases import same_bits
 from warehouse.pages import page_kernels
 from warehouse.pages.page_footer import Chunks, Leaf, leaves
-from warehouse.pages.page_reader import FoundLists, PagedColumn, PageReader, warm
+from warehouse.pages.page_reader import FoundLists, LeftToArrow, PagedColumn, PageReader, ParquetPage, texts_at, texts_of, warm
 
 SPLIT = {"float.list.element": "BYTE_STREAM_SPLIT", "score": "BYTE_STREAM_SPLIT"}
 DELTA = dict.fromkeys(("time.list.element", "far.list.element", "close"), "DELTA_BINARY_PACKED")
@@ -203,6 +203,21 @@ def test_texts_without_a_dictionary_or_not_in_utf8_are_left_to_arrow() -> None:
     ):
         data = written(pa.table({"surface": texts}), column_encoding=None, **options)
         assert by_pages(data, [0]) == {"surface": None}
+
+
+def test_dictionaries_of_texts_are_taken_whole_or_not_at_all() -> None:
+    def page(data: bytes, levels: int, encoding: int = 0) -> ParquetPage:
+        return ParquetPage(2, encoding, levels, np.frombuffer(data, dtype=np.uint8))
+
+    two, kind = b"\x01\0\0\0a\x03\0\0\0bcd", np.dtype("S2")
+    assert texts_of(page(two, 2), kind).tolist() == [b"a", b"bc"], "what is longer is cut"
+    for data, levels, encoding in ((two, 3, 0), (two, 2, 8), (two[:-1], 2, 0), (two + b"\0", 2, 0), (b"\xff" * 4, 1, 0)):
+        with pytest.raises(LeftToArrow):
+            texts_of(page(data, levels, encoding), kind)
+    known, out = np.array([b"a", b"b"]), np.empty(2, dtype="S1")
+    assert texts_at(np.array([1, 0], dtype=np.uint32), known, out) == 0 and out.tolist() == [b"b", b"a"]
+    assert texts_at(np.array([1, 2], dtype=np.uint32), known, out) == -1, "more than there are"
+    assert texts_at(np.empty(0, dtype=np.uint32), known[:0], out[:0]) == 0
 
 
 def test_a_byte_that_changed_is_refused_or_changes_nothing() -> None:

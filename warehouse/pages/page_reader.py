@@ -59,14 +59,14 @@ class _SeenLevels(NamedTuple):
     values: int
 
 
-class _ParquetPage(NamedTuple):
+class ParquetPage(NamedTuple):
     kind: int
     encoding: int
     levels: int  # of a dictionary: its values
     data: np.ndarray  # uint8
 
 
-class _LeftToArrow(Exception):
+class LeftToArrow(Exception):
     """Arrow is to decide."""
 
 
@@ -90,7 +90,7 @@ class PageReader:
             return None
         try:
             parts = [self._part(n, leaf, chunk, np.dtype(form.dtype)) for n, chunk in enumerate(chunks)]
-        except _LeftToArrow:
+        except LeftToArrow:
             return None
         return parts[0] if len(parts) == 1 else _joined(parts)
 
@@ -98,15 +98,15 @@ class PageReader:
         """Of one row group, the n-th of those asked for."""
         rows, total = self._rows[n], chunk.levels
         if not 0 <= rows <= total <= _MOST_LEVELS:
-            raise _LeftToArrow
+            raise LeftToArrow
         values_V, levels, filled, known, found = np.empty(total, dtype=dtype), 0, 0, None, None
         for page in _pages(self._source, chunk):
             if page.kind == _DICTIONARY:
-                known = _texts(page, dtype) if leaf.dtype is np.bytes_ else _dictionary(page, leaf)
+                known = texts_of(page, dtype) if leaf.dtype is np.bytes_ else _dictionary(page, leaf)
                 continue
             levels += page.levels
             if levels > total:
-                raise _LeftToArrow
+                raise LeftToArrow
             if page.levels == total:
                 seen = self._only(n, page, leaf)
                 _values(page, len(seen.bytes), known, values_V[: seen.values])
@@ -116,10 +116,10 @@ class PageReader:
             _values(page, end, known, values_V[filled : filled + count])
             filled += count
         if levels != total or found is None:
-            raise _LeftToArrow
+            raise LeftToArrow
         return PagedColumn(values_V[:filled], found.whole())
 
-    def _only(self, n: int, page: _ParquetPage, leaf: Leaf) -> _SeenLevels:
+    def _only(self, n: int, page: ParquetPage, leaf: Leaf) -> _SeenLevels:
         """What the levels of a column's only page say, or said of an earlier column."""
         seen, own = self._seen[n], page.data[: _ends(page, leaf)[-1]].tobytes()
         for at, one in enumerate(seen):
@@ -143,13 +143,13 @@ class _Growing:
         sizes = (rows, total)[: leaf.depth]
         self._lists = tuple(FoundLists(np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.bool_)) for size in sizes)
 
-    def add(self, page: _ParquetPage) -> tuple[int, int]:
+    def add(self, page: ParquetPage) -> tuple[int, int]:
         """Where the page's levels end, and its values."""
         leaf, ends = self.leaf, _ends(page, self.leaf)
         decoded = [np.empty(page.levels, dtype=np.uint8) for _ in ends[1:]]
         for n, width in enumerate(leaf.widths):
             if k.runs(page.data, ends[n] + 4, ends[n + 1], width, decoded[n]) < 0:
-                raise _LeftToArrow
+                raise LeftToArrow
         if leaf.depth == 0:
             values = page.levels if not decoded or bool((decoded[0] == leaf.full).all()) else -1
             self._begun_2[0] += page.levels
@@ -158,13 +158,13 @@ class _Growing:
         else:
             values = k.lists_of_lists(*decoded, self._begun_2, *self._lists[0], *self._lists[1])
         if values < 0:
-            raise _LeftToArrow
+            raise LeftToArrow
         return ends[-1], values
 
     def whole(self) -> tuple[FoundLists, ...]:
         """All of them, once every page was told."""
         if self._begun_2[0] != self._rows:
-            raise _LeftToArrow
+            raise LeftToArrow
         if self.leaf.depth < 2:
             return self._lists
         return self._lists[0], FoundLists(*(array[: self._begun_2[1]] for array in self._lists[1]))
@@ -178,7 +178,7 @@ def _joined(parts: Sequence[PagedColumn]) -> PagedColumn:
     return PagedColumn(np.concatenate([part.values for part in parts]), tuple(lists))
 
 
-def _pages(source: PagedFile, chunk: ColumnChunk) -> Iterator[_ParquetPage]:
+def _pages(source: PagedFile, chunk: ColumnChunk) -> Iterator[ParquetPage]:
     """Those of a column of one row group, each held against its checksum."""
     source.seek(chunk.place.start)
     whole = source.read_buffer(chunk.place.end - chunk.place.start)
@@ -188,30 +188,30 @@ def _pages(source: PagedFile, chunk: ColumnChunk) -> Iterator[_ParquetPage]:
         at = k.header(buf, at, len(buf), told)
         kind, unpacked, packed, crc, levels, encoding, defined_by, repeated_by = told.tolist()
         if at < 0 or not 0 <= packed <= len(buf) - at or not 0 <= unpacked <= chunk.unpacked or levels < 0:
-            raise _LeftToArrow
+            raise LeftToArrow
         if kind not in (_DATA, _DICTIONARY) or (kind == _DATA and (defined_by, repeated_by) != (_RLE, _RLE)):
-            raise _LeftToArrow
+            raise LeftToArrow
         page = whole[at : at + packed]
         if crc == -1 or zlib.crc32(page) != crc & 0xFFFFFFFF:
-            raise _LeftToArrow
+            raise LeftToArrow
         try:
             data = _ZSTD.decompress(page, decompressed_size=unpacked)
         except (OSError, pa.ArrowException):
-            raise _LeftToArrow from None
-        yield _ParquetPage(kind, encoding, levels, np.frombuffer(data, dtype=np.uint8))
+            raise LeftToArrow from None
+        yield ParquetPage(kind, encoding, levels, np.frombuffer(data, dtype=np.uint8))
         at += packed
 
 
-def _dictionary(page: _ParquetPage, leaf: Leaf) -> np.ndarray:
+def _dictionary(page: ParquetPage, leaf: Leaf) -> np.ndarray:
     if page.encoding not in (_PLAIN, _PLAIN_DICTIONARY) or len(page.data) != page.levels * leaf.dtype().itemsize:
-        raise _LeftToArrow
+        raise LeftToArrow
     return page.data.view(leaf.dtype)
 
 
-def _texts(page: _ParquetPage, dtype: np.dtype[Any]) -> np.ndarray:
+def texts_of(page: ParquetPage, dtype: np.dtype[Any]) -> np.ndarray:
     """A dictionary's texts, cut to what `dtype` holds."""
     if page.encoding not in (_PLAIN, _PLAIN_DICTIONARY):
-        raise _LeftToArrow
+        raise LeftToArrow
     data, at, texts = page.data.tobytes(), 0, list[bytes]()
     while at < len(data):
         start = at + 4
@@ -221,25 +221,25 @@ def _texts(page: _ParquetPage, dtype: np.dtype[Any]) -> np.ndarray:
         for text in texts:
             text.decode()
     except UnicodeDecodeError:
-        raise _LeftToArrow from None
+        raise LeftToArrow from None
     if at != len(data) or len(texts) != page.levels:
-        raise _LeftToArrow
+        raise LeftToArrow
     return np.array(texts, dtype=dtype)
 
 
-def _ends(page: _ParquetPage, leaf: Leaf) -> list[int]:
+def _ends(page: ParquetPage, leaf: Leaf) -> list[int]:
     """0, and where the levels of each width end."""
     ends = [0]
     for _ in leaf.widths:
         if ends[-1] + 4 > len(page.data):
-            raise _LeftToArrow
+            raise LeftToArrow
         ends.append(ends[-1] + 4 + int(_SIZE.unpack_from(page.data.data, ends[-1])[0]))
     if ends[-1] > len(page.data):
-        raise _LeftToArrow
+        raise LeftToArrow
     return ends
 
 
-def _values(page: _ParquetPage, at: int, known: np.ndarray | None, out_V: np.ndarray) -> None:
+def _values(page: ParquetPage, at: int, known: np.ndarray | None, out_V: np.ndarray) -> None:
     data, end, done = page.data, len(page.data), -1
     is_text = out_V.dtype.kind == "S"
     if page.encoding == _PLAIN and end - at == out_V.nbytes and not is_text:
@@ -248,16 +248,16 @@ def _values(page: _ParquetPage, at: int, known: np.ndarray | None, out_V: np.nda
     elif page.encoding in (_RLE_DICTIONARY, _PLAIN_DICTIONARY) and known is not None and at < end:
         index_V = np.empty(len(out_V), dtype=np.uint32)
         if k.runs(data, at + 1, end, int(data[at]), index_V) >= 0:
-            done = _chosen(index_V, known, out_V) if is_text else k.looked_up(index_V, known, out_V)
+            done = texts_at(index_V, known, out_V) if is_text else k.looked_up(index_V, known, out_V)
     elif page.encoding == _SPLIT and out_V.dtype == np.float32:
         done = k.joined(data, at, end, out_V.view(np.uint32))
     elif page.encoding == _DELTA and out_V.dtype == np.int64:
         done = k.summed(data, at, end, out_V)
     if done < 0:
-        raise _LeftToArrow
+        raise LeftToArrow
 
 
-def _chosen(index_V: np.ndarray, known: np.ndarray, out_V: np.ndarray) -> int:
+def texts_at(index_V: np.ndarray, known: np.ndarray, out_V: np.ndarray) -> int:
     """As `looked_up`, of texts."""
     if len(index_V) and int(index_V.max()) >= len(known):
         return -1
