@@ -82,6 +82,7 @@ class HttpInterface:
             self._traffic["/v1/retrieve"] = RetrieveEndpoint(parts, rank, parts.items.retriever, seldom)
             self._traffic["/v1/recommend"] = RecommendEndpoint(parts, rank, parts.items.retriever, seldom)
         self.connections: Collection[object] = ()  # open ones: those of the server that runs this
+        rank.queue.num_connections = lambda: len(self.connections)
         self._inference = InferenceProtocol(parts, rank, seldom, _version())
         self._others = _others(parts)
         self._open_files = frozenset(front.FILES) - {"/"}

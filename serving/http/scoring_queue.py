@@ -4,8 +4,9 @@ Nobody waits for company: while nothing is scored a request is scored alone, at 
 further, and the fixed part of a pass is paid once for all that came in the meantime.
 
 A short pass is made in the event loop's own thread: a change of threads costs more than the loop's other calls gain by it. It
-takes as many as LOOP_S of work, by what recent passes took, and the loop has its turn before the next one. What takes longer
-alone, or may wait for others (Redis, a shard), is the scoring thread's.
+takes as many as LOOP_S of work, by what recent passes took, and the loop has its turn before the next one: several, while new
+connections come, of which uvloop takes one a turn. What takes longer alone, or may wait for others (Redis, a shard), is the
+scoring thread's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from serving.request import RankRequest
 RankAll = Callable[[list[tuple[RankRequest, int]]], "list[Ranked | Exception]"]
 
 LOOP_S = 0.003
+MOST_TURNS = 16  # of the loop between two passes
 _CANDIDATES = 64  # that take about as long as the fixed part of a request
 _RISES, _FALLS = 0.5, 0.1  # weight of the newest pass in what one takes, where it took more and where it took less
 
@@ -105,6 +107,8 @@ class ScoringQueue:
         self.executor, self.rank_all, self.gate, self.waited, self.may_wait = executor, rank_all, gate, waited, may_wait
         self.max_requests, self.max_candidates = most
         self.pace = Pace()
+        self.num_connections: Callable[[], int] = lambda: 0  # that are open: while it changes, others wait to be taken
+        self._num_seen = self._turns = 0
         self._waiting: deque[_QueuedRank] = deque()
         self._is_busy = self._is_due = False  # a pass is being made; one is about to be made in the loop
 
@@ -152,11 +156,21 @@ class ScoringQueue:
 
     def _pass_here(self) -> None:
         """In the loop, for as many as it may be kept for; the others wait for its next turn."""
+        if self._others_come():
+            asyncio.get_running_loop().call_soon(self._pass_here)
+            return
         self._is_due = False
         if batch := self._taken(is_here=True):
             self._deliver(batch, *self._ranked(batch))
         else:
             self._begin()
+
+    def _others_come(self) -> bool:
+        """Whether the loop is to have one more turn first."""
+        num = self.num_connections()
+        is_still = num == self._num_seen or self._turns >= MOST_TURNS
+        self._num_seen, self._turns = num, 0 if is_still else self._turns + 1
+        return not is_still
 
     def _ranked(self, batch: list[_QueuedRank]) -> tuple[Sequence[Ranked | Exception], float]:
         """(of each its outcome, what it took in s)."""

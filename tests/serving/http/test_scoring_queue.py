@@ -24,7 +24,7 @@ from serving.errors import RequestError
 from serving.http.admission import Gate
 from serving.http.app import HttpInterface
 from serving.http.parse import JsonParser
-from serving.http.scoring_queue import LOOP_S, Pace, ScoringQueue, Stopwatch
+from serving.http.scoring_queue import LOOP_S, MOST_TURNS, Pace, ScoringQueue, Stopwatch
 from serving.rank import Ranked, RankService
 from serving.request import RankRequest
 from serving.scorer import Version, build_version, first_version
@@ -214,6 +214,25 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(go())
     assert {1, 2, 3} <= set(turns)
+
+
+@pytest.mark.parametrize("num_coming", [0, 5, 1000])
+def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_not_all(num_coming: int) -> None:
+    paced, turns = Paced(), list[int]()
+
+    async def go() -> None:
+        queue, coming = ScoringQueue(executor, paced, Gate(100), (1, 100)), iter(range(1, num_coming + 1))
+        await queue.score(request("first"), 0)
+        queue.pace.turn_s = 1e-6
+        queue.num_connections = lambda: next(coming, num_coming)
+        asked = asyncio.ensure_future(queue.score(request("a"), 0))
+        while not asked.done():
+            turns.append(len(paced.seen))
+            await asyncio.sleep(0)
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(go())
+    assert abs(turns.count(1) - min(num_coming, MOST_TURNS)) <= 2 and turns.count(1) < MOST_TURNS + 3
 
 
 def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() -> None:
