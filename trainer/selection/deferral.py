@@ -25,11 +25,11 @@ import numpy as np
 from roo.lookup import Lookup, StackLookup
 from roo.schema import Schema
 from trainer.selection.config import DeferralConfig
-from trainer.selection.deferral_kernels import KEPT, VISITED, split, visit
+from trainer.selection.deferral_kernels import KEPT, VISITED, begin, free_rows, move, places, split, touch, visit
 from trainer.selection.row_numbers import RowNumbers, hashed
 
 _JUDGED_EVERY = 8  # takes from one T to the next
-_LEAST_PLACES = 1024
+_FIRST_PLACES = 1 << 16  # taken at once; what is never used takes no memory
 
 
 class Pushed(NamedTuple):
@@ -45,26 +45,27 @@ class _WatchedStack:
     def __init__(self, config: DeferralConfig, width: int, expire_ms: Mapping[int, int]) -> None:
         """`expire_ms`: table id → `expire_after_ms`, of tables that have one."""
         self.config, self.width, self.expire_ms = config, width, dict(expire_ms)
-        self.rows = RowNumbers()
-        self.of_N = np.zeros(0, VISITED)  # of numbers, and of places for more
-        self.b_ND, self.w_ND = (np.zeros((0, width), np.float32) for _ in range(2))
+        self.rows = RowNumbers(room=min(config.max_rows, _FIRST_PLACES))
+        self._make_places(min(config.max_rows, _FIRST_PLACES))
         self.recent, self.num_recent = np.zeros(config.window, np.float32), 0  # m of visits of hot rows, in a ring
         self.T, self.num_takes = np.float32(-np.inf), 0
         self.num_visits = self.num_pushes = self.num_unfrozen = 0  # since the start
 
-    def take(self, keys: StackLookup, row_UD: np.ndarray, gradient_UD: np.ndarray, now_ms: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which rows are pushed, int64 [P], positions in U, and with which gradients, float32 [P, D]."""
+    def take(self, keys: StackLookup, row_UD: np.ndarray, gradient_UD: np.ndarray, now_ms: int) -> tuple[StackLookup, np.ndarray]:
+        """Which rows are pushed, P of U, and with which gradients, float32 [P, D]."""
         self.num_takes += 1
         config, number_U = self.config, self._numbered(keys)
         at = (self.recent, self.num_recent, self.num_takes, config.min_visits, self.T)
+        touch(number_U, self.of_N, self.w_ND)
         self.num_recent, num_unfrozen = visit(number_U, row_UD, self.of_N, self.w_ND, *at)
         self.num_unfrozen += num_unfrozen
         self._choose_threshold()
         told = (config.min_visits, config.visits, self.T, config.choice == "random", now_ms)
-        pushed_P, out_PD = split(number_U, row_UD, gradient_UD, self.of_N, self.w_ND, self.b_ND, *told)
+        batch = (keys.table_U, keys.id_U, row_UD, gradient_UD)
+        table_P, id_P, out_PD = split(number_U, *batch, self.of_N, self.w_ND, self.b_ND, *told)
         self.num_visits += len(number_U)
-        self.num_pushes += len(pushed_P)
-        return pushed_P, out_PD
+        self.num_pushes += len(id_P)
+        return StackLookup(table_P, id_P, {}), out_PD
 
     def flush(self) -> tuple[StackLookup, np.ndarray]:
         """What waits: keys and sums; nothing waits any more."""
@@ -102,36 +103,39 @@ class _WatchedStack:
         number_U = self.rows.number(table_U, id_U, most)
         if len(self.rows) > len(self.of_N):
             self._grow(first)
+        begin(self.of_N, self.w_ND, first, len(self.rows))
+        if self.expire_ms or self.config.choice == "random":
+            self._judge_keys(first)
+        return number_U
+
+    def _judge_keys(self, first: int) -> None:
+        """What follows from their keys alone, of rows from `first` on."""
         of_M, table_M, id_M = self.of_N[first : len(self.rows)], self.rows.table_N[first:], self.rows.id_N[first:]
-        of_M["m"], of_M["late_ms"] = np.inf, np.iinfo(np.int64).max
         for table, expire_ms in self.expire_ms.items():
             of_M["late_ms"][table_M == table] = expire_ms // 4
         if self.config.choice == "random":
             of_M["calm"] = (hashed(table_M, id_M) >> np.uint64(11)) * 2.0**-53 < self.config.share
-        return number_U
 
     def _grow(self, used: int) -> None:
-        """Places for four times as many, of which `used` are copied: all copying together is linear, and a place that nobody has
-        takes no memory yet."""
+        """Places for four times as many, of which `used` are copied: all copying together is linear."""
+        before = self.of_N, self.b_ND, self.w_ND
         most = max(self.config.max_rows, len(self.rows))
-        places = min(max(len(self.rows), 4 * len(self.of_N), _LEAST_PLACES), most)
-        for name in ("of_N", "b_ND", "w_ND"):
-            before = getattr(self, name)
-            after = np.zeros((places, *before.shape[1:]), before.dtype)
-            after[:used] = before[:used]
-            setattr(self, name, after)
+        self._make_places(min(max(len(self.rows), 4 * len(self.of_N)), most))
+        for old, new in zip(before, (self.of_N, self.b_ND, self.w_ND), strict=True):
+            new[:used] = old[:used]
+
+    def _make_places(self, num: int) -> None:
+        """Of numbers, and for more."""
+        self.of_N = places((num,), VISITED)
+        self.b_ND, self.w_ND = (places((num, self.width), np.dtype(np.float32)) for _ in range(2))
 
     def _make_room(self, need: int, in_use: np.ndarray) -> None:
         """Forget rows that nothing waits for, the longest unvisited first, of equals the lower numbers: an eighth of all at a
         time."""
-        of_N = self.of_N[: len(self.rows)]
-        free_N = of_N["c"] == 0
-        free_N[in_use] = False
-        free_M = np.flatnonzero(free_N)
+        free_M, seen_M = free_rows(self.of_N, len(self.rows), in_use)
         num_gone = min(max(need, self.config.max_rows // 8), len(free_M))
         if not num_gone:
             return
-        seen_M = of_N["seen"][free_M]
         last = np.partition(seen_M, num_gone - 1)[num_gone - 1]
         is_older, is_last = seen_M < last, np.flatnonzero(seen_M == last)
         is_older[is_last[: num_gone - int(is_older.sum())]] = True
@@ -143,10 +147,7 @@ class _WatchedStack:
 
     def _forget(self, gone_M: np.ndarray) -> None:
         """int64, rising numbers."""
-        from_K, to_K = self.rows.drop(gone_M)
-        for column_N in (self.of_N, self.b_ND, self.w_ND):
-            column_N[to_K] = column_N[from_K]
-            column_N[len(self.rows) : len(self.rows) + len(gone_M)] = np.zeros((), column_N.dtype)
+        move(self.of_N, self.w_ND, self.b_ND, gone_M, *self.rows.drop(gone_M))
 
     def state(self) -> dict[str, np.ndarray]:
         recent = self.recent[: min(self.num_recent, self.config.window)].copy()
@@ -190,8 +191,7 @@ class Deferral:
         stacks, out = dict(lookup.stacks), {}
         for stack, gradient_UD in gradients.items():
             keys = lookup.stacks[stack]
-            pushed_P, out[stack] = self.stacks[stack].take(keys, rows[stack], gradient_UD, now_ms)
-            stacks[stack] = StackLookup(keys.table_U[pushed_P], keys.id_U[pushed_P], {})
+            stacks[stack], out[stack] = self.stacks[stack].take(keys, rows[stack], gradient_UD, now_ms)
         return Pushed(Lookup(stacks), out)
 
     def flush(self) -> Pushed | None:

@@ -11,9 +11,69 @@ from numba import njit
 KEPT = {"v": "i8", "c": "i8", "carried": "i8", "pushed_ms": "i8", "seen": "i8", "m": "f4"}
 """Of a row: visits, gradients that wait, visits that its last push carried until it was pulled again, when that was, in which
 batch it was visited last, and movement a visit."""
-VISITED = np.dtype([*KEPT.items(), ("calm", "u1"), ("late_ms", "i8")], align=True)
-"""And what follows from its key: whether chance has chosen it, and for how long nothing may wait."""
+_OF_ROW = {**KEPT, "calm": "u1", "late_ms": "i8"}
+VISITED = np.dtype({"names": [*_OF_ROW], "formats": [*_OF_ROW.values()], "itemsize": 64}, align=True)
+"""And what follows from its key: whether chance has chosen it, and for how long nothing may wait. A line of a cache each."""
+_LINE, _NEVER_MS = 64, np.iinfo(np.int64).max
 _FADE = np.float32(0.9)
+
+
+def places(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros that begin with a line of a cache; what nobody touches takes no memory."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _LINE, np.uint8)
+    first = -raw.ctypes.data % _LINE
+    return raw[first : first + num_bytes].view(dtype).reshape(shape)
+
+
+@njit(cache=True, nogil=True)
+def begin(of_N: np.ndarray, w_ND: np.ndarray, first: int, ends: int) -> None:
+    """Rows `first` to `ends` - 1, for which nothing waits, are as if nobody had visited them, and never expire."""
+    for n in range(first, ends):
+        of = of_N[n]
+        of.v = of.c = of.carried = of.pushed_ms = of.seen = of.calm = 0
+        of.m, of.late_ms = np.inf, _NEVER_MS
+        for j in range(w_ND.shape[1]):
+            w_ND[n, j] = 0
+
+
+@njit(cache=True, nogil=True)
+def move(of_N: np.ndarray, w_ND: np.ndarray, b_ND: np.ndarray, gone_M: np.ndarray, from_K: np.ndarray, to_K: np.ndarray) -> None:
+    """Nothing waits any more for the rows `gone_M`; those of `from_K` become those of `to_K`."""
+    for n in gone_M:
+        if of_N[n].c > 0:
+            b_ND[n] = 0
+    for k in range(len(from_K)):
+        old, new = from_K[k], to_K[k]
+        of_N[new] = of_N[old]
+        w_ND[new] = w_ND[old]
+        if of_N[old].c > 0:
+            b_ND[new] = b_ND[old]
+            b_ND[old] = 0
+
+
+@njit(cache=True, nogil=True)
+def free_rows(of_N: np.ndarray, num_rows: int, in_use: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [M], rising numbers; int64 [M], when each was visited last): of rows that nothing waits for, but for those `in_use`
+    (int64, their numbers)."""
+    taken_N = np.zeros(num_rows, np.bool_)
+    taken_N[in_use] = True
+    number_M, seen_M, num = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), 0
+    for n in range(num_rows):
+        if of_N[n].c == 0 and not taken_N[n]:
+            number_M[num], seen_M[num] = n, of_N[n].seen
+            num += 1
+    return number_M[:num], seen_M[:num]
+
+
+@njit(cache=True, nogil=True)
+def touch(number_U: np.ndarray, of_N: np.ndarray, w_ND: np.ndarray) -> float:
+    """Reads what `visit` will, as `roo.lookup.touch_keys` does and for its reason; there is a row at least."""
+    sum_ = 0.0
+    for u in range(len(number_U)):
+        n = max(number_U[u], 0)
+        sum_ += of_N[n].m + w_ND[n, 0]
+    return sum_
 
 
 @njit(cache=True, nogil=True)
@@ -62,6 +122,8 @@ def visit(
 @njit(cache=True, nogil=True)
 def split(
     number_U: np.ndarray,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
     row_UD: np.ndarray,
     gradient_UD: np.ndarray,
     of_N: np.ndarray,
@@ -72,18 +134,19 @@ def split(
     T: np.float32,
     by_chance: bool,
     now_ms: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of visited rows, those that are pushed now: (int64 [P], positions in U, rising; float32 [P, D], with what waited for them).
-    The gradients of the others are added to what waits.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of visited rows, those that are pushed now, in their order: (uint32 [P], int64 [P], keys; float32 [P, D], their gradients
+    with what waited for them). The gradients of the others are added to what waits.
 
     Read and changed, beside what `visit` has:
-        b_ND    float32: what waits
-        T       a row waits whose m is at most that; `by_chance`: one that is calm
+        table_U, id_U   keys: uint32, int64
+        b_ND            float32: what waits
+        T               a row waits whose m is at most that; `by_chance`: one that is calm
     """
-    pushed_U, out_UD, p = np.empty(len(number_U), np.int64), np.empty_like(gradient_UD), 0
+    table_P, id_P, out_UD, p = np.empty_like(table_U), np.empty_like(id_U), np.empty_like(gradient_UD), 0
     width = gradient_UD.shape[1]
     for u in range(len(number_U)):
-        n = number_U[u]
+        n, waited = number_U[u], False
         if n >= 0:
             of = of_N[n]
             is_calm = of.calm != 0 if by_chance else of.m <= T
@@ -92,24 +155,29 @@ def split(
                 for j in range(width):
                     b_ND[n, j] += gradient_UD[u, j]
                 continue
+            waited = of.c > 0
+            of.carried, of.c, of.pushed_ms = of.c + 1, 0, now_ms
             for j in range(width):
                 w_ND[n, j] = row_UD[u, j]
-        waited = n >= 0 and of_N[n].c > 0
-        for j in range(width):
-            out_UD[p, j] = gradient_UD[u, j]
-            if waited:
+        if waited:
+            for j in range(width):
                 out_UD[p, j] = b_ND[n, j] + gradient_UD[u, j]
                 b_ND[n, j] = 0
-        if n >= 0:
-            of = of_N[n]
-            of.carried, of.c, of.pushed_ms = of.c + 1, 0, now_ms
-        pushed_U[p] = u
+        else:
+            for j in range(width):
+                out_UD[p, j] = gradient_UD[u, j]
+        table_P[p], id_P[p] = table_U[u], id_U[u]
         p += 1
-    return pushed_U[:p], out_UD[:p]
+    return table_P[:p], id_P[:p], out_UD[:p]
 
 
 def warm() -> None:
     """Compile the kernels into numba's cache."""
     number_U, row_UD, of_N, T = np.zeros(1, np.int64), np.zeros((1, 2), np.float32), np.zeros(1, VISITED), np.float32(0)
-    visit(number_U, row_UD, of_N, row_UD.copy(), np.zeros(1, np.float32), 0, 1, 1, T)
-    split(number_U, row_UD, row_UD.copy(), of_N, row_UD.copy(), row_UD.copy(), 1, 2, T, False, 0)
+    w_ND, b_ND = row_UD.copy(), row_UD.copy()
+    begin(of_N, w_ND, 0, 1)
+    touch(number_U, of_N, w_ND)
+    free_rows(of_N, 1, number_U)
+    visit(number_U, row_UD, of_N, w_ND, np.zeros(1, np.float32), 0, 1, 1, T)
+    split(number_U, np.zeros(1, np.uint32), number_U, row_UD, row_UD.copy(), of_N, w_ND, b_ND, 1, 2, T, False, 0)
+    move(of_N, w_ND, b_ND, number_U[:0], number_U[:0], number_U[:0])

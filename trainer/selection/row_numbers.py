@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from roo.ids import splitmix64_of
-from roo.lookup import find_keys, number_keys, put_keys
+from roo.lookup import find_keys, number_keys, put_keys, touch_keys
 
 _LEAST = 16
 
@@ -21,10 +21,11 @@ _LEAST = 16
 class RowNumbers:
     """Numbers go up as rows are added, and anew when some are dropped."""
 
-    def __init__(self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None) -> None:
-        """uint32 and int64 [N], each row once: row n has number n."""
+    def __init__(self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None, *, room: int = 0) -> None:
+        """uint32 and int64 [N], each row once: row n has number n. `room`: for how many there is room at once."""
         self._num, self._table, self._id = 0, np.zeros(0, np.uint32), np.zeros(0, np.int64)
         self._slots_C = np.full(2 * _LEAST, -1, np.int32)
+        self._reserve(room)
         if table_N is not None and id_N is not None:
             self.number(table_N, id_N)
 
@@ -49,6 +50,8 @@ class RowNumbers:
     def find(self, table_U: np.ndarray, id_U: np.ndarray) -> np.ndarray:
         """int64 [U]; -1 = not there."""
         number_U = np.empty(len(id_U), np.int64)
+        if len(self._id):
+            touch_keys(self._slots_C, self._table, self._id, table_U, id_U)
         find_keys(self._slots_C, self._table, self._id, table_U, id_U, number_U)
         return number_U
 
@@ -58,6 +61,8 @@ class RowNumbers:
         ends = len(self) + len(id_U)
         ends = ends if most is None else max(len(self), min(ends, most))
         self._reserve(ends)
+        if len(self._id):
+            touch_keys(self._slots_C, self._table, self._id, table_U, id_U)
         self._num = number_keys(self._slots_C, self._table, self._id, len(self), ends, table_U, id_U, number_U)
         return number_U
 

@@ -27,7 +27,7 @@ from roo.columns import Side
 from roo.lookup import sources_of
 from roo.schema import Schema
 from trainer.selection.row_numbers import RowNumbers
-from trainer.selection.slipstream_kernels import find_slots, judge_slots
+from trainer.selection.slipstream_kernels import find_slots, judge_slots, smallest
 
 T_QUANTILE = 3.340
 """Student's t, one side .0005, 200 degrees of freedom: 99.9 % (the paper's §3.2); from LEAST_SAMPLE inputs on it is safe."""
@@ -139,11 +139,7 @@ def judge(
     s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
     first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
     s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
-    order_S = np.lexsort((s_S, slots.request_S))
-    at_R = np.cumsum(count_R) - count_R + np.maximum(needed_R, 1) - 1
-    q_R = np.full(num_requests, np.inf, np.float32)
-    full_R = np.flatnonzero(count_R)
-    q_R[full_R] = s_S[order_S[at_R[full_R]]]
+    q_R = smallest(slots.request_S, s_S, np.maximum(needed_R, 1) - 1)
     q_R[needed_R == 0] = -np.inf
     return Classified(hot_R, np.where(hot_R, q_R, np.float32(np.inf)))
 

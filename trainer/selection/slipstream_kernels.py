@@ -72,20 +72,39 @@ def judge_slots(
     have all moved by `T` at most is `alpha` or more (what isn't hot has moved by ∞). None is one without a slot."""
     count_R3, at = np.zeros((num_requests, 3), np.int64), 0
     for s in range(len(request_S)):
-        is_hot, is_stale = True, True
+        num_cold = num_moved = 0
         while at < len(slot_L) and slot_L[at] == s:
             n = row_L[at]
-            is_hot = is_hot and bool(hot_N[n])
-            is_stale = is_stale and bool((s_N[n] if hot_N[n] else np.float32(np.inf)) <= T)
+            num_cold += not hot_N[n]
+            num_moved += not (s_N[n] if hot_N[n] else np.float32(np.inf)) <= T
             at += 1
         of = count_R3[request_S[s]]
         of[0] += 1
-        of[1] += is_hot
-        of[2] += is_stale
+        of[1] += num_cold == 0
+        of[2] += num_moved == 0
     out_R = np.empty(num_requests, np.bool_)
     for r in range(num_requests):
         num, num_hot, num_stale = count_R3[r]
         out_R[r] = num > 0 and num_hot >= np.ceil(hot_share * num - 1e-9) and num_stale >= np.ceil(alpha * num - 1e-9)
+    return out_R
+
+
+@njit(cache=True, nogil=True)
+def smallest(request_S: np.ndarray, s_S: np.ndarray, nth_R: np.ndarray) -> np.ndarray:
+    """float32 [R]: of each request the nth smallest of its slots' `s_S`, `nth_R` (int64) counted from 0; ∞ of one that has no
+    slots."""
+    ends_R = np.zeros(len(nth_R), np.int64)
+    for r in request_S:
+        ends_R[r] += 1
+    ends_R = np.cumsum(ends_R)
+    place_R, ordered_S = ends_R.copy(), np.empty_like(s_S)
+    for s in range(len(s_S)):
+        place_R[request_S[s]] -= 1
+        ordered_S[place_R[request_S[s]]] = s_S[s]
+    out_R = np.full(len(nth_R), np.float32(np.inf), np.float32)
+    for r in range(len(nth_R)):
+        if place_R[r] < ends_R[r]:
+            out_R[r] = np.sort(ordered_S[place_R[r] : ends_R[r]])[nth_R[r]]
     return out_R
 
 
@@ -129,4 +148,5 @@ def warm() -> None:
     find_slots(one, np.ones((1, 1), np.int32), table_K, request_N, slots_C, table_H, id_H, 0, 0, request_S, slot_L, row_L, 0, 0)
     hot_N, s_N = np.ones(1, np.bool_), np.zeros(1, np.float32)
     judge_slots(request_S, slot_L, row_L, s_N, hot_N, np.float32(0), 0.5, 1.0, 1)
+    smallest(request_S, s_N, row_L)
     take_requests(request_S, slot_L, row_L, hot_N)

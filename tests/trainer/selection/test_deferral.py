@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,10 +59,63 @@ def build(**settings: float) -> Rows:
     return Rows(Deferral(DeferralConfig(**{"share": 0.5, "min_visits": 3, **settings}), schema()))  # type: ignore[arg-type]
 
 
+def by_hand(
+    config: DeferralConfig, batches: list[tuple[list[int], np.ndarray, np.ndarray, int]], late_ms: int
+) -> list[list[Any]]:
+    """What is pushed of each batch of (ids, rows, gradients, time), as the module's first lines say it."""
+    known: dict[int, dict[str, Any]] = {}
+    recent, T, out = list[np.float32](), np.float32(-np.inf), []
+    f, zero_D = np.float32, np.zeros(D, np.float32)
+    for take, (ids, row_UD, gradient_UD, now_ms) in enumerate(batches, 1):
+        for i, row_D in zip(ids, row_UD, strict=True):
+            its = known.setdefault(i, {"v": 0, "m": f(np.inf), "b": zero_D, "c": 0, "carried": 0, "pushed_ms": 0, "w": zero_D})
+            if its["carried"]:
+                d = f(math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(row_D, its["w"], strict=True))) / its["carried"])
+                its["m"], its["carried"] = d if np.isinf(its["m"]) else f(0.9) * its["m"] + (f(1) - f(0.9)) * d, 0
+            its["v"] += 1
+            if its["v"] >= config.min_visits and np.isfinite(its["m"]):
+                recent = [*recent, its["m"]][-config.window :]
+        if recent and (take < 8 or take % 8 == 0):
+            T = sorted(recent)[math.ceil(config.share * len(recent) - 1e-9) - 1]
+        pushed = []
+        for i, row_D, g_D in zip(ids, row_UD, gradient_UD, strict=True):
+            its = known[i]
+            is_calm, may_wait = its["m"] <= T, now_ms - its["pushed_ms"] < late_ms
+            if its["v"] >= config.min_visits and is_calm and its["c"] < config.visits - 1 and may_wait:
+                its["b"], its["c"] = its["b"] + g_D, its["c"] + 1
+                continue
+            pushed.append((i, (its["b"] + g_D).tobytes()))
+            its.update(w=row_D, b=zero_D, carried=its["c"] + 1, c=0, pushed_ms=now_ms)
+        out.append(pushed)
+    return out
+
+
 def still_and_moving(rows: Rows, visits: int) -> None:
     """Row 1 hardly moves, row 2 does."""
     for _ in range(visits):
         rows.visit({1: 1e-4, 2: 1.0})
+
+
+@pytest.mark.parametrize("expire_after_ms", [0, 120])
+def test_what_is_pushed_is_what_a_dictionary_of_rows_would_push_to_the_bit(expire_after_ms: int) -> None:
+    config = DeferralConfig(share=0.6, min_visits=3, visits=4, window=200)
+    deferral, random = Deferral(config, schema(expire_after_ms)), np.random.default_rng(7)
+    batches = []
+    for step in range(150):
+        ids = random.permutation(np.unique(random.zipf(1.4, 12) % 60)).tolist()
+        scale_U1 = np.array([[0.01 if i % 3 else 1.0] for i in ids])
+        row_UD, gradient_UD = ((random.normal(size=(len(ids), D)) * scale_U1).astype(np.float32) for _ in range(2))
+        batches.append((ids, row_UD, gradient_UD, 5 * step))
+    num_waited = 0
+    for (ids, *arrays, now_ms), expected in zip(batches, by_hand(config, batches, expire_after_ms // 4 or 1 << 62), strict=True):
+        row_UD, gradient_UD = arrays
+        keys = StackLookup(np.full(len(ids), deferral.schema.tables[0].id, np.uint32), np.array(ids), {})
+        pushed = deferral.take(Lookup({STACK: keys}), {STACK: row_UD}, {STACK: gradient_UD}, now_ms)
+        its = pushed.lookup.stacks[STACK]
+        assert its.table_U.tolist() == [deferral.schema.tables[0].id] * len(expected)
+        assert [(i, g.tobytes()) for i, g in zip(its.id_U.tolist(), pushed.gradients[STACK], strict=True)] == expected
+        num_waited += len(ids) - len(expected)
+    assert num_waited > 50
 
 
 def test_a_row_that_hardly_moves_waits_and_is_pushed_at_every_kth_visit() -> None:
@@ -147,6 +203,23 @@ def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
 
 
+def test_what_waits_goes_with_its_row_when_it_gets_the_place_of_one_that_gave_way() -> None:
+    rows = build(visits=100, max_rows=16)
+    rows.visit({i: 1.0 for i in range(13)})
+    for _ in range(20):
+        rows.visit({1000 + i: 1e-4 * (i + 1) for i in range(2)} | {2000: 1.0})
+    (its,) = rows.deferral.stacks.values()
+    (before,) = its.rows.find(np.array([rows.table], np.uint32), np.array([1000]))
+    assert rows.deferral.num_waiting
+    rows.visit({3000 + i: 1.0 for i in range(12)})
+    (after,) = its.rows.find(np.array([rows.table], np.uint32), np.array([1000]))
+    assert after < before, "it moved"
+    assert not its.b_ND[its.of_N["c"] == 0].any(), "and left nothing behind"
+    rows.apply(rows.deferral.flush())
+    for i, given_D in rows.given.items():
+        np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
+
+
 def test_of_rows_visited_equally_long_ago_the_first_give_way_but_none_of_the_batch() -> None:
     rows = build(max_rows=16)
     rows.visit({i: 1.0 for i in range(16)})
@@ -164,6 +237,9 @@ def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no
         rows.visit({10 * step + n: 1.0 for n in range(10)})
         (its,) = rows.deferral.stacks.values()
         made.add(len(its.b_ND))
+        assert not any(x.ctypes.data % 64 for x in (its.of_N, its.b_ND, its.w_ND)), (
+            "a row is in as few lines of a cache as may be"
+        )
         assert len(its.of_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows)
     assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
     state = rows.deferral.state()
