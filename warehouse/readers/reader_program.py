@@ -44,7 +44,7 @@ log = logging.getLogger("roostream.reader")
 _STEP_S = 0.5
 _CALL_S = 5.0
 _BETWEEN_S = 0.02
-_RENEW_S = 0.5  # between two words with the controller at most, where there is no room for more
+_RENEW_S = 0.5  # between two words with the controller at most, where no room comes for more
 _MOST_WAIT_S = 5.0  # that a call for a unit is held
 DRAIN_S = 5.0  # below infra's limits for its end
 _COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
@@ -183,8 +183,9 @@ def keep_asking(
             except CheckpointError as error:  # the version isn't what it was: whoever trains is told the same
                 log.error("%s", error)
                 clock.sleep(_RENEW_S, stop)
-            has_room = bool(leased.session and leased.reader.free(leased.most_splits))
-            clock.sleep(_BETWEEN_S if has_room else _RENEW_S, stop)
+            clock.sleep(_BETWEEN_S if leased.session else _RENEW_S, stop)
+            if leased.session and not stop.is_set():
+                leased.reader.wait_free(leased.most_splits, _RENEW_S)
         drain(leased, controller, clock)
     finally:
         drained.set()

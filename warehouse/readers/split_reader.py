@@ -107,8 +107,16 @@ class SplitReader:
     def free(self, most_splits: int) -> int:
         """So many leases more would be read."""
         with self._changed:
-            unread = sum(held.read_to < held.split.behind for held in self._held.values())
-            return max(most_splits - unread, 0) if self.has_room or not self._held else 0
+            return self._free(most_splits)
+
+    def wait_free(self, most_splits: int, timeout_s: float) -> None:
+        """Until a lease more would be read, or so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free(most_splits), timeout_s)
+
+    def _free(self, most_splits: int) -> int:
+        unread = sum(held.read_to < held.split.behind for held in self._held.values())
+        return max(most_splits - unread, 0) if self.has_room or not self._held else 0
 
     # Reading
 

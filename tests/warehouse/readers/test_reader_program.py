@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from roo.errors import TransportError
 from runtime.transport import Answer, Arrays, Header, Transport
 from tests.trainer.sessions.reading_fleet import Fleet
+from warehouse.readers import reader_program
 from warehouse.readers.reader_program import DRAIN_S, LeasedReader, drain, keep_asking
 
 
@@ -26,15 +28,20 @@ class Beside:
         self.free.append(int(header["free"]))
         if self.trains:
             for _ in range(4):
-                self.fleet.reader_reads("r1:1")
-                self.fleet.worker_asks()
-                self.fleet.worker_begins_to_fetch()
-                self.fleet.answer_comes()
-                self.fleet.poll()
+                train(self.fleet)
         return self.inner.call(method, header, arrays, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def train(fleet: Fleet) -> None:
+    """The reader reads, and whoever trains fetches what it waits for."""
+    fleet.reader_reads("r1:1")
+    fleet.worker_asks()
+    fleet.worker_begins_to_fetch()
+    fleet.answer_comes()
+    fleet.poll()
 
 
 @pytest.fixture
@@ -79,3 +86,36 @@ def test_what_ends_the_asking_ends_the_program(fleet: Fleet) -> None:
     stop.set()
     keep_asking(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
     assert drained.is_set() and not its(fleet).reader.holds_any
+
+
+class Counted(Beside):
+    """It tells a test of each call."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet, fleet.controller(), trains=False)
+        self.calls: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        self.calls.put(int(header["free"]))
+        return super().call(method, header, arrays, timeout_s=timeout_s)
+
+
+def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_program, "_RENEW_S", 60.0)
+    leased, controller = its(fleet), Counted(fleet)
+    leased.most_splits = 1
+    assert leased.reader.free(1) == 0
+    stop, drained = threading.Event(), threading.Event()
+    asking = threading.Thread(target=keep_asking, args=(leased, controller, fleet.clock, stop, drained), daemon=True)
+    asking.start()
+    assert controller.calls.get(timeout=10) == 0
+    while not leased.reader.free(1):
+        train(fleet)
+    assert controller.calls.get(timeout=10) == 1
+    stop.set()
+    for _ in range(200):  # what it got meanwhile is read and fetched, too
+        train(fleet)
+        asking.join(0.05)
+        if drained.is_set():
+            break
+    assert drained.is_set()
