@@ -22,6 +22,7 @@ from trainer.feed import part_of
 from trainer.selection.config import LEAST_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import NEGATIVE, Selected, decide
 from trainer.selection.outcomes import unaccounted
+from trainer.selection.slipstream_course import SlipstreamCourse
 
 NUMBERS = list(range(1, 61))
 N60 = samples.records(NUMBERS)
@@ -264,6 +265,21 @@ def test_slipstream_counts_looks_classifies_and_skips_stale_inputs() -> None:
     assert report["slipstream_phase"] == 2 and report["slipstream_hot_rows"] == 12 and report["skip_share"] > 0.1
     assert accounted(built)["stale"] == len([p for p in built.predicted if p.disposition == pb.DISPOSITION_STALE])
     assert "slipstream.numbers" in built.loop.snapshot().shared
+
+
+def test_slipstream_tells_its_phase() -> None:
+    built, phases = slipping(), []
+    its = built.loop.selection.slipstream
+    assert its is not None
+    for _ in range(SLIPSTREAM.last_snapshot):
+        phases.append(its.report()["phase"])
+        built.loop.step()
+    between = SLIPSTREAM.last_snapshot - SLIPSTREAM.warm_up_steps
+    assert phases == [0] * SLIPSTREAM.warm_up_steps + [1] * between and its.phase == 2
+    assert its.report()["hot_rows"]
+    its.end()
+    assert its.phase == 3 and its.report()["hot_rows"] == 0, "nothing is remembered"
+    assert SlipstreamCourse(SLIPSTREAM, samples.schema()).phase == 0, "before anything is loaded, too"
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 6, 8, 9, 20, 30, 45])
