@@ -24,7 +24,7 @@ from roo.schema import Feature, Registry, Schema, reading_plan
 from roo.wire_fields import HEADER, PART, SAMPLE, forms
 
 _FIRST = np.zeros(1, dtype=np.int64)
-_SAMPLE, _HEADER, _PART, _BLOCK = (forms(m.DESCRIPTOR) for m in (pb.Sample, pb.Header, pb.Part, pb.Block))
+_SAMPLE, _HEADER, _PART, BLOCK_FIELDS = (forms(m.DESCRIPTOR) for m in (pb.Sample, pb.Header, pb.Part, pb.Block))
 
 
 class Layout(NamedTuple):
@@ -155,14 +155,14 @@ def scan(buf: np.ndarray, starts: np.ndarray, index_N: np.ndarray, max_rows: int
     """The samples among the records of `join`; each starts after its type and version byte."""
     spans_N, ok_N = _scan(buf, starts[index_N] + 2, starts[index_N + 1], _SAMPLE)
     headers_N, header_ok_N = _scan(buf, *_bounds(spans_N, SAMPLE.header), _HEADER)
-    ro_N, ro_ok_N = _scan(buf, *_bounds(spans_N, SAMPLE.ro), _BLOCK)
+    ro_N, ro_ok_N = _scan(buf, *_bounds(spans_N, SAMPLE.ro), BLOCK_FIELDS)
     ok_N &= header_ok_N & ro_ok_N
     spans_N[~ok_N, SAMPLE.parts] = 0
     sample_P = np.repeat(np.arange(len(index_N)), spans_N[:, SAMPLE.parts, 1])
     starts_P, ends_P = np.zeros((2, len(sample_P)), dtype=np.int64)
     w.split_parts(buf, field(spans_N, SAMPLE.parts), len(buf), starts_P, ends_P)
     parts_P, part_ok_P = _scan(buf, starts_P, ends_P, _PART)
-    nro_P, nro_ok_P = _scan(buf, *_bounds(parts_P, PART.nro), _BLOCK)
+    nro_P, nro_ok_P = _scan(buf, *_bounds(parts_P, PART.nro), BLOCK_FIELDS)
     ok_N[sample_P[~(part_ok_P & nro_ok_P)]] = False
     rows_P = w.read_varint(buf, field(parts_P, PART.num_rows)) & 0xFFFFFFFF
     used_P, status_P = np.zeros((2, len(sample_P)), dtype=np.int64)
@@ -259,7 +259,7 @@ def _texts(buf: np.ndarray, spans_R: np.ndarray) -> np.ndarray:
 def scan_blocks(ro: bytes, nro: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One request's blocks in one buffer, their fields' spans (int64 [2, 7, 2]), and whether each has our writers' form."""
     buf, starts = join((ro, nro))
-    return buf, *_scan(buf, starts[:-1], starts[1:], _BLOCK)
+    return buf, *_scan(buf, starts[:-1], starts[1:], BLOCK_FIELDS)
 
 
 def block_of(spans_1: np.ndarray, num_rows: int) -> Blocks:

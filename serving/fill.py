@@ -37,14 +37,18 @@ class Filler:
         self._stateful_gaps = {side: Gaps(schema, side, self._stateful[side]) for side in sides}
 
     def open(self, request: RankRequest) -> None:
-        """Find out whether its blocks lack something that can be filled in. It gets values in their place where features are
-        needed as values before anything is filled in."""
-        if request.blocks is None:
+        """Find out, once, whether its blocks lack something that can be filled in. It gets values in their place where features
+        are needed as values before anything is filled in."""
+        if request.blocks is None or request.lacks is not None:
             return
-        n, blocks = len(request.item_ids), request.blocks
-        request.lacks = self._gaps["ro"].lacks(blocks.ro_columns, 1) or self._gaps["nro"].lacks(blocks.nro_columns, n)
+        blocks = request.blocks
+        request.lacks_kept = self._lacks(self._stateful_gaps, request, blocks)
+        request.lacks = request.lacks_kept or self._lacks(self._gaps, request, blocks)
         if request.lacks and (self._reader.ro or self._reader.nro):
             self._take_apart(request, blocks)
+
+    def _lacks(self, gaps: dict[Side, Gaps], request: RankRequest, blocks: RequestBlocks) -> bool:
+        return gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(blocks.nro_columns, len(request.item_ids))
 
     def _take_apart(self, request: RankRequest, blocks: RequestBlocks) -> None:
         n = len(request.item_ids)
@@ -60,9 +64,8 @@ class Filler:
 
     def wants_hydration(self, request: RankRequest) -> bool:
         """Whether some stateful feature is missing; call `open` first."""
-        if (blocks := request.blocks) is not None:
-            gaps, n = self._stateful_gaps, len(request.item_ids)
-            return request.lacks and (gaps["ro"].lacks(blocks.ro_columns, 1) or gaps["nro"].lacks(blocks.nro_columns, n))
+        if request.blocks is not None:
+            return request.lacks_kept
         if any(name not in request.ro for name in self._stateful["ro"]):
             return True
         return any(name not in request.nro or _some_missing(request.nro[name]) for name in self._stateful["nro"])

@@ -43,7 +43,8 @@ class RankRequest:
     wants_ranked: bool = False  # the answer names the items in their order
     top: int = 0  # the answer has so many first slots with their items and scores; 0 = all scores, and the order
     blocks: RequestBlocks | None = None  # as the client encoded them; then `ro` and `nro` are empty
-    lacks: bool = False  # the blocks lack something that can be filled in
+    lacks: bool | None = None  # whether the blocks lack something that can be filled in; None = nobody has looked
+    lacks_kept: bool = False  # something of it is kept online
     traceparent: str = ""  # of the call's span, where it is traced
 
     @property

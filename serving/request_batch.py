@@ -20,12 +20,14 @@ from numba import njit
 from roo.batch import TEXT, Batch
 from roo.block import check_block
 from roo.columns import NO_COLUMNS, Columns, Side, missing_bits
-from roo.decode_fill import Layout, Plans, layout_of, scan_blocks
-from roo.decode_kernels import Plan
+from roo.decode_fill import BLOCK_FIELDS, Layout, Plans, layout_of
+from roo.decode_kernels import OK, Plan
 from roo.decode_kernels import check_block as check_spans
+from roo.gaps import is_set
 from roo.jagged import Jagged
 from roo.schema import Feature, Label, Schema
 from roo.wire_fields import BLOCK
+from roo.wire_kernels import walk
 
 
 class RequestColumns(NamedTuple):
@@ -61,17 +63,17 @@ class _SideReading(NamedTuple):
 
 def batch_of(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
     """Labels 0, weights 1, no offset (-1), as `Decoder.decode_request` gives one; at least one request."""
-    counts_R = np.array([len(r.item_ids) for r in requests], dtype=np.int32)
-    readings = schema.derived(_readings)
+    counts, readings = [len(r.item_ids) for r in requests], schema.derived(_readings)
+    counts_R, is_alone = np.array(counts, dtype=np.int32), len(requests) == 1
     return _ServedBatch(
         schema=schema,
         **_side("ro", readings["ro"], [(r.ro, 1) for r in requests]),
         **_side("nro", readings["nro"], [(r.nro, len(r.item_ids)) for r in requests]),
         num_candidates_R=counts_R,
-        request_index_B=np.repeat(np.arange(len(requests)), counts_R),
-        item_B=requests[0].item_ids if len(requests) == 1 else np.concatenate([r.item_ids for r in requests]),
+        request_index_B=np.zeros(counts[0], np.int64) if is_alone else np.repeat(np.arange(len(requests)), counts_R),
+        item_B=requests[0].item_ids if is_alone else np.concatenate([r.item_ids for r in requests]),
         time_ms_R=np.array([r.time_ms for r in requests], dtype=np.int64),
-        **_unlabelled(len(requests), int(counts_R.sum()), len(schema.labels)),
+        **_unlabelled(len(requests), sum(counts), len(schema.labels)),
     )
 
 
@@ -118,21 +120,18 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     """A side's fields of Batch; `given`: columns and rows of each request."""
     layout = reading.layout
     num_floats, num_lists, num_rows = len(layout.default_F), len(layout.keys), sum(rows for _, rows in given)
-    columns, missing = _joined(given, num_floats, num_lists)
+    columns = _joined(given, num_floats, num_lists)
     float_NF, present_NF = np.empty((num_rows, num_floats), np.float32), np.empty((num_rows, num_floats), np.bool_)
-    fill_floats(columns.floats.reshape(num_rows, num_floats), layout.default_F, float_NF, present_NF)
     lengths_KN, present_KN = np.empty((num_lists, num_rows), np.int32), np.empty((num_lists, num_rows), np.bool_)
     values = np.empty(len(columns.ids), np.int64)
     weights = np.ones(len(columns.ids) if layout.is_weighted else 0, np.float32)
     entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
     ends_C1 = np.zeros(len(layout.columns) + 1, np.int64)
     starts_K1 = np.zeros(num_lists + 1, np.int64)
-    split_lists(
-        columns.lengths.reshape(num_rows, num_lists),
-        missing.reshape(num_rows, num_lists),
-        reading.most_K,
-        reading.streams_K3,
-        (columns.ids, columns.weights, columns.times),
+    lay_side(
+        (columns.floats, columns.lengths, columns.ids, columns.weights, columns.times, columns.missing),
+        (layout.default_F, reading.most_K, reading.streams_K3),
+        (float_NF, present_NF),
         (lengths_KN, present_KN),
         (values, weights, entries),
         (starts_K1, ends_C1),
@@ -151,37 +150,54 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     return {f"{side}_float_{letter}F": float_NF, f"{side}_present_{letter}F": present_NF, f"{side}_lists": lists}
 
 
-def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -> tuple[Columns, np.ndarray]:
-    """All requests' columns behind each other, and which lists are missing, bool [N x K]."""
+def _joined(given: list[tuple[Columns, int]], num_floats: int, num_lists: int) -> Columns:
+    """All requests' columns behind each other."""
     whole = [_whole(columns, rows, num_floats, num_lists) for columns, rows in given]
     if len(whole) == 1:
         return whole[0]
-    joined = (np.concatenate(parts) for parts in zip(*(columns for columns, _ in whole), strict=True))
-    return Columns(*joined), np.concatenate([missing for _, missing in whole])
+    joined = [np.concatenate(parts) for parts in zip(*(columns[:-1] for columns in whole), strict=True)]
+    bits = [missing_bits(columns, rows * num_lists) for columns, (_, rows) in zip(whole, given, strict=True)]
+    return Columns._make((*joined, np.packbits(np.concatenate(bits), bitorder="little")))
 
 
-def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> tuple[Columns, np.ndarray]:
+def _whole(columns: Columns, rows: int, num_floats: int, num_lists: int) -> Columns:
     """A block of nothing says that all is missing."""
     if any(map(len, columns)):
-        return columns, missing_bits(columns, rows * num_lists)
+        return columns
     floats, lengths = np.full(rows * num_floats, np.nan, np.float32), np.zeros(rows * num_lists, np.uint32)
-    return columns._replace(floats=floats, lengths=lengths), np.ones(rows * num_lists, np.bool_)
+    return columns._replace(floats=floats, lengths=lengths, missing=np.full((rows * num_lists + 7) // 8, 255, np.uint8))
 
 
 @njit(cache=True)
-def fill_floats(given_NF: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, present_NF: np.ndarray) -> None:
+def lay_side(
+    block: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    reading: tuple[np.ndarray, np.ndarray, np.ndarray],
+    floats: tuple[np.ndarray, np.ndarray],
+    shape: tuple[np.ndarray, np.ndarray],
+    out: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ends: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Everything of a side. `block`: a block's columns; `reading`: default_F, most_K, streams_K3; `floats`: numbers and
+    presence, [N, F]; the others as `split_lists` has them."""
+    fill_floats(block[0], reading[0], floats[0], floats[1])
+    split_lists(block[1], block[5], reading[1], reading[2], (block[2], block[3], block[4]), shape, out, ends)
+
+
+@njit(cache=True)
+def fill_floats(given: np.ndarray, default_F: np.ndarray, out_NF: np.ndarray, present_NF: np.ndarray) -> None:
     """NaN is missing."""
-    for n in range(given_NF.shape[0]):
-        for f in range(given_NF.shape[1]):
-            x = given_NF[n, f]
+    floats = len(default_F)
+    for n in range(len(out_NF)):
+        for f in range(floats):
+            x = given[n * floats + f]
             present_NF[n, f] = x == x
             out_NF[n, f] = x if x == x else default_F[f]
 
 
 @njit(cache=True)
 def split_lists(
-    given_NK: np.ndarray,
-    missing_NK: np.ndarray,
+    lengths: np.ndarray,
+    missing: np.ndarray,
     most_K: np.ndarray,
     streams_K3: np.ndarray,
     streams: tuple[np.ndarray, np.ndarray, np.ndarray],
@@ -191,22 +207,22 @@ def split_lists(
 ) -> None:
     """Lists from row-major to feature-major, the first `most_K` entries of each.
 
-    `streams`: ids, weights, times as a block has them. `out`: values, weights (filled with 1; may be empty) and the entries of
-    all columns, column c between ends_C1[c] and ends_C1[c + 1]. `ends`: zeros for start_K1, where each list's ids
-    begin, and for ends_C1.
+    `lengths`, `missing`, `streams` (ids, weights, times): as a block has them. `out`: values, weights (filled with 1; may be
+    empty) and the entries of all columns, column c between ends_C1[c] and ends_C1[c + 1]. `ends`: zeros for start_K1, where each
+    list's ids begin, and for ends_C1.
     """
     lengths_KN, present_KN = shape
     values, weights, entries = out
     start_K, ends_C1 = ends
-    rows, lists = given_NK.shape
+    lists, rows = lengths_KN.shape
     place_K = np.zeros(lists, np.int64)
     c = 0
     for k in range(lists):
         total = 0
         for n in range(rows):
-            kept = min(np.int64(given_NK[n, k]), most_K[k])
+            kept = min(np.int64(lengths[n * lists + k]), most_K[k])
             lengths_KN[k, n] = kept
-            present_KN[k, n] = not missing_NK[n, k]
+            present_KN[k, n] = not is_set(missing, n * lists + k)
             total += kept
         start_K[k + 1] = start_K[k] + total
         place_K[k] = c
@@ -217,7 +233,7 @@ def split_lists(
     at_ids, at_weights, at_times = 0, 0, 0
     for n in range(rows):
         for k in range(lists):
-            length, kept, done = np.int64(given_NK[n, k]), lengths_KN[k, n], done_K[k]
+            length, kept, done = np.int64(lengths[n * lists + k]), lengths_KN[k, n], done_K[k]
             for i in range(kept):
                 values[start_K[k] + done + i] = streams[0][at_ids + i]
             for s in range(1, streams_K3[k, 0]):
@@ -244,14 +260,33 @@ def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
 def checked_at_once(schema: Schema, ro: bytes, nro: bytes, num_rows: int) -> tuple[Columns, Columns] | None:
     """Both of a request by the kernels that training reads with; None where `checked` has to say what is wrong, or to read a form
     that isn't ours."""
-    buf, spans_2, is_ours_2 = scan_blocks(ro, nro)
     plans, most = schema.derived(_plans), schema.limits
-    if num_rows > most.max_candidates or not is_ours_2.all():
+    if num_rows > most.max_candidates:
         return None
-    rows = (("ro", 1), ("nro", num_rows))
-    if any(check_spans(buf, spans, n, plans[side], 0, most.max_list) for spans, (side, n) in zip(spans_2, rows, strict=True)):
+    buf, spans_2 = np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8), np.zeros((2, len(BLOCK_FIELDS), 2), np.int64)
+    if not read_blocks(buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2):
         return None
     return _columns_at(buf, spans_2[0]), _columns_at(buf, spans_2[1])
+
+
+@njit(cache=True)
+def read_blocks(
+    buf: np.ndarray,
+    ro_bytes: int,
+    num_rows: int,
+    ro: Plan,
+    nro: Plan,
+    fields: np.ndarray,
+    max_list: int,
+    spans_2: np.ndarray,
+) -> bool:
+    """Where the columns of a request's blocks lie, noted in `spans_2` (zeros before); False: something is wrong, or one isn't in
+    our writers' form. `buf`: both behind each other, and one byte more."""
+    if not walk(buf, 0, ro_bytes, fields, spans_2[0]) or not walk(buf, ro_bytes, len(buf) - 1, fields, spans_2[1]):
+        return False
+    if check_spans(buf, spans_2[0], 1, ro, 0, max_list) != OK:
+        return False
+    return check_spans(buf, spans_2[1], num_rows, nro, 0, max_list) == OK
 
 
 def _plans(schema: Schema) -> dict[str, Plan]:
@@ -274,4 +309,4 @@ def read_request(schema: Schema, ro: bytes, nro: bytes, item_ids: np.ndarray, ti
 def warm() -> None:
     """Compile the kernels into numba's cache."""
     schema = Schema(ro=(Feature(name="x"),), labels=(Label(name="click", action="click"),))
-    batch_of(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.zeros(1, np.int64), 0)])
+    batch_of(schema, [read_request(schema, b"", b"", np.zeros(1, np.int64), 0)])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from models.fused import machine
-from models.fused.tape import LaidList, LaidSequence, Tape, places, tape_of
+from models.fused.tape import LaidList, LaidSequence, Tape, tape_of
 from models.inputs import BUCKET_MS, build_inputs
 from models.lanes import COMPILED
 from models.model import Model
@@ -59,18 +59,16 @@ class TapeForward:
         members: dict[str, list[LaidList]] = {}
         for one in tape.lists:
             members.setdefault(one.stack, []).append(one)
-        self._lists = {stack: (its, _numbers(its)) for stack, its in members.items()}
+        self._lists = {stack: (its, _numbers(its), any(one.weighted for one in its)) for stack, its in members.items()}
+        self._sequence_S = np.array([sequence.number for sequence in tape.sequences], np.int64)
 
     def __call__(self, batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         tape, r = self.tape, batch.num_requests
-        start_SR1 = np.zeros((1 + len(tape.sequences), r + 1), np.int64)  # of candidates, and of each sequence's entries
-        np.cumsum(batch.num_candidates_R, out=start_SR1[0, 1:])
-        for s, sequence in enumerate(tape.sequences, 1):
-            lists = batch.ro_lists
-            np.cumsum(lists.lengths_KN[lists.index(sequence.name)], out=start_SR1[s, 1:])
-        where_G3 = places(tape.kind_G, tape.width_G, np.array((r, *start_SR1[:, -1]), np.int64))
-        begin, num_rows, width = where_G3[-1].tolist()
-        x = np.empty(begin + num_rows * width, np.float32)
+        start_SR1 = np.empty((1 + len(tape.sequences), r + 1), np.int64)  # of candidates, and of each sequence's entries
+        where_G3 = np.empty((len(tape.kind_G), 3), np.int64)
+        counts_R, lengths_KR = batch.num_candidates_R, batch.ro_lists.lengths_KN
+        size = machine.lay_out(tape.kind_G, tape.width_G, counts_R, lengths_KR, self._sequence_S, start_SR1, where_G3)
+        x = np.empty(size, np.float32)
 
         def register(number: int) -> np.ndarray:
             begin, num_rows, width = where_G3[number].tolist()
@@ -83,10 +81,9 @@ class TapeForward:
             machine.lay_floats(
                 np.arcsinh(floats[laid.side]), present_NF, lists.present_KN, register(laid.to.register), laid.to.column
             )
-        lengths = batch.ro_lists.lengths_KN, batch.nro_lists.lengths_KN
-        for stack, (members, lists_M5) in self._lists.items():
+        lengths = lengths_KR, batch.nro_lists.lengths_KN
+        for stack, (members, lists_M5, weighted) in self._lists.items():
             index_L = np.concatenate([lookup.stacks[stack].index[one.name] for one in members])
-            weighted = any(one.weighted for one in members)
             weight_L = np.concatenate([_weights(sides[one.side][1], one.name) for one in members]) if weighted else _NONE
             machine.lay_lists(rows[stack], index_L, weight_L, lengths, lists_M5, where_G3, x)
         for s, sequence in enumerate(tape.sequences, 1):
@@ -115,7 +112,7 @@ def _lay_entries(sequence: LaidSequence, batch: Batch, lookup: Lookup, rows: Row
         key = f"{sequence.name}.{name}" if name else sequence.name
         machine.lay_rows(rows[stack], lookup.stacks[stack].index[key], out_LW, column)
         column += rows[stack].shape[1]
-    length_R = lists.lengths_KN[lists.index(sequence.name)]
+    length_R = lists.lengths_KN[sequence.number]
     for name, table in sequence.times.items():
         times_L = lists.columns[f"{sequence.name}.{name}"]
         machine.lay_times(table, length_R, batch.time_ms_R, times_L, BUCKET_MS, out_LW, column)
@@ -128,6 +125,7 @@ def warm() -> None:
     none = np.zeros(1, np.int64)
     machine.lay_floats(x, np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.bool_), np.zeros((1, 4), np.float32), 0)
     lengths, registers = np.ones((1, 1), np.int32), np.array([(0, 1, 2)])
+    machine.lay_out(none, none, lengths[0], lengths, none, np.zeros((1, 2), np.int64), np.zeros((1, 3), np.int64))
     machine.lay_lists(x, none, _NONE, (lengths, lengths), np.zeros((1, 5), np.int64), registers, x.ravel())
     machine.lay_times(x, lengths[0], none, none, BUCKET_MS, x, 0)
     machine.lay_rows(x, none, x, 0)

@@ -147,6 +147,33 @@ def _norm(x_NW: np.ndarray, gain_bias_2W: np.ndarray, out_NW: np.ndarray) -> Non
 
 
 @short_kernel
+def lay_out(
+    kind_G: np.ndarray,
+    width_G: np.ndarray,
+    num_candidates_R: np.ndarray,
+    lengths_KR: np.ndarray,
+    list_S: np.ndarray,
+    start_SR1: np.ndarray,
+    where_G3: np.ndarray,
+) -> int:
+    """Where everything is going to lie; how many numbers that takes. Written are `start_SR1`, of each request its first
+    candidate and its first entry in each sequence (`list_S`: its number among the lists), and `where_G3`, of each register its
+    begin, rows and columns. `kind_G`: 0 a row for each request, then as in `start_SR1`."""
+    requests = len(num_candidates_R)
+    for s in range(len(start_SR1)):
+        start_SR1[s, 0] = 0
+        for r in range(requests):
+            length = lengths_KR[list_S[s - 1], r] if s else num_candidates_R[r]
+            start_SR1[s, r + 1] = start_SR1[s, r] + length
+    end = 0
+    for g in range(len(kind_G)):
+        rows = start_SR1[kind_G[g] - 1, requests] if kind_G[g] else requests
+        where_G3[g, 0], where_G3[g, 1], where_G3[g, 2] = end, rows, width_G[g]
+        end += rows * width_G[g]
+    return end
+
+
+@short_kernel
 def lay_rows(rows_UD: np.ndarray, index_N: np.ndarray, out_NW: np.ndarray, column: int) -> None:
     """Rows by their numbers, from `column` on."""
     width = rows_UD.shape[1]

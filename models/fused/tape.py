@@ -52,6 +52,7 @@ class LaidSequence(NamedTuple):
     """A sequence's entries, before the tape runs: rows, rows of its id columns, vectors of its time columns' buckets."""
 
     name: str
+    number: int  # among the request's lists
     stacks: dict[str, str]  # "" or an id column → its stack
     times: dict[str, np.ndarray]  # time column → float32 [buckets, width]
     to: int
@@ -188,7 +189,9 @@ class _Writer:
         attention, number = part.attention, len(self._sequences)
         entries = self._register(CANDIDATES + 1 + number, attention.key_value.in_features)
         times = {c: cast(nn.Embedding, table).weight.numpy(force=True).copy() for c, table in part.times.items()}
-        self._sequences.append(LaidSequence(part._feature.name, dict(part._stacks), times, entries))
+        name = part._feature.name
+        at = [f.name for f in self.schema.lists("ro")].index(name)
+        self._sequences.append(LaidSequence(name, at, dict(part._stacks), times, entries))
         query = self._linear(attention.query, asking.register, a_column=asking.column)
         self._op(
             m.TO_ENTRIES,
@@ -238,13 +241,3 @@ class _Writer:
         self, op: int, *, a: Spot, to: Spot, width_in: int, width_out: int, b: Spot = Spot(0), weight: int = 0, mode: int = 0
     ) -> None:
         self._ops.append((op, *a, *b, *to, width_in, width_out, weight, mode))
-
-
-def places(kind_G: np.ndarray, width_G: np.ndarray, count_K: np.ndarray) -> np.ndarray:
-    """int64 [G, 3]: where each register begins, its rows and its columns; `count_K`: rows of each kind."""
-    out_G3 = np.empty((len(kind_G), 3), np.int64)
-    rows_G = count_K[kind_G]
-    out_G3[:, 1], out_G3[:, 2] = rows_G, width_G
-    sizes_G = rows_G * width_G
-    out_G3[:, 0] = np.cumsum(sizes_G) - sizes_G
-    return out_G3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roo import gaps
 from roo.block import nro_columns, ro_columns
 from roo.columns import NO_COLUMNS, Columns, Side, pack
 from roo.errors import WireError
-from roo.gaps import Gaps
+from roo.gaps import Gaps, warm
 from roo.schema import Feature, Label, Limits, Schema, Table
 from tests.serving.test_request_batch import FLOAT, ID, schemas, values
 
@@ -128,6 +130,27 @@ def test_nothing_to_fill_in_leaves_nothing() -> None:
     assert OF_REQUEST.filled(NO_COLUMNS, 1, {}) is NO_COLUMNS
     assert OF_ROWS.filled(NO_COLUMNS, 2, {}) is NO_COLUMNS
     assert not Gaps(SCHEMA, "ro", {}).lacks(NO_COLUMNS, 1) and OF_ROWS.lacks(NO_COLUMNS, 2) and not OF_ROWS.lacks(NO_COLUMNS, 0)
+
+
+def test_missing_bits_behind_the_last_list_are_not_taken_over() -> None:
+    block = ro_columns(SCHEMA, {"x": 1.0})._replace(missing=np.array([0xFF], np.uint8))
+    filled = OF_REQUEST.filled(block, 1, {})
+    assert filled is not None and filled.missing.tolist() == [1]
+
+
+def test_warming_compiles_for_every_request() -> None:
+    warm()
+    kernels = (gaps.some_missing, gaps.fill_floats, gaps.fill_rows)
+    before = [len(kernel.nopython_signatures) for kernel in kernels]
+    given = {"y": np.array([1.0, 2.0], np.float32), "item": np.array([5, 6], np.uint64)}
+    plain = SCHEMA.nro[:2]
+    of_plain = Gaps(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
+    whole = of_plain.filled(NO_COLUMNS, 2, given)
+    for block in (NO_COLUMNS, whole):
+        assert block is not None and of_plain.filled(block, 2, given) is not None and of_plain.filled(block, 2, {}) is not None
+        of_plain.lacks(block, 2)
+    OF_REQUEST.filled(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
+    assert [len(kernel.nopython_signatures) for kernel in kernels] == before
 
 
 def _rows(fresh: Any, side: Side) -> list[Any] | None:

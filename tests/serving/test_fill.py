@@ -66,6 +66,22 @@ def test_whole_blocks_stay_byte_for_byte() -> None:
     assert FILLER.encode(request, NOW_MS, ONLINE_RO, {})[:2] == (ro, nro)
 
 
+def test_whether_something_is_lacked_is_looked_at_once() -> None:
+    request = of_blocks(None, b"")
+    FILLER.open(request)
+    assert request.lacks and FILLER.wants_hydration(request)
+    request.lacks = False
+    FILLER.open(request)
+    assert request.lacks is False
+
+
+def test_what_is_computed_alone_asks_nobody() -> None:
+    given = encode_nro(SCHEMA, {"clicks": np.ones(2), "item": np.array([0, 1])}, 2)
+    request = of_blocks(encode_ro(SCHEMA, {"history": HISTORY}), given)
+    FILLER.open(request)
+    assert request.lacks and not FILLER.wants_hydration(request)
+
+
 @pytest.mark.parametrize(
     ("ro", "nro"),
     [

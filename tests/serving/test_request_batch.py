@@ -202,7 +202,7 @@ def test_labels_are_unknown_and_cannot_be_written_to() -> None:
 
 def test_warming_compiles_for_every_request() -> None:
     warm()
-    kernels = (request_batch.fill_floats, request_batch.split_lists)
+    kernels = (request_batch.lay_side, request_batch.read_blocks)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     schema = schema_from_dict(tomllib.loads(RICH))
     given = {"history": {"item": [1], "action": [2], "kind": [3], "time": [4]}, "tags": {"ids": [1], "weights": [0.5]}}

@@ -141,7 +141,8 @@ def test_a_model_that_only_looks_like_a_ranker_goes_through_its_modules(monkeypa
 
 def test_warming_compiles_for_every_model() -> None:
     forward.warm()
-    kernels = (machine.run_tape, machine.lay_rows, machine.lay_lists, machine.lay_times, machine.lay_floats)
+    laying = (machine.lay_out, machine.lay_rows, machine.lay_lists, machine.lay_times, machine.lay_floats)
+    kernels = (machine.run_tape, *laying)
     before = [len(kernel.nopython_signatures) for kernel in kernels]
     for case in CASES:
         schema = make_schema(case)
