@@ -14,6 +14,7 @@ from roo.decode import Decoder
 from roo.errors import ConfigError
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
+from tests.trainer.selection.drawn_batches import drawn_batch
 from trainer.config import LoopConfig
 from trainer.rows import PushTimes
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
@@ -37,7 +38,9 @@ def drawn(of: Rehearsal, steps: range = range(60)) -> list[tuple[int, ...]]:
 
 
 def test_a_batch_comes_back_from_its_bytes_in_every_column() -> None:
-    for batch in (batch_of(1, 2, 3), batch_of(5).take_requests(np.zeros(0, np.int64))):
+    batches = batch_of(1, 2, 3), batch_of(5).take_requests(np.zeros(0, np.int64)), drawn_batch(3)
+    assert batches[2].ro_lists.columns and len(batches[2].ro_lists.values)
+    for batch in batches:
         again = decode_batch(encode_batch(batch), batch.schema)
         for field in dataclasses.fields(Batch):
             mine, theirs = getattr(batch, field.name), getattr(again, field.name)

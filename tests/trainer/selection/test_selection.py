@@ -15,6 +15,7 @@ from models.model import Targets
 from roo import roo_pb2 as pb
 from roo.decode import Decoder
 from roo.errors import ConfigError
+from roo.lookup import Lookup
 from roo.wire import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
@@ -22,7 +23,7 @@ from trainer.feed import part_of
 from trainer.selection.config import LEAST_SAMPLE, DeferralConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import NEGATIVE, Selected, decide
 from trainer.selection.outcomes import unaccounted
-from trainer.selection.slipstream_course import SlipstreamCourse
+from trainer.selection.slipstream_course import SlipstreamCourse, _HotStack
 
 NUMBERS = list(range(1, 61))
 N60 = samples.records(NUMBERS)
@@ -102,7 +103,7 @@ def test_probes_count_for_all_that_was_skipped_and_the_rest_is_told_without_scor
     assert 0 < len(probed) < len(skipped)
     assert {scored[n] for n in probed} == {2.0} and {w for n, w in scored.items() if n not in skipped} == {0.0}
     task = built.loop.own.metrics().sums()["click"]
-    assert task["weight"] == 60 - len(skipped) + 2 * len(probed)
+    assert task["weight"] == 60 - len(skipped) + 2 * len(probed) and built.loop.selection.report()["probed"] == len(probed)
     assert accounted(built) == {"taken": 60, "trained": 60 - len(skipped), "negative": len(skipped)}
 
 
@@ -280,6 +281,27 @@ def test_slipstream_tells_its_phase() -> None:
     its.end()
     assert its.phase == 3 and its.report()["hot_rows"] == 0, "nothing is remembered"
     assert SlipstreamCourse(SLIPSTREAM, samples.schema()).phase == 0, "before anything is loaded, too"
+
+
+def test_slipstream_looks_when_the_warm_up_ends_and_every_so_many_steps_behind_it() -> None:
+    its, looked, at = SlipstreamCourse(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()), list[int](), 0
+
+    def pull(lookup: Lookup) -> dict[str, np.ndarray]:
+        looked.append(at)
+        return {stack: np.zeros((len(of.id_U), 1), np.float32) for stack, of in lookup.stacks.items()}
+
+    for at in range(1, 20):
+        its.trained(at, [], pull)
+    assert looked == [4, 7, 10] and its.T is not None
+
+
+def test_slipstream_says_which_share_of_the_hot_rows_no_step_has_visited() -> None:
+    its = SlipstreamCourse(SLIPSTREAM, samples.schema())
+    assert its.report()["unvisited_share"] is None
+    for n, stack in enumerate(samples.schema().stacks):
+        its.hot[stack] = _HotStack(np.zeros(4, np.uint32), np.arange(4))
+        its.hot[stack].visited_N[: n + 1] = True
+    assert len(its.hot) == 2 and its.report()["unvisited_share"] == 1 - 3 / 8 and its.report()["hot_rows"] == 8
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 6, 8, 9, 20, 30, 45])
