@@ -103,7 +103,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
     ],
     "sharing.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
-    "warehouse.train_files": [("from_files", [60])],
+    "warehouse.train_files": [("from_files", [60]), ("from_files", [60, 16])],
     "warehouse.read_alone": [("from_files", [60])],
     "warehouse.reader_fleet": [
         *(("read", [readers, 4, 600]) for readers in (0, 2)),

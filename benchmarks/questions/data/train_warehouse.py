@@ -15,6 +15,8 @@ QUESTION = Question(
             unit="requests",
             subjects=(
                 Subject("roostream train, from files", f"{_HERE}:from_files", (_REQUESTS,)),
+                Subject("the same in batches of 64 from the first on", f"{_HERE}:from_files", (_REQUESTS, 64), "stage"),
+                Subject("the same in batches of 512", f"{_HERE}:from_files", (_REQUESTS, 512), "stage"),
                 Subject("a stack's worker, from Kafka", f"{_HERE}:from_kafka", (_REQUESTS,), "peer"),
             ),
         ),
@@ -32,5 +34,7 @@ QUESTION = Question(
 The demo's schema and default model, the same samples. From files: one process that has the controller, two shards and the worker,
 from its begin to the commit that holds everything; no socket, no broker, nothing published or predicted. From Kafka: the stack's
 own programs (broker, two shards, controller, worker) on the same cores, from when the topic has all samples to when all are
-trained, without commits. What the joiner takes before that isn't counted: a log's replay through a stack takes that too.""",
+trained, without commits. Both in batches of 8 that grow by one each 1,024 requests; the two lines with other batches are other
+models, of fewer steps (docs/decisions/0086). What the joiner takes before that isn't counted: a log's replay through a stack
+takes that too.""",
 )

@@ -51,8 +51,10 @@ class Turns:
 
 
 @contextlib.contextmanager
-def from_files(requests: int) -> Iterator[Work]:
-    """`roostream train` of so many, from nothing to the commit that has them all."""
+def from_files(requests: int, batch_requests: int = 0) -> Iterator[Work]:
+    """`roostream train` of so many, from nothing to the commit that has them all. `batch_requests`: in each batch from the first
+    on; 0: as a stream's worker has them."""
+    loop = LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests) if batch_requests else LoopConfig()
     with tempfile.TemporaryDirectory() as folder:
         archived(Path(folder) / "warehouse", data.demo_schema(), requests)
         homes = itertools.count()
@@ -60,7 +62,7 @@ def from_files(requests: int) -> Iterator[Work]:
         def turn() -> tuple[float, float]:
             home = str(Path(folder) / f"home-{next(homes)}")
             config = TrainConfig(warehouse=str(Path(folder) / "warehouse"), home=home, schema=str(data.DEMO), partitions=4)
-            told = train_offline(config, LoopConfig(), Stop())
+            told = train_offline(config, loop, Stop())
             assert told["rows"] == requests, told
             return float(requests), float(told["wall_s"])
 
