@@ -121,6 +121,7 @@ ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
     "sharing.ladder": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
     "sharing.finding": [("found", [way, 3, 9, 16]) for way in WAYS],
     "sharing.log_batches": [("compressed", [key, 3, 9, 4]) for key in KEYS],
+    "selecting.time_order": [("in_time_order", [{}, 0, 9])],
     "warehouse.table_bytes": [
         *(("written", ["EB-NeRD", 9, *how, 3]) for _, how in WAYS_AT_REST),
         ("on_the_wire", ["EB-NeRD", 9, 3]),

@@ -17,18 +17,13 @@ import numpy as np
 
 from benchmarks.question import Work
 from benchmarks.workloads.selecting.logs import PARTS, has_criteo, part, schema
-from benchmarks.workloads.training_step import Silent, shard_client
+from benchmarks.workloads.selecting.loops import loop_over
+from benchmarks.workloads.training_step import shard_client
 from models.config import RankerConfig
-from roo.config import from_dict
 from roo.decode import Decoder
-from roo.schema import Schema
 from roo.wire import Record
-from runtime.clock import SystemClock
-from runtime.kafka.record_reader import MemoryReader
-from trainer.config import LoopConfig
-from trainer.loop import TrainLoop, Wiring
+from trainer.loop import TrainLoop
 from trainer.monitoring.quality import Metrics
-from trainer.record_batches import RecordBatches
 from trainer.rows import ShardRows
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.slipstream_course import AHEAD
@@ -37,7 +32,6 @@ BATCH, _WARM_UP = 128, 200
 MODEL = RankerConfig(
     request_layers=(8,), history_attention=False, cross_layers=2, cross_rank=16, width=64, list_layers=0, prior=0.03
 )
-_AT = (("samples", 0),)
 
 
 _TRAINED: dict[str, float] = {}
@@ -122,22 +116,14 @@ def _renumbered(records: list[Record]) -> list[Record]:
 
 
 def _loop(records: list[Record], asked: _Asked, folder: str) -> TrainLoop:
-    sizes = {"batch_requests": BATCH, "first_batch_requests": BATCH, "dedupe_horizon_ms": 1 << 40}
-    given = {**sizes, "seed": asked.seed, **asked.settings}
-    config = LoopConfig(**from_dict(LoopConfig, given))
-    clock = SystemClock()
-    source = RecordBatches(MemoryReader(_AT, records), Decoder(schema(), _nobody), clock, max_wait_ms=0)
-    wiring = Wiring(source=source, rows=ShardRows(shard_client(schema(), folder)), outputs=Silent(), clock=clock)
-    return TrainLoop(config, schema(), dataclasses.replace(MODEL, **asked.model), wiring)
-
-
-def _nobody(fingerprint: int) -> Schema | None:
-    """All samples are of one schema."""
-    return None
+    given = {"batch_requests": BATCH, "seed": asked.seed, **asked.settings}
+    return loop_over(
+        schema(), records, dataclasses.replace(MODEL, **asked.model), given, ShardRows(shard_client(schema(), folder))
+    )
 
 
 def _judge(loop: TrainLoop, records: list[Record]) -> dict[str, float]:
-    metrics, decoder = Metrics(schema().tasks), Decoder(schema(), _nobody)
+    metrics, decoder = Metrics(schema().tasks), Decoder(schema(), {schema().fingerprint: schema()}.get)
     for start in range(0, len(records), 1000):
         batch, _ = decoder.decode(records[start : start + 1000])
         score_BT = loop.scores(batch)
