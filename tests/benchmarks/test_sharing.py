@@ -28,6 +28,7 @@ from models.inputs import build_inputs
 from models.model import Model, Targets
 from roo.batch import Batch
 from roo.lookup import build_lookup
+from roo.schema import Transform
 from roo.sharing.inverse import grouped
 from tests.models.model_cases import make_batch, make_rows, make_schema
 
@@ -114,6 +115,9 @@ def test_candidates_that_see_each_other_are_left_out_of_what_is_compared() -> No
     assert all(getattr(config, "list_layers", 0) == 0 for config in ARCHITECTURES.values())
     schema = make_schema("everything")
     assert {t.op for t in schema.transforms} == {"rank", "share"} and pointwise(schema).transforms == ()
+    made_of_it, on_its_own = (Transform(output=of, input=of, op="log1p") for of in (schema.transforms[0].output, "price"))
+    more = dataclasses.replace(schema, transforms=(*schema.transforms, made_of_it, on_its_own))
+    assert pointwise(more).transforms == (on_its_own,)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("first of each", "one impression")])

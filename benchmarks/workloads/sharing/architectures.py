@@ -17,5 +17,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 
 def pointwise(schema: Schema) -> Schema:
-    """Without the floats that depend on the rest of the list."""
-    return dataclasses.replace(schema, transforms=tuple(t for t in schema.transforms if t.op not in ("rank", "share")))
+    """Without the floats that depend on the rest of the list, and what is made of them."""
+    gone = {t.output for t in schema.transforms if t.op in ("rank", "share")}
+    kept = (t for t in schema.transforms if t.op not in ("rank", "share") and t.input not in gone)
+    return dataclasses.replace(schema, transforms=tuple(kept))
