@@ -283,6 +283,15 @@ def test_slipstream_tells_its_phase() -> None:
     assert SlipstreamCourse(SLIPSTREAM, samples.schema()).phase == 0, "before anything is loaded, too"
 
 
+def test_slipstream_counts_each_access_of_each_request_once() -> None:
+    built = slipping()
+    assert built.loop.step() and built.loop.step()
+    its = built.loop.selection.slipstream
+    assert its is not None and its.num_counted == built.loop.counts.requests == 8
+    totals = sorted(counts.total for counts in its.counts.values())
+    assert totals == [8, 3 * 8], "a user a request, and an item a candidate"
+
+
 def test_slipstream_looks_when_the_warm_up_ends_and_every_so_many_steps_behind_it() -> None:
     its, looked, at = SlipstreamCourse(dataclasses.replace(SLIPSTREAM, snapshot_steps=3), samples.schema()), list[int](), 0
 
