@@ -104,7 +104,8 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else MaskingFormatter(_LINE, "%H:%M:%S"))
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request
+    for chatty in ("httpx2", "matplotlib"):  # a line a request; a line a figure
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     if level not in known:
         raise ConfigError(f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got {level!r}{nearest(level, known)}")
 

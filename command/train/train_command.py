@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,13 @@ def _tell(done: int, rows: int, rate: float) -> None:
 
 
 def _summary(report: dict[str, Any]) -> str:
-    quality = json.dumps({name: report["metrics"].get(name) for name in ("ne", "auc", "calibration")})
+    from command.status_table import number
+
+    ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
     return (
         f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps and "
-        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} a second); version {report['version_of_model']}; {quality}"
+        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} a second); version {report['version_of_model']}; "
+        f"NE {ne}, AUC {auc}, calibration {calibration}"
     )
 
 

@@ -14,6 +14,7 @@ from command.checkpoint.moved_buckets import CommittedShards
 from command.train.config import TrainConfig
 from command.train.offline import train_offline
 from command.train.offline_readers import linked, reader_actors
+from command.train.train_command import _summary
 from param_server.blobs import RocksBlobs
 from param_server.row_block import newest_of
 from roo.config import load
@@ -52,6 +53,14 @@ def last(place: Path, home: str) -> Manifest:
     found = manifests.newest(open_store(str(place / home / "store")))
     assert found is not None
     return found.manifest
+
+
+def test_what_was_trained_is_told_in_a_line() -> None:
+    report = {"requests": 12_000, "candidates": 34_000, "steps": 854, "wall_s": 11.24, "requests_s": 894.6}
+    metrics = {"ne": 1.06465017, "auc": None, "calibration": 1.1843464}
+    assert _summary({**report, "version_of_model": "1-1", "metrics": metrics}) == (
+        "12,000 requests, 34,000 impressions in 854 steps and 11.2 s (895 a second); version 1-1; NE 1.0647, AUC –, calibration 1.1843"
+    )
 
 
 def dense(place: Path, home: str) -> bytes:
