@@ -106,7 +106,8 @@ def _check_online(schema: Schema, side: str, f: Feature, place: At) -> None:
     if f.online in known[other] and f.online not in known[side]:
         raise SchemaError(f"{at}: online feature {f.online!r} is for [[{other}]], got it in [[{side}]]; move the feature there")
     if f.online not in known[side]:
-        raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{nearest(f.online, known[side])}")
+        near = nearest(f.online, known[side]) or f"; there are {', '.join(known[side])}, and what [[counter]] declares"
+        raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{near}")
     counter = declared(schema).get(f.online)
     is_history = counter is not None and counter.aggregation == "history"
     kinds = ("ids", "sequence") if is_history else ("ids",) if f.online == "item_id" else ("float",)

@@ -63,6 +63,8 @@ WRONG = [
     (IDS + "max_len = 3000\n", "expected max_len in 0..2000 (limits.max_list), got 3000"),
     (GOOD + "[[ro]]\nname = 'a'\nonline = 'gap'\n",
      "schema.toml:14: feature 'a': unknown online feature 'gap' for [[ro]]; did you mean 'gap_s'?"),
+    (GOOD + "[[ro]]\nname = 'a'\nonline = 'user_id'\n",
+     "unknown online feature 'user_id' for [[ro]]; there are history, history_len, gap_s"),
     (GOOD + "[[nro]]\nname = 'a'\nkind = 'ids'\ntable = 'item'\nonline = 'age_s'\n",
      "expected kind float for online 'age_s', got 'ids'"),
     (SEQ + "columns = { t = 'time_ms' }\nonline = 'history'\n",
