@@ -32,13 +32,13 @@ def dedupe(log: tuple[str, ...], schema: str, by: str, batch_requests: int, requ
       roostream inspect dedupe --schema my_site.toml monday.jsonl tuesday.jsonl.gz
       roostream inspect dedupe ebnerd/ --batch 364 --by session --json
     """
-    from rich.console import Console
+    from command.data.wide_console import wide_console
 
     told = duplicates_of(log, schema, by, batch_requests, requests)
     if as_json:
         click.echo(json.dumps(told, indent=2))
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = wide_console()
     for table in tables(told):
         console.print(table)
     for sentence in told["advice"]:

@@ -47,13 +47,13 @@ def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_js
       roostream inspect feature warehouse/ history ctr_1h --from 2024-05-01
       roostream inspect feature s3://site/warehouse --json
     """
-    from rich.console import Console
+    from command.data.wide_console import wide_console
 
     told = features_of(warehouse, names, _date(first), _date(last))
     if as_json:
         click.echo(json.dumps(told, indent=2))
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = wide_console()
     console.print(table_of(told))
     for sentence in told["alerts"]:
         console.print(f"• {sentence}", soft_wrap=True)
@@ -145,7 +145,8 @@ def table_of(told: Mapping[str, Any]) -> Table:
 
     table = Table(title=f"version {told['version']}", title_justify="left")
     for column in ("feature", "day", "rows", "coverage", "length", "longest", "moved", "lengths moved", "asked"):
-        table.add_column(column, justify="left" if column in ("feature", "day") else "right")
+        named = column in ("feature", "day")
+        table.add_column(column, justify="left" if named else "right", no_wrap=column == "day", overflow="fold")
     for day, features in told["days"].items():
         for name, its in features.items():
             figures = (its.get(key) for key in ("rows", "coverage", "length", "longest", "moved", "lengths_moved"))

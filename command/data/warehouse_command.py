@@ -62,12 +62,12 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
 
 
 def _show(told: Mapping[str, Any], as_json: bool, table: Table | None) -> None:
-    from rich.console import Console
+    from command.data.wide_console import wide_console
 
     if as_json:
         click.echo(json.dumps(told, indent=2))
     else:
-        Console(markup=False, emoji=False, highlight=False).print(table)
+        wide_console().print(table)
 
 
 def _days(told: Mapping[str, Any]) -> Table:
