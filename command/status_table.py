@@ -25,7 +25,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         *(("HELD", _hold(hold)) for hold in status["commit"]["holds"] or ()),
         *(("NOT READY", f"{name}: {text}") for name, text in status["troubles"].items()),
         ("programs", _programs(status["programs"])),
-        ("rates /s", _rates(status["rates"])),
+        ("records /s", f"{_rates(status['rates'])}; heartbeats among the first two"),
         ("joiner", _joiner(status["joiner"])),
         ("trainer", _trainer(status["trainer"])),
         *_outcomes(status["trainer"]),

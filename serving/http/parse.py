@@ -20,6 +20,7 @@ from roo.schema import Feature, Schema
 from roo.wire import MAX_WEIGHT
 from serving.errors import RequestError, shown
 from serving.http.json_types import MAX_FLOAT, build_types
+from serving.http.query import RANK_QUERY
 from serving.request import RankRequest, check_ids, id_of, ids_of, request_id_of, text_of
 
 _UNKNOWN = re.compile(r"unknown field `(?P<name>.*)`", re.DOTALL)
@@ -209,7 +210,8 @@ def _told(said: str, known: dict[str, tuple[str, ...]]) -> RequestError:
         return RequestError(400, what, path)
     name = shown(unknown["name"])
     names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
-    return RequestError(400, f"unknown field {name!r}{nearest(name, names)}", f"{path}.{name}")
+    instead = f"; say it in the address, ?{name}=" if "candidates" in names and name in RANK_QUERY else nearest(name, names)
+    return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
 
 
 def _position(value: int) -> int:

@@ -171,6 +171,8 @@ BAD = [
     (changed("surface", "s" * 65), "$.surface", "at most 64 bytes", "a long surface"),
     (changed("first_position", -1), "$.first_position", "from 0 on", "no such place"),
     (changed("userid", 1), "$.userid", "did you mean 'user_id'", "an unknown field"),
+    (changed("top", 2), "$.top", "unknown field 'top'; say it in the address, ?top=", "an option is no field"),
+    (changed("ro.top", 2), "$.ro.top", "unknown field 'top'", "and no feature"),
     (changed("candidates", {"item_id": [1, 2], "age_h": [1]}), "$.candidates.age_h", "expected 2 values", "a short column"),
     (changed("candidates", {"item_id": [1], "ageh": [1]}), "$.candidates.ageh", "did you mean 'age_h'", "unknown column"),
     (changed("candidates", {"item_id": [1, 2**64]}), "$.candidates.item_id[1]", "64-bit", "an id of a column"),
