@@ -119,6 +119,7 @@ class _Offline:
             )
         if (most := max(found.rows)) >= self.config.partitions:
             raise ConfigError(f"expected partitions = {most + 1} or more, got {self.config.partitions}: the archive has as many")
+        self.table.check_reader(found, self.schema)
         self.table.hold(found, f"train-{found.digest}", self.clock.now_ms() + _HELD_MS)
         return found
 

@@ -85,6 +85,7 @@ class SampleTable:
 
         Raises:
             UnavailableError: the table can't be read now. CheckpointError: the version isn't there, or isn't what it was.
+            ConfigError: as `check_reader`.
         """
         spec = SessionSpec.of(told.spec)
         found = self.warehouse.samples.snapshot(told.version)
@@ -94,11 +95,32 @@ class SampleTable:
                 f"{self.place}: expected {sum(told.rows.values())} rows of version {told.version}, got "
                 f"{sum(session.order.rows.values())}: another table lies there; bring back the one that training began with"
             )
+        self._check_labels(spec, found, schema)
         if spec.features:
             note_asked(self.warehouse.store, schema, told.version, told.digest, spec.features)
             schema = projected(schema, frozenset(spec.features))
         late = self.warehouse.corrections.snapshot(told.corrections).files if told.corrections >= 0 else ()
         return session, TableFiles(self.warehouse, found.files, late, schema)
+
+    def check_reader(self, told: TableInput, schema: Schema) -> None:
+        """Before anything is trained.
+
+        Raises:
+            UnavailableError: the table can't be read now.
+            ConfigError: none of the schema's labels is one of those that the session's samples have: it is another site's.
+        """
+        self._check_labels(SessionSpec.of(told.spec), self.warehouse.samples.snapshot(told.version), schema)
+
+    def _check_labels(self, spec: SessionSpec, found: TableSnapshot, schema: Schema) -> None:
+        newest = {file.fingerprint: file for file in found.files if spec.has_day(file.day.isoformat())}
+        writers = [writer_of(file, self.warehouse.registry) for file in newest.values()]
+        known = sorted({label.name for writer in writers for label in writer.labels})
+        own = [label.name for label in schema.labels]
+        if own and known and not set(own) & set(known):
+            raise ConfigError(
+                f"{self.place}: expected a schema with a label of its samples ({', '.join(known)}), got {schema.name!r} with "
+                f"{', '.join(own)}; give the schema that they were joined by"
+            )
 
     def hold(self, told: TableInput, who: str, until_ms: int) -> None:
         """Keep the session's files where they are until then, whatever replaces them. UnavailableError: it can't be said now."""

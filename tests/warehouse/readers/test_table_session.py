@@ -12,6 +12,7 @@ import pytest
 from roo.columnar import FlatColumn, columns_of, forms
 from roo.decode import Decoder
 from roo.errors import CheckpointError, ConfigError
+from roo.schema import Schema
 from roo.schema_registry import register
 from roo.wire import Record
 from runtime.checkpoint_store import open_store
@@ -78,6 +79,26 @@ def test_a_session_has_what_its_version_had_and_ends_where_the_archive_was(tmp_p
     more = SampleTable(str(tmp_path)).newest(WANTED, TOPICS, told.ends)
     assert more is not None and more.version > told.version
     assert sorted(ids(tmp_path, more)) == list(range(13, 21)) and more.ends == {("samples", 0): 10, ("samples", 1): 10}
+
+
+def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    archive(tmp_path, samples.records(list(range(1, 5))))
+    table, schema = SampleTable(str(tmp_path)), samples.schema()
+    told = table.newest(WANTED, TOPICS)
+    assert told is not None
+
+    def labelled(*names: str) -> Schema:
+        labels = tuple(dataclasses.replace(schema.labels[0], name=name, action=name) for name in names)
+        return dataclasses.replace(schema, labels=labels)
+
+    for ask in (table.check_reader, table.opened):
+        said = (
+            r"expected a schema with a label of its samples \(click\), got 'default' with order; give the schema that they were"
+        )
+        with pytest.raises(ConfigError, match=said):
+            ask(told, labelled("order"))
+        for known in (schema, labelled("order", "click"), labelled()):
+            ask(told, known)
 
 
 def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
