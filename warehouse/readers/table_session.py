@@ -106,7 +106,7 @@ class SampleTable:
         """Before anything is trained.
 
         Raises:
-            UnavailableError: the table can't be read now.
+            UnavailableError: the table can't be read now. SchemaError: nobody registered the schema that wrote a file.
             ConfigError: none of the schema's labels is one of those that the session's samples have: it is another site's.
         """
         self._check_labels(SessionSpec.of(told.spec), self.warehouse.samples.snapshot(told.version), schema)

@@ -34,6 +34,7 @@ class CountedRows(ShardRows):
     def __init__(self, client: Client) -> None:
         super().__init__(client)
         self.dirty, self._window, self._changed = 0, 0, set[tuple[int, int]]()
+        self.counting_s = 0.0  # CPU time that counting took
 
     def end_window(self) -> None:
         """Count what has changed since the last one ended."""
@@ -42,12 +43,14 @@ class CountedRows(ShardRows):
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         super().push(lookup, gradients, times)
+        began_s = time.thread_time()
         if times.step // _WINDOW != self._window:
             self.end_window()
             self._window = times.step // _WINDOW
         for stack in gradients:
             its = lookup.stacks[stack]
             self._changed.update(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))
+        self.counting_s += time.thread_time() - began_s
 
 
 @contextlib.contextmanager
@@ -72,7 +75,7 @@ def _trained(loop: TrainLoop, requests: int, rows: CountedRows) -> dict[str, flo
     while loop.step() or loop.finish():
         if loop.counts.requests <= requests // 2:
             at_half = dict(loop.own.metrics().sums()["click"])
-    cpu_s = time.process_time() - began_s
+    cpu_s = time.process_time() - began_s - rows.counting_s
     rows.end_window()
     sums = loop.own.metrics().sums()["click"]
     loss = (sums["log_loss"] - at_half["log_loss"]) / (sums["weight"] - at_half["weight"])
