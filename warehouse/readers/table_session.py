@@ -112,8 +112,8 @@ class SampleTable:
         self._check_labels(SessionSpec.of(told.spec), self.warehouse.samples.snapshot(told.version), schema)
 
     def _check_labels(self, spec: SessionSpec, found: TableSnapshot, schema: Schema) -> None:
-        newest = {file.fingerprint: file for file in found.files if spec.has_day(file.day.isoformat())}
-        writers = [writer_of(file, self.warehouse.registry) for file in newest.values()]
+        of_schema = {file.fingerprint: file for file in found.files if spec.has_day(file.day.isoformat())}
+        writers = [writer_of(file, self.warehouse.registry) for file in of_schema.values()]
         known = sorted({label.name for writer in writers for label in writer.labels})
         own = [label.name for label in schema.labels]
         if own and known and not set(own) & set(known):
